@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 900
 WARM = 3
-"""Steps before the times count: shapes, the split's self-test, page-locked memory."""
+"""Steps before the times count: shapes, what the first iteration measures, page-locked memory."""
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -172,7 +172,7 @@ def bound(
 
     from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate
     from pipemorph_trainer.examples.gpt import loss_fn
-    from pipemorph_trainer.executor.split import Sample, StageRunner
+    from pipemorph_trainer.executor.split import StageRunner
 
     first, last = context.rank == 0, context.rank == args.stages - 1
     runner = StageRunner(
@@ -186,7 +186,6 @@ def bound(
     shape = (size, args.sequence, args.width)
     given = x[:size] if first else torch.randn(shape, device=x.device, dtype=torch.bfloat16)
     grads = None if last else [torch.randn(shape, device=x.device, dtype=torch.bfloat16)]
-    runner.self_test([Sample((given,), {}, target[:size], grads)])
     times: dict[str, list[float]] = {"F": [], "B": [], "W": []}
     marks: list[tuple[str, Any, Any]] = []
 

@@ -85,7 +85,7 @@ def telemetry(
             if 0 <= link < mesh.stages - 1
         ],
         profile=StageProfile(
-            stage=stage, replica=column, split="module", peak_memory=2**34 + rank, **ops
+            stage=stage, replica=column, split="deferred", peak_memory=2**34 + rank, **ops
         )
         if finished
         else None,

@@ -43,6 +43,18 @@ POLICIES: Mapping[str, str] = {
 }
 """Policies, in manifests and problems and on the command line."""
 
+SPLITS: Mapping[str, str] = {
+    "graph": "use auto",
+    "module": "use auto",
+    "off": "use fused",
+}
+"""Values of ``split`` of a Pipeline, and of torch's schedules."""
+
+NAMES: Mapping[str, str] = {
+    "register_linear": "use register_function with the function that the layer calls",
+}
+"""Names of ``pipemorph_trainer``."""
+
 COMMANDS: Mapping[str, str] = {
     "links": "use top JOB or explain JOB",
 }

@@ -86,7 +86,7 @@ class StageProfile(WireModel):
     forward: Seconds
     backward_input: Seconds
     backward_weight: Seconds
-    split: Literal["module", "graph", "fused", "emulated"]
+    split: Literal["deferred", "fused", "emulated"]
     peak_memory: Count
     """Bytes: device peak on CUDA, resident-set peak on CPU."""
     activation_bytes: Count | None = None

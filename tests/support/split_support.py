@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from gate import same_bits
@@ -17,7 +15,8 @@ from torch import Tensor, nn
 from pipemorph.planning import OpKind
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.executor.offload import ActivationStore
-from pipemorph_trainer.executor.split import Sample, StageRunner, self_test
+from pipemorph_trainer.executor.split import StageRunner
+from pipemorph_trainer.executor.split.measured import MEASURED
 
 torch.set_num_threads(1)
 
@@ -55,7 +54,6 @@ class Job:
             microbatches=self.microbatches,
             mode=self.mode,
             store=host_store() if self.offloads else None,
-            recompute=self.recomputes,
         )
 
 
@@ -71,11 +69,6 @@ class Result:
     input_grads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-
-
-def samples(job: Job) -> list[Sample]:
-    """What the first two microbatches bring, but for the gradients: random ones do there."""
-    return [Sample(job.make_args(k), {}, job.make_target(k)) for k in range(2)]
 
 
 def output_grads(outputs: Sequence[Tensor], microbatch: int) -> tuple[Tensor, ...]:
@@ -117,17 +110,16 @@ def sequential(job: Job) -> Result:
 
 
 def split(
-    job: Job, order: str, *, test: bool = True, device_limit: int | None = None
+    job: Job, order: str, *, device_limit: int | None = None, measures: bool = False
 ) -> tuple[Result, StageRunner]:
-    """Run ``order``, as in ``"F0 F1 B0 B1 W0 W1"``, with a runner that tested itself."""
+    """Run ``order``, as in ``"F0 F1 B0 B1 W0 W1"``. ``measures``: as in a first iteration, whose
+    backwards are whole and apart in turns."""
     module = job.fresh()
     runner = job.runner(module)
-    if test:
-        # What takes long enough to be judged by its times is a matter of the machine.
-        with patch.object(self_test, "MEASURABLE", math.inf):
-            runner.self_test(samples(job))
     torch.manual_seed(5)
     result = Result()
+    if not measures:
+        runner.measured.whole(MEASURED)
     runner.begin_iteration(fused={int(op[2:]) for op in order.split() if op.startswith("BW")})
     run_order(job, runner, order, result, device_limit)
     assert runner.in_flight == 0

@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, f
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.executor.inputs import signature, split
 from pipemorph_trainer.executor.local_stage import OwnStage, StageMemory
-from pipemorph_trainer.executor.split import OffloadAttempt, OpTimes, SplitReport
-from pipemorph_trainer.executor.split.report import RecomputeAttempt
+from pipemorph_trainer.executor.split.measured import Measurements
 from pipemorph_trainer.executor.stage_profile import (
     Footprint,
     footprint,
@@ -489,14 +487,13 @@ def test_a_profile_names_the_column_of_its_rank() -> None:
     stage = OwnStage(
         EmulatedStage(0.01, 0.01, 0.01, 64), last, loss_fn=None, microbatches=2, split="auto",
         device=torch.device("cpu"), accelerator=None, memory=StageMemory(None, "", ""),
-        agree=lambda own: [own],
     )  # fmt: skip
     told = stage.profile([timed(OpKind.F, 0, 0.5)], [])
     assert (told.stage, told.replica) == (1, 2)
 
 
 def profile_of(ops: list[TimedOp], **options: Any) -> StageProfile:
-    return stage_profile(1, ops, "module", column=0, peak_memory=7, **options)
+    return stage_profile(1, ops, "deferred", column=0, peak_memory=7, **options)
 
 
 def test_copies_do_not_count_as_forward_and_backward() -> None:
@@ -509,7 +506,7 @@ def test_copies_do_not_count_as_forward_and_backward() -> None:
     profile = profile_of(ops, footprint=told, copies=copies)
     assert (profile.forward, profile.backward_input, profile.backward_weight) == (0.5, 0.75, 0.25)
     assert (profile.offload_copy, profile.activation_bytes) == (2.0, 64), "the longer way"
-    assert profile.fused_backward == 0.5, "B + W of now, by the ratio of the self-test"
+    assert profile.fused_backward == 0.5, "B + W of now, by the ratio of the first iterations"
     assert profile_of(ops, footprint=told).offload_copy == 9.0, "as it was at the start"
     assert profile_of(ops).offload_copy is None
     moved = offloaded(copies, 4096)
@@ -542,21 +539,14 @@ def test_peak_memory_is_read_and_never_reset(monkeypatch: pytest.MonkeyPatch) ->
     assert peak_memory(torch.device("cpu")) >= used > 1 << 20
 
 
-def test_what_the_self_test_found_is_what_a_plan_may_count_on() -> None:
-    times = OpTimes(forward=1.0, backward=2.7, backward_input=2.0, backward_weight=1.0)
-    report = SplitReport(
-        "module", "", times=times, activation_bytes=64, offload=OffloadAttempt(64, 0.5)
-    )
-    found = footprint(report)
-    assert (found.activation_bytes, found.offload_copy) == (64, 0.5)
-    assert (found.fused_ratio, found.input_bytes) == (None, None), "not measured"
-    assert footprint(replace(report, fused_ratio=0.9)).fused_ratio == 0.9
-    assert footprint(replace(report, recompute=RecomputeAttempt(8))).input_bytes == 8
-    differs = RecomputeAttempt(8, reason="the loss differs")
-    assert footprint(replace(report, recompute=differs)).input_bytes is None
-    refused = replace(report, offload=OffloadAttempt(reason="out of memory"))
-    assert footprint(refused).offload_copy is None
-    assert footprint(replace(report, offload=None)).offload_copy is None
+def test_what_the_first_iterations_measured_is_what_a_plan_may_count_on() -> None:
+    measured = Measurements(torch.nn.Linear(2, 2))
+    nothing = footprint(measured, None, recomputes=False)
+    assert nothing == Footprint()
+    measured.activation_bytes, measured.input_bytes, measured.copy_seconds = 64, 8, 0.5
+    found = footprint(measured, 0.9, recomputes=True)
+    assert found == Footprint(64, offload_copy=0.5, fused_ratio=0.9, input_bytes=8)
+    assert footprint(measured, None, recomputes=False).input_bytes is None
 
 
 def test_nested_arguments_are_split_and_told_apart_by_shape() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipemorph.removed import NAMES, removal
 from pipemorph_trainer.errors import (
     BatchError,
     PeerLostError,
@@ -20,7 +21,7 @@ from pipemorph_trainer.errors import (
 if TYPE_CHECKING:
     from pipemorph.api.sections.trainer import Checkpoint
     from pipemorph_trainer.context import TrainerContext
-    from pipemorph_trainer.executor.split.registered import register_linear
+    from pipemorph_trainer.executor.split.registered import register_function
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
     from pipemorph_trainer.settings import Options
@@ -42,7 +43,7 @@ __all__ = [
     "TrainerContext",
     "WaitTimeoutError",
     "make_mesh",
-    "register_linear",
+    "register_function",
 ]
 
 _LATE = {
@@ -54,11 +55,14 @@ _LATE = {
     "Pipeline": ".pipeline",
     "TrainerContext": ".context",
     "make_mesh": ".topology.mesh",
-    "register_linear": ".executor.split.registered",
+    "register_function": ".executor.split.registered",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if gone := removal(NAMES, name):
+        # An AttributeError would lose these words in "from pipemorph_trainer import".
+        raise ImportError(f"{name} {gone}", name=__name__)
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATE[name], __name__), name)

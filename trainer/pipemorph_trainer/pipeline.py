@@ -72,11 +72,10 @@ class Pipeline:
         checkpoint: a :class:`~pipemorph_trainer.Checkpoint`: where and how often to save, and
             whether to resume (it does, unless told not to). After a resume,
             :attr:`start_iteration` is the iteration to continue with.
-        recompute: ``auto``: plans may drop activations and run forwards again; the self-test tries
-            it. ``never``, the default: a plan with recomputation is refused.
-        split: how a module runs B and W apart. ``auto``: the first iteration is fused, and a
-            self-test at its end finds a split with bitwise equal results. ``module`` or ``graph``:
-            this one, from the start and without the test. ``fused`` or ``off``: no split, no test.
+        recompute: ``auto``: plans may drop activations and run forwards again. ``never``, the
+            default: a plan with recomputation is refused.
+        split: ``auto``: weight gradients that can wait for W do. ``fused``: none does. ``verify``:
+            as ``auto``, and each that waits is compared with that of the original op.
         mesh: torch's mesh of all ranks, with the dimensions ``pp``, ``dp_replicate``,
             ``dp_shard``, ``cp`` and ``tp`` in any order; those of size 1 may be absent.
             :func:`pipemorph_trainer.make_mesh` makes it. Default: the job's, or stages × replicas.
@@ -369,7 +368,7 @@ class Pipeline:
 
     @property
     def split(self) -> str:
-        """How this rank's only stage splits its backward: module, graph, fused or emulated. Final
+        """How this rank's only stage splits its backward: deferred, fused or emulated. Final
         after the first step. Raises :class:`InputError` if there are several, see
         :attr:`splits`."""
         return self._only("split", "splits", list(self.splits.values()))

@@ -190,7 +190,6 @@ def prepare(
                 device,
                 accelerator,
                 host_memory,
-                mode,
                 recomputes=settings.recompute == "auto",
             )
             for number, stage in zip(coordinate.held, stages, strict=True)

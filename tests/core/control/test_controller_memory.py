@@ -65,7 +65,7 @@ def tight(*, memory: int | None = 4 * MIB, host: int | None = 8 * MIB, **fields:
 def plant(job: Any, *, copy: float | None = 0.001, size: int | None = MIB) -> Watched:
     """Ranks that measure microbatches of ``size`` bytes and copies of ``copy`` seconds."""
     made = Watched(job)
-    made.split = "module"
+    made.split = "deferred"
     made.activation_bytes = size
     made.ops = [QUICK.model_copy(update={"offload_copy": copy})] * STAGES
     return made
@@ -333,7 +333,7 @@ def test_another_attempt_knows_what_a_microbatch_holds() -> None:
     job.run(6)
     job.controller.begin_attempt(1)
     again = Watched(job.spec, controller=job.controller)
-    again.ops, again.activation_bytes, again.split = job.ops, None, "module"
+    again.ops, again.activation_bytes, again.split = job.ops, None, "deferred"
     again.run(1)
     assert again.plans
     assert max(again.plans[0].schedule.in_flight_peak()) <= 4
@@ -405,7 +405,7 @@ class Stages:
 
 def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> None:
     book = Stages()
-    split = {"forward": 1.0, "split": "module", "peak_memory": 1}
+    split = {"forward": 1.0, "split": "deferred", "peak_memory": 1}
     for stage in range(STAGES):
         book.observe(
             StageProfile(stage=stage, backward_input=2.0, backward_weight=1.5, **split)  # type: ignore[arg-type]
@@ -435,7 +435,7 @@ def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> Non
 
 def test_one_quick_or_slow_iteration_does_not_fuse_a_backward() -> None:
     book = Stages()
-    split = {"forward": 1.0, "split": "module", "peak_memory": 1}
+    split = {"forward": 1.0, "split": "deferred", "peak_memory": 1}
     for stage in range(STAGES):
         book.observe(
             StageProfile(stage=stage, backward_input=2.0, backward_weight=1.5, **split)  # type: ignore[arg-type]

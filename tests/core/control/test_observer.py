@@ -206,7 +206,7 @@ def test_a_host_that_has_lost_its_memory_is_told_everything_again() -> None:
     job = Job(spec())
     port = RailSample(stage=0, device="mlx5_0", port=1, state="ACTIVE", counters={"x": 1})
     profile = {"forward": 0.01, "backward_input": 0.01, "backward_weight": 0.01}
-    stages = [StageProfile(stage=i, split="graph", peak_memory=1, **profile) for i in range(4)]  # type: ignore[arg-type]
+    stages = [StageProfile(stage=i, split="deferred", peak_memory=1, **profile) for i in range(4)]  # type: ignore[arg-type]
     job.run(SETTLED, rails=[port], ports=1, stages=stages)
     job.delays[1, 0] = LATE
     job.run(SETTLED, rails=[port], ports=1, stages=stages)

@@ -105,7 +105,7 @@ class World:
                 for name in ("forward", "backward_input", "backward_weight")
             }
             told["stages"] = [
-                StageProfile(stage=stage, replica=column, split="module", peak_memory=rank, **ops)
+                StageProfile(stage=stage, replica=column, split="deferred", peak_memory=rank, **ops)
             ]
             if self.mesh.data_group(column) == column:
                 seconds = REDUCTION + self.reducing.get(stage, 0.0)

@@ -149,7 +149,7 @@ def test_the_controller_plans_with_it_and_shows_it() -> None:
     profiles = [
         StageProfile(
             stage=stage, replica=replica, forward=0.01, backward_input=0.01, backward_weight=0.01,
-            split="module", peak_memory=1,
+            split="deferred", peak_memory=1,
         )
         for stage in range(2)
         for replica in range(2)

@@ -46,7 +46,7 @@ class Job:
                     took = (10 + stage) * batch * self.rng.uniform(0.97, 1.03)
                     took *= (slow or {}).get((stage, column), 1.0) / 1e3
                     profile = StageProfile(
-                        stage=stage, replica=column, split="module", peak_memory=0,
+                        stage=stage, replica=column, split="deferred", peak_memory=0,
                         forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
                         clock=(clocks or {}).get((stage, column)),
                     )  # fmt: skip

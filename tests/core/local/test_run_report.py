@@ -97,12 +97,12 @@ def test_how_each_rank_splits_its_backward_is_in_the_report(tmp_path: Path) -> N
     folder = OutFolder.claim(tmp_path / "out", force=False)
     assert read_splits(folder.trace) == []
     for rank in (10, 2):
-        content = {"rank": rank, "split": "module", "not_deferred": []}
+        content = {"rank": rank, "split": "deferred", "not_deferred": []}
         (folder.trace / f"split-rank{rank}.json").write_text(json.dumps(content))
     (folder.trace / "split-rank3.json").write_text('{"rank": 3, "spl')
     write_report(folder, run_record(emulated()))
     found = json.loads(folder.report.read_text())["split"]
-    assert [(each["rank"], each["split"]) for each in found] == [(2, "module"), (10, "module")]
+    assert [(each["rank"], each["split"]) for each in found] == [(2, "deferred"), (10, "deferred")]
 
 
 @pytest.mark.parametrize(

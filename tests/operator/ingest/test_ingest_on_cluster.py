@@ -73,7 +73,7 @@ def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:
             now, sequence = now + 1, sequence + 1
             stages = [
                 StageProfile(
-                    stage=i, forward=t, backward_input=t, backward_weight=t, split="module",
+                    stage=i, forward=t, backward_input=t, backward_weight=t, split="deferred",
                     peak_memory=0,
                 )
                 for i, t in enumerate(times)

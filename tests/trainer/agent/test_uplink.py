@@ -48,7 +48,7 @@ def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
     merger = TelemetryMerger(range(2))
     for stage in range(2):
         profile = StageProfile(
-            stage=stage, forward=0.01, backward_input=0.01, backward_weight=0.01, split="graph",
+            stage=stage, forward=0.01, backward_input=0.01, backward_weight=0.01, split="deferred",
             peak_memory=1,
         )  # fmt: skip
         finished = IterationSample(

@@ -1,11 +1,9 @@
-"""The first iteration of a job: modules that are slow at first, and how all stages find their
-split at once."""
+"""The first iteration of a job: modules that are slow at first, and what it measures."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,9 +11,10 @@ from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from trainer_jobs import Job, Record, assert_same, reference, train
 
+from pipemorph.errors import InputError
 from pipemorph.local.results.traces import read_splits
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.executor.split import StageRunner
+from pipemorph_trainer.executor.local_stage import mode_of
 
 STAGES, SLOW, DEADLINE = 4, 2.0, 5.0
 """The last stage waits for the first F of three others: longer than the deadline."""
@@ -36,53 +35,29 @@ class SlowAtFirst(nn.Module):
         return self.linear(x)
 
 
-class Told(NamedTuple):
-    """What a rank did: when its self-test ran, and its splits after the two iterations."""
-
-    began: float
-    ended: float
-    splits: list[str]
-
-
-def slow_at_first(context: TrainerContext) -> Told:
-    spans: list[float] = []
-    self_test = StageRunner.self_test
-
-    def timed(runner: StageRunner) -> Any:
-        spans.append(time.monotonic())
-        report = self_test(runner)
-        spans.append(time.monotonic())
-        return report
-
-    StageRunner.self_test = timed  # type: ignore[method-assign, assignment]
-    splits = []
+def slow_at_first(context: TrainerContext) -> int:
+    module = SlowAtFirst()
     with Pipeline(
-        SlowAtFirst(), context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
         deadline_seconds=DEADLINE,
     ) as pipe:  # fmt: skip
         for _ in range(2):
             pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8))
-            splits.append(pipe.split)
-    return Told(*spans, splits)
+            assert pipe.split == "deferred"
+    return len(module.calls)
 
 
 @pytest.mark.full
-def test_slow_first_calls_do_not_run_into_the_deadline_and_tests_run_at_once(
-    tmp_path: Path,
-) -> None:
+def test_slow_first_calls_do_not_run_into_the_deadline(tmp_path: Path) -> None:
     results = Ranks(STAGES, slow_at_first, context={"trace_dir": tmp_path}).wait()
     assert [r.exitcode for r in results] == [0] * STAGES, "\n".join(r.error for r in results)
-    told: list[Told] = [r.value for r in results]
-    assert all(each.splits == ["module", "module"] for each in told)
-    # Each takes a second or more, and none waits for another.
-    assert all(each.ended - each.began > 8 * PAUSE for each in told)
-    assert max(each.began for each in told) < min(each.ended for each in told)
+    assert [r.value for r in results] == [2 * 2] * STAGES, "a forward per microbatch, and no other"
     for rank, result in enumerate(results):
         (line,) = [x for x in result.output.splitlines() if "split backward" in x]
-        assert line.startswith(f"rank {rank} (stage {rank}): split backward: module, defers 100%")
+        assert line.startswith(f"rank {rank} (stage {rank}): split backward: defers 100%")
     found = read_splits(tmp_path)
     assert [each["rank"] for each in found] == list(range(STAGES))
-    assert all(each["tested"] and each["deferred_share"] == 1.0 for each in found)
+    assert all(each["deferred_share"] == 1.0 for each in found)
 
 
 def hangs_at_first(context: TrainerContext) -> None:
@@ -118,11 +93,11 @@ def test_the_planner_hears_nothing_of_the_first_iteration() -> None:
     for record in records:
         assert len(record.profiles) == job.iterations - 1
         for profile in record.profiles:
-            assert profile.split == record.split == "module"
+            assert profile.split == record.split == "deferred"
             assert profile.backward_weight > 0
 
 
-def asked(context: TrainerContext, split: str) -> tuple[list[str], int]:
+def chosen(context: TrainerContext, split: str) -> tuple[list[str], int]:
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     calls: list[int] = []
     module.register_forward_hook(lambda *_: calls.append(1))
@@ -132,15 +107,23 @@ def asked(context: TrainerContext, split: str) -> tuple[list[str], int]:
         policy="zero-bubble", split=split,
     ) as pipe:  # fmt: skip
         for _ in range(2):
-            splits.append(pipe.split)
             pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8))
+            splits.append(pipe.split)
     return splits, len(calls)
 
 
+@pytest.mark.parametrize("split", ["verify", pytest.param("fused", marks=pytest.mark.full)])
+def test_no_split_calls_the_module_more_than_once_per_microbatch(split: str) -> None:
+    ((splits, calls),) = run_ranks(1, chosen, split)
+    assert splits == ["fused" if split == "fused" else "deferred"] * 2
+    assert calls == 2 * 2
+
+
 @pytest.mark.parametrize(
-    "split", ["graph", *(pytest.param(each, marks=pytest.mark.full) for each in ("module", "off"))]
+    ("split", "instead"), [("module", "auto"), ("graph", "auto"), ("off", "fused")]
 )
-def test_a_split_that_is_asked_for_is_not_tested(split: str) -> None:
-    ((splits, calls),) = run_ranks(1, asked, split)
-    assert splits == ["fused" if split == "off" else split] * 2
-    assert calls == 2 * 2, "once per microbatch"
+def test_a_split_that_was_removed_is_refused_with_its_replacement(split: str, instead: str) -> None:
+    with pytest.raises(InputError, match=f"'{split}', which was removed; use {instead}"):
+        mode_of(split)
+    with pytest.raises(InputError, match="'none'; expected auto, fused, verify"):
+        mode_of("none")

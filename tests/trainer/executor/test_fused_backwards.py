@@ -1,65 +1,57 @@
-"""What a fused backward takes, as the controller is told: by the self-test, then by plans."""
+"""What a fused backward takes, as the controller is told: at first, and later of plans."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from launch import run_ranks
-from split_support import Job as StageJob
-from split_support import samples
-from test_split_zoo import vectors
 from torch import nn
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Plan, Schedule
 from pipemorph_trainer import TrainerContext
-from pipemorph_trainer.executor.split import SplitReport, self_test
-from pipemorph_trainer.executor.split.trial import Outcome
+from pipemorph_trainer.executor.split import measured as measurements
+from pipemorph_trainer.executor.split.measured import Measurements
 
 WIDTH = 8
 
 
-def told(
-    monkeypatch: pytest.MonkeyPatch, module: nn.Module, apart: list[float], least: float = 0.0
-) -> SplitReport:
-    """The report where an unsplit backward takes 1 s and B + W, in turn, what is given; the first
-    two runs only try the split."""
-    monkeypatch.setattr(self_test, "MEASURABLE", least)
-    real, times = self_test.run_trial, iter([1.0, 1.0, *apart])
-
-    def timed(*args: Any, fused: bool, **options: Any) -> Outcome:
-        outcome = real(*args, fused=fused, **options)
-        seconds = {"BW": 1.0} if fused else {"B": 0.5 * (took := next(times)), "W": 0.5 * took}
-        outcome.seconds = {"F": 1.0} | seconds
-        return outcome
-
-    monkeypatch.setattr(self_test, "run_trial", timed)
-    torch.manual_seed(0)
-    job = StageJob(module, vectors, 3)
-    return job.runner().self_test(samples(job))
+def told(whole: list[float], apart: list[tuple[float, float]]) -> float | None:
+    """The ratio where backwards take these times; the first of each kind does not count."""
+    found = Measurements(nn.Linear(WIDTH, WIDTH))
+    clock = iter([0.0])
+    for kind, times in (
+        ("whole", whole), ("B", [b for b, _ in apart]), ("W", [w for _, w in apart]),
+    ):  # fmt: skip
+        for took in times:
+            clock = iter([10.0, 10.0 + took])
+            found._now = lambda: next(clock)  # type: ignore[method-assign]  # noqa: B023
+            with found.time(kind):
+                pass
+    return found.fused_ratio
 
 
-@pytest.mark.parametrize(("kind", "module"), [("module", nn.Linear), ("graph", nn.LayerNorm)])
-def test_the_least_favourable_run_counts(
-    monkeypatch: pytest.MonkeyPatch, kind: str, module: type[nn.Module]
-) -> None:
-    arguments = (WIDTH, WIDTH) if module is nn.Linear else (WIDTH,)
-    report = told(monkeypatch, module(*arguments), [1.4, 1.25, 1.3])
-    assert (report.split, report.fused_ratio) == (kind, 0.8)
+def test_the_ratio_is_that_of_the_shortest_times() -> None:
+    assert told([9.0, 1.0, 1.5], [(9.0, 9.0), (0.7, 0.75), (0.5, 0.8)]) == pytest.approx(0.8)
 
 
-def test_what_cannot_be_measured_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, nn.Linear(WIDTH, WIDTH), [], math.inf).fused_ratio is None
-    unsplit = told(monkeypatch, nn.Tanh(), [])
-    assert (unsplit.split, unsplit.fused_ratio) == ("fused", None)
+def test_what_cannot_be_measured_is_not_told() -> None:
+    assert told([9.0, 1e-4], [(9.0, 9.0), (1e-4, 1e-4)]) is None
+    assert told([9.0], [(9.0, 9.0), (1.0, 1.0)]) is None
+    assert told([9.0, 1.0], []) is None
+
+
+def test_every_other_of_the_first_microbatches_is_whole() -> None:
+    found = Measurements(nn.Linear(WIDTH, WIDTH))
+    assert found.whole(3) == {1}
+    assert found.whole(3) == {0, 2}
+    assert found.whole(3) is None
+    assert Measurements(nn.Linear(WIDTH, WIDTH)).whole(1) == frozenset()
 
 
 def measured(context: TrainerContext, job: Job) -> Record:
-    self_test.MEASURABLE = 0.0
+    measurements.MEASURABLE = 0.0
     return train(context, job)
 
 
@@ -75,7 +67,7 @@ def test_a_plan_that_ran_one_knows_better() -> None:
         assert {*versions} == {0, 1, 2}
         first, last = versions.index(1), len(versions) - 1 - versions[::-1].index(1)
         before, fused, after = profiles[first - 1], profiles[last], profiles[-1]
-        assert (before.split, fused.split) == ("module", "module")
+        assert (before.split, fused.split) == ("deferred", "deferred")
         assert before.fused_backward and before.backward_weight
         assert fused.backward_weight == 0
         assert fused.fused_backward == fused.backward_input
@@ -101,6 +93,6 @@ def test_a_plan_may_fuse_some_backwards_of_a_stage_and_split_others() -> None:
     for record in records:
         assert record.versions[-1] == 1
         profile = record.profiles[-1]
-        assert profile.split == "module"
+        assert profile.split == "deferred"
         assert profile.backward_weight > 0 and profile.fused_backward
         assert profile.fused_backward != profile.backward_input

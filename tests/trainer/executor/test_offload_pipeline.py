@@ -52,11 +52,11 @@ def test_results_are_those_without(policy: str, dispatch: str) -> None:
             assert profile.activation_bytes and profile.offload_copy
     # Every tensor of a microbatch went, in every iteration alike, and nobody else held one now
     # and then, as the link that brought it might. Beside what is saved goes an input of 4 bytes
-    # that the stage does not use; the target, 48 bytes, is the caller's.
+    # that the stage does not use; the number of microbatches, 8 bytes, stays.
     for stage, record in enumerate(records[1:]) if dispatch == "static" else ():
         for profile, told in zip(record.profiles, record.offloaded, strict=True):
             assert profile.activation_bytes is not None
-            one = profile.activation_bytes + 4 - 48 * stage
+            one = profile.activation_bytes + 4 - 8 * stage
             assert told is None or told.bytes == told.microbatches * one
 
 
@@ -101,24 +101,13 @@ def test_the_gpt_example(dispatch: str) -> None:
                 same_bits(x, y)
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({}, "give adaptation.allowOffload and hostMemory"),
-        pytest.param(
-            {"host_memory": PLENTY, "extra": {"split": "module"}},
-            "split='module' leaves out the self-test",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_a_plan_is_refused_where_it_cannot_be_tried(fields: dict[str, Any], why: str) -> None:
-    job = Job(2, 4).with_(**fields)
+def test_a_plan_is_refused_without_host_memory() -> None:
+    job = Job(2, 4)
     offloads = make_plan(job, 3, "gpipe", device_limit=2)
     for result in Ranks(2, train, job.with_(initial=offloads)).wait():
         assert result.exitcode == 1
         assert "plan 3 moves activations of stage" in result.error
-        assert why in result.error
+        assert "give adaptation.allowOffload and hostMemory" in result.error
 
 
 def test_too_little_host_memory_is_said_in_the_first_iteration() -> None:

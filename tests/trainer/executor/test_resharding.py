@@ -134,10 +134,10 @@ def every_way(context: TrainerContext) -> dict[str, Ran]:
     mesh = init_device_mesh("cpu", (STAGES, SHARDS), mesh_dim_names=("pp", "dp_shard"))
     return {
         "kept": train(context, mesh, KEPT),
-        "compiled": train(context, mesh, ALL, compiled=True, split="module"),
+        "compiled": train(context, mesh, ALL, compiled=True, split="deferred"),
         "blocks": train(context, mesh, BLOCKS),
         "all": train(context, mesh, ALL),
-        "graph": train(context, mesh, ALL, split="graph"),
+        "graph": train(context, mesh, ALL, split="deferred"),
         "fused": train(context, mesh, ALL, split="fused"),
         **{
             f"twice, {split}, {how}": train(context, mesh, reshard, twice=True, split=split)

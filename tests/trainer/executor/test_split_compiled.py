@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from launch import run_ranks
 from pairwise import give_tiers
@@ -31,7 +30,6 @@ from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.split.compiled import backends, private
 from pipemorph_trainer.executor.split.deferred import run_weight_work
-from pipemorph_trainer.executor.split.report import SplitReport
 from pipemorph_trainer.topology.mesh import join_process_group
 
 DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
@@ -224,10 +222,9 @@ def test_a_compiled_block_defers_what_it_would_uncompiled(name: str, backend: st
     case = CASES[name]
     want = sequential(job_of(case, OF_TORCH[backend]))
     got, runner = split(job_of(case, backend), DELAYED)
-    report = runner.report
-    assert report is not None
+    report = runner.report()
     text = "\n".join(report.lines())
-    assert report.split == "module", text
+    assert report.split == "deferred", text
     if case.rounds and backend == "pipemorph":
         assert_close(want, got, 1e-5)
         assert report.notes, text
@@ -235,9 +232,7 @@ def test_a_compiled_block_defers_what_it_would_uncompiled(name: str, backend: st
         want = got
     assert_equal(want, got)
     _, plain = split(job_of(case, ""), DELAYED)
-    assert plain.report is not None
-    assert set(report.deferred) >= set(plain.report.deferred), text
-    assert (report.deferred_share > plain.report.deferred_share) == case.more, text
+    assert set(report.deferred) >= set(plain.report().deferred), text
     for order in ("F0 B0 F1 B1 W0 F2 B2 W1 W2", WHOLE):
         again, _ = split(job_of(case, backend), order)
         assert_equal(want, again)
@@ -251,9 +246,8 @@ def test_inductor_defers_what_the_block_would_uncompiled() -> None:
     case = Case(stage, compiled(nn.Sequential))
     want = sequential(job_of(case, "inductor"))
     got, runner = split(job_of(case, "pipemorph"), DELAYED)
-    assert runner.report is not None
-    assert runner.report.deferred_share == 1.0, runner.report.lines()
-    assert not runner.report.notes
+    assert runner.report().deferred_share == 1.0, runner.report().lines()
+    assert not runner.report().notes
     assert_equal(want, got)
 
 
@@ -263,21 +257,19 @@ def test_bf16_differs_at_most_by_rounding_and_then_in_every_plan_alike() -> None
     case = Case(Autocast, compiled(Autocast))
     want = sequential(job_of(case, "inductor"))
     got, runner = split(job_of(case, "pipemorph"), DELAYED)
-    assert runner.report is not None
-    assert runner.report.deferred_share > 0.9, runner.report.lines()
+    assert runner.report().deferred_share > 0.9, runner.report().lines()
     assert_close(want, got, 1e-2)
     again, fused = split(job_of(case, "pipemorph"), WHOLE)
     assert_equal(got, again)
     fused.begin_iteration(fused={0})
-    assert fused._splits(0).split == "module"
+    assert fused._splits(0) is fused._deferring
 
 
 def test_optimized_module_and_name_of_backend() -> None:
     """torch.compile(block) in place of block.compile()."""
     stage = nn.Sequential(torch.compile(Block(), backend="pipemorph_aot_eager"), nn.Tanh())
     _, runner = split(Job(stage, vectors), DELAYED)
-    assert runner.report is not None
-    assert "0._orig_mod.qkv.weight" in runner.report.deferred, runner.report.lines()
+    assert "0._orig_mod.qkv.weight" in runner.report().deferred, runner.report().lines()
 
 
 def test_code_that_dynamo_gives_up_is_named() -> None:
@@ -287,17 +279,14 @@ def test_code_that_dynamo_gives_up_is_named() -> None:
     want = sequential(job)
     got, runner = split(job, DELAYED)
     assert_equal(want, got)
-    assert runner.report is not None
-    why = "in a compiled module, but not in compiled code that ran"
-    assert why in "\n".join(runner.report.lines()), runner.report.lines()
+    assert runner.report().deferred_share == 1.0, runner.report().lines()
 
 
 def test_another_backend_is_named() -> None:
     stage = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
     _, runner = split(Job(stage, vectors, prepare=lambda m: m[0].compile(backend="eager")), DELAYED)
-    assert runner.report is not None
-    assert "0.qkv.weight" in runner.report.not_deferred
-    assert "'0' is compiled, not with backend=\"pipemorph\"" in runner.report.line()
+    assert "0.qkv.weight" in runner.report().not_deferred
+    assert 'compiled, not with backend="pipemorph"' in runner.report().line()
 
 
 def test_without_a_private_name_the_backward_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,32 +298,13 @@ def test_without_a_private_name_the_backward_is_fused(monkeypatch: pytest.Monkey
     private.missing.cache_clear()
     try:
         got, runner = split(job, DELAYED)
+        line = runner.report().line()
     finally:
         private.missing.cache_clear()
     assert runner.split == "fused"
-    assert "this version of torch is not supported" in runner.reason
-    assert "_current_autograd_node" in runner.reason
+    assert "this version of torch is not supported" in line
+    assert "_current_autograd_node" in line
     assert_equal(want, got)
-
-
-@pytest.mark.full
-def test_a_chosen_split_needs_no_test() -> None:
-    torch.manual_seed(3)
-    job = Job(
-        nn.Sequential(Block(), Block()),
-        vectors,
-        prepare=lambda stage: compiled(Block)(stage, "pipemorph_aot_eager"),
-        mode="module",
-    )
-    want = sequential(job)
-    torch._dynamo.reset()
-    got, runner = split(job, DELAYED, test=False)
-    assert_equal(want, got)
-    report = runner.report
-    assert report is not None
-    assert "1.down.weight" in report.deferred
-    assert report.not_deferred["0.norm.weight"] == "in compiled code, whose graph is not known yet"
-    assert {"0.qkv.weight", "1.down.weight"} <= runner._splitter.deferred
 
 
 def test_a_hooked_or_tied_weight_keeps_its_whole_region_in_b() -> None:
@@ -351,32 +321,30 @@ def test_a_hooked_or_tied_weight_keeps_its_whole_region_in_b() -> None:
     assert len(calls) == 3
     got, runner = split(job, DELAYED)
     assert_equal(want, got)
-    report = runner.report
-    assert report is not None
+    report = runner.report()
     assert "1.up.weight" in report.deferred
     why = report.not_deferred
-    assert why["0.up.weight"] == "0.up.weight has gradient hooks"
-    assert why["0.qkv.weight"] == "in compiled code with a weight that cannot be deferred"
+    hooked = "in compiled code with 0.up.weight: it has gradient hooks"
+    assert why["0.up.weight"] == why["0.qkv.weight"] == hooked
 
 
 def test_a_write_between_b_and_w_is_an_error() -> None:
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     stage.compile(backend="pipemorph_aot_eager")
-    runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1, mode="module")
+    runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1)
     (x,) = vectors(0)
     (out,) = runner.forward(0, (x,))
     grad = torch.ones_like(out)
     runner.backward_input(0, (grad,))
     grad.zero_()
-    with pytest.raises(SplitError, match=r"compiled code of '0\.bias' needs in W was written in"):
+    with pytest.raises(SplitError, match=r"compiled code of '0\.weight' needs in W was written in"):
         runner.backward_weight(0)
 
 
 def test_weights_with_one_gradient_do_not_share_it() -> None:
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    names = {id(weight): str(index) for index, weight in enumerate(weights)}
     for _ in range(2):
-        run_weight_work([backends.CompiledWork(names, lambda _: [torch.ones(2)] * 2, [], weights)])
+        run_weight_work([backends.CompiledWork(lambda _: [torch.ones(2)] * 2, [], weights, [])])
     assert all(torch.equal(weight.grad, torch.full((2,), 2.0)) for weight in weights)
 
 
@@ -387,13 +355,13 @@ def test_b_keeps_only_what_products_need() -> None:
         stage = Block()
         if backend:
             stage.compile(backend=backend)
-        runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1, mode="module")
+        runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1)
         (out,) = runner.forward(0, vectors(0))
         runner.backward_input(0, output_grads([out], 0))
         tensors = [
             value
             for item in runner._flights[0].work
-            for value in ([item.x, item.grad] if not backend else item._held)
+            for value in (item.operands if not backend else item._held)
             if isinstance(value, Tensor)
         ]
         held[backend] = sum(
@@ -410,10 +378,7 @@ def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
     want = sequential(job)
     got, runner = split(job, "F0 F1 F2 B0 B1 W0 B2 W1 W2", device_limit=1)
     assert_equal(want, got)
-    assert runner.report is not None
-    assert runner.report.offload is not None
-    assert not runner.report.offload.reason
-    assert runner.report.offload.nbytes > 0
+    assert runner.measured.copied_bytes > 0
 
 
 def test_a_compiled_function_around_a_linear_defers_it() -> None:
@@ -430,8 +395,7 @@ def test_a_compiled_function_around_a_linear_defers_it() -> None:
     want = sequential(job)
     got, runner = split(job, DELAYED)
     assert_equal(want, got)
-    assert runner.report is not None
-    assert runner.report.deferred == ("a.weight", "a.bias", "b.weight", "b.bias")
+    assert runner.report().deferred == ("a.weight", "a.bias", "b.weight", "b.bias")
 
 
 @pytest.mark.full
@@ -439,7 +403,7 @@ def test_evaluation_between_iterations() -> None:
     stage = Block()
     stage.compile(backend="pipemorph_aot_eager")
     reference = copy.deepcopy(stage)
-    runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1, mode="module")
+    runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1)
     for _ in range(2):
         (out,) = runner.forward(0, vectors(0))
         runner.backward_input(0, output_grads([out], 0))
@@ -448,18 +412,22 @@ def test_evaluation_between_iterations() -> None:
         assert torch.equal(evaluated, reference(*vectors(0)))
 
 
-def test_a_wrong_cut_is_found_by_the_self_test() -> None:
-    """The unsplit backward it compares with is not made of the halves."""
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_verify_compares_the_halves_with_the_whole(factor: float) -> None:
     right = backends.CompiledWork.gradients
 
-    def wrong(work: backends.CompiledWork) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(p, grad * 1.001) for p, grad in right(work)]
+    def wrong(work: backends.CompiledWork) -> list[Tensor]:
+        return [grad * factor for grad in right(work)]
 
-    job = Job(Block(), vectors, prepare=lambda m: m.compile(backend="pipemorph_aot_eager"))
+    prepare = lambda m: m.compile(backend="pipemorph_aot_eager")  # noqa: E731
+    job = Job(Block(), vectors, prepare=prepare, mode="verify")
     with patch.object(backends.CompiledWork, "gradients", wrong):
         _, runner = split(job, DELAYED)
-    assert runner.split == "fused"
-    assert "changes its gradient" in runner.reason
+    says = (
+        "not all are equal" if factor > 1 else "gradients were compared with those of the original"
+    )
+    assert says in runner.report().line(), runner.report().lines()
+    assert ("of the compiled code with" in runner.report().line()) == (factor > 1)
 
 
 def sharded_stage(backend: str) -> nn.Module:
@@ -480,7 +448,7 @@ def train_sharded(context: TrainerContext) -> dict[str, tuple[list[str], list[st
     wanted: list[Tensor] = []
     for backend in ("aot_eager", "pipemorph_aot_eager"):
         stage = sharded_stage(backend)
-        runner = StageRunner(stage, is_first=False, is_last=False, microbatches=2, agree=gathered)
+        runner = StageRunner(stage, is_first=False, is_last=False, microbatches=2)
         for iteration in range(3):
             stage.zero_grad()
             runner.begin_iteration(fused=set() if iteration == 1 else {0, 1})
@@ -495,20 +463,11 @@ def train_sharded(context: TrainerContext) -> dict[str, tuple[list[str], list[st
             for k in range(2 if iteration == 1 else 0):
                 runner.backward_weight(k)
             runner.end_iteration()
-            if iteration == 0:
-                runner.self_test()
             grads = [p.grad.full_tensor() for p in stage.parameters()]
             wanted = wanted or grads
             assert all(torch.equal(a, b) for a, b in zip(wanted, grads, strict=True)), iteration
-        assert runner.report is not None
-        found[backend] = (list(runner.report.deferred), runner.report.lines())
+            found[backend] = (list(runner.report().deferred), runner.report().lines())
     return found
-
-
-def gathered(value: object) -> list[object]:
-    values: list[object] = [None, None]
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.full
@@ -540,15 +499,8 @@ def train_spread(context: TrainerContext) -> list[str]:
     stage = copy.deepcopy(whole[at])
     parallelize_module(stage[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     stage[0].compile(backend="pipemorph_aot_eager")
-    reports = []
-    choose = StageRunner.self_test
-
-    def keep(self: StageRunner) -> SplitReport:
-        reports.append(choose(self))
-        return reports[-1]
-
     x, target = torch.cat([vectors(0)[0], vectors(1)[0]]), torch.cat([vectors(2)[0], vectors(3)[0]])
-    with patch.object(StageRunner, "self_test", keep), Pipeline(
+    with Pipeline(
         stage, context=context, mesh=mesh, loss_fn=F.mse_loss, microbatches=2,
         policy="zero-bubble", deadline_seconds=120,
     ) as pipe:  # fmt: skip
@@ -563,7 +515,9 @@ def train_spread(context: TrainerContext) -> list[str]:
                 assert mine.grad is not None and its.grad is not None
                 grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
                 torch.testing.assert_close(grad, its.grad)
-    (report,) = reports
+        (own,) = pipe._parts.stages.values()
+        assert isinstance(own.runner, StageRunner)
+        report = own.runner.report()
     assert report.deferred and all(name.startswith("1.") for name in report.deferred)
     return report.lines()
 

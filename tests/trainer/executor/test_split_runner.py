@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import pickle
-import random
 import weakref
 
 import pytest
@@ -16,7 +14,8 @@ from gate import same_bits
 from split_support import Job, Result, assert_equal, output_grads, run_order, sequential, split
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split import OrderError, Sample, SplitError, StageRunner
+from pipemorph_trainer.executor.split import OrderError, SplitError, StageRunner, measured, reasons
+from pipemorph_trainer.executor.split import runner as runner_module
 
 WIDTH = 8
 
@@ -33,9 +32,19 @@ def mlp() -> nn.Module:
 
 def runner_of(module: nn.Module, microbatches: int = 3, **options) -> StageRunner:
     options = {"is_first": False, "is_last": False} | options
-    runner = StageRunner(module, microbatches=microbatches, **options)
-    runner.self_test([Sample(batch(k), target=torch.zeros(())) for k in range(2)])
-    return runner
+    return StageRunner(module, microbatches=microbatches, **options)
+
+
+def iterate(runner: StageRunner) -> None:
+    """Every F, then every B, then every W."""
+    runner.begin_iteration(fused=frozenset())
+    for k in range(runner.microbatches):
+        runner.forward(k, batch(k))
+    for k in range(runner.microbatches):
+        runner.backward_input(k, batch(k + 3))
+    for k in range(runner.microbatches):
+        runner.backward_weight(k)
+    runner.end_iteration()
 
 
 def test_ops_out_of_order_are_refused_by_name() -> None:
@@ -60,7 +69,7 @@ def test_ops_out_of_order_are_refused_by_name() -> None:
     with pytest.raises(OrderError, match="F3 of 3 microbatches"):
         runner.forward(3, batch())
     with pytest.raises(SplitError, match="1 microbatches in flight"):
-        runner.self_test([Sample(batch())])
+        runner.begin_iteration(fused=frozenset())
     runner.discard()
     assert runner.in_flight == 0
     runner.forward(0, batch())
@@ -72,7 +81,6 @@ def test_gradients_add_up_over_iterations_and_mixed_orders() -> None:
     want = sequential(job)
     module = copy.deepcopy(job.module)
     runner = job.runner(module)
-    runner.self_test([Sample(batch())])
     for order in ("F0 BW0 F1 F2 B1 B2 W1 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"):
         module.zero_grad()
         got = Result()
@@ -96,10 +104,10 @@ def test_what_is_fused_runs_without_the_split() -> None:
     job = Job(mlp(), batch)
     got, runner = split(job, "F0 BW0 F1 F2 B1 B2 W1 W2")
     assert_equal(sequential(job), got)
-    assert [runner._splits(k).split for k in range(3)] == ["fused", "module", "module"]
+    assert [runner._splits(k) is runner._plain for k in range(3)] == [True, False, False]
 
 
-@pytest.mark.parametrize("mode", ["module", "graph", "fused"])
+@pytest.mark.parametrize("mode", ["auto", "verify", "fused"])
 def test_every_mode_gives_the_same_bits(mode: str) -> None:
     torch.manual_seed(0)
     job = Job(
@@ -111,13 +119,12 @@ def test_every_mode_gives_the_same_bits(mode: str) -> None:
         mode=mode,
     )
     got, runner = split(job, "F0 F1 F2 B0 B1 W0 B2 W1 W2")
-    assert runner.split == mode
+    assert runner.split == ("fused" if mode == "fused" else "deferred")
     assert_equal(sequential(job), got)
 
 
-@pytest.mark.parametrize("mode", ["module", "graph"])
-def test_input_gradients_do_not_wait_for_w(mode: str) -> None:
-    runner = runner_of(mlp(), mode=mode)
+def test_input_gradients_do_not_wait_for_w() -> None:
+    runner = runner_of(mlp())
     runner.forward(0, batch())
     (grad,) = runner.backward_input(0, (batch(1)[0],))
     assert grad is not None
@@ -133,9 +140,10 @@ class Held:
         self.tensor = tensor.detach()
 
 
-@pytest.mark.parametrize(("mode", "frees"), [("module", True), ("graph", False)])
-def test_a_module_split_frees_the_activations_at_b(mode: str, frees: bool) -> None:
-    runner = runner_of(mlp(), mode=mode)
+def test_b_frees_the_activations() -> None:
+    runner = runner_of(mlp())
+    runner.forward(0, batch())  # The first one gets a copy of its input.
+    runner.discard()
     alive: weakref.WeakSet[Held] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> Held:
@@ -150,62 +158,14 @@ def test_a_module_split_frees_the_activations_at_b(mode: str, frees: bool) -> No
     runner.backward_input(0, batch(1))
     gc.collect()
     assert output() is None
-    if frees:
-        assert len(alive) == 0
-        # What W needs is kept, and nothing else: x and dy of the two Linears.
-        work = runner._flights[0].work
-        tensors = [t for item in work for t in (item.x, item.grad, item.bias_grad)]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        assert sum(held.values()) == 4 * 4 * 2 * (WIDTH + 16)
-    else:
-        assert len(alive) > 4
+    assert len(alive) == 0
+    # What W needs is kept, and nothing else: x and dy of the two Linears.
+    tensors = [t for item in runner._flights[0].work for t in item.operands]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(held.values()) == 4 * 4 * 2 * (WIDTH + 16)
     runner.backward_weight(0)
     gc.collect()
     assert len(alive) == 0
-
-
-def test_self_test_leaves_no_trace() -> None:
-    class Stateful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.norm = nn.BatchNorm1d(WIDTH)
-            self.drop = nn.Dropout(0.5)
-            self.step = 3
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.step += 1
-            self.last = x
-            random.random()
-            return self.drop(self.norm(self.linear(x)))
-
-    module = Stateful()
-    module.linear.weight.grad = torch.ones(WIDTH, WIDTH)
-    grad = module.linear.weight.grad
-    state = copy.deepcopy(module.state_dict())
-    buffers = dict(module.named_buffers())
-    args = batch()
-    before = args[0].clone()
-    torch.manual_seed(4)
-    random.seed(4)
-    runner = runner_of(module)
-    same_bits(torch.rand(5), _after_seed(4))
-    assert random.random() == random.Random(4).random()
-    assert runner.split == "module"
-    assert module.step == 3
-    assert not hasattr(module, "last")
-    assert module.linear.weight.grad is grad
-    same_bits(grad, torch.ones(WIDTH, WIDTH))
-    assert module.linear.bias.grad is None
-    same_bits(args[0], before)
-    for name, value in module.state_dict().items():
-        same_bits(value, state[name], name)
-    for name, buffer in module.named_buffers():
-        assert buffer is buffers[name]
-
-
-def _after_seed(seed: int) -> Tensor:
-    return torch.rand(5, generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_stage_stays_what_it_was() -> None:
@@ -224,40 +184,23 @@ def test_the_stage_stays_what_it_was() -> None:
         assert not module(*batch()).requires_grad
 
 
-def test_a_failed_stage_is_put_back() -> None:
+def test_a_failed_stage_gives_the_functions_back() -> None:
     class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.fail = False
-
         def forward(self, x: Tensor) -> Tensor:
-            x = self.linear(x)
-            if self.fail:
-                raise ValueError("my own")
-            return x
+            raise ValueError("my own")
 
-    module = Fails()
-    runner = runner_of(module)
-    module.fail = True
+    own, runner = F.linear, runner_of(Fails())
     with pytest.raises(ValueError, match="my own"):
         runner.forward(0, batch())
-    assert "forward" not in module.linear.__dict__
-    report = runner.self_test([Sample(batch())])
-    assert (report.split, report.tested) == ("fused", False)
-    assert "could not run the stage: ValueError: my own" in report.line()
-    module.fail = False
-    runner.forward(0, batch())
+    assert F.linear is own
 
 
-def test_backward_hooks_of_modules_fire_once_in_a_module_split() -> None:
+def test_backward_hooks_of_modules_fire_once() -> None:
     module = mlp()
     fired: list[str] = []
     module[0].register_full_backward_hook(lambda *_: fired.append("linear"))
     module[1].register_full_backward_hook(lambda *_: fired.append("norm"))
     runner = runner_of(module)
-    assert runner.split == "module"
-    fired.clear()
     runner.forward(0, batch())
     runner.backward_input(0, batch(1))
     runner.backward_weight(0)
@@ -275,7 +218,7 @@ def test_a_hook_added_later_fires_and_ends_the_deferral() -> None:
     assert module[0].weight.grad is not None
 
 
-def test_a_weight_used_elsewhere_later_on_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_used_elsewhere_later_on_is_noticed() -> None:
     class Sly(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -288,37 +231,32 @@ def test_a_weight_used_elsewhere_later_on_is_noticed(caplog: pytest.LogCaptureFi
 
     module = Sly()
     runner = runner_of(module)
-    module.sly = True
-    with caplog.at_level(logging.WARNING):
-        runner.forward(0, batch())
-        runner.backward(0, batch(1))
-    assert "linear.weight is also used outside its own Linear" in caplog.text
-    runner.forward(1, batch())
-    runner.backward_input(1, batch(1))
-    assert module.linear.bias.grad is not None
+    for k in range(2):
+        runner.forward(k, batch())
+        runner.backward(k, batch(1))
+        module.sly = True
+    assert runner.report().not_deferred == {}
+    runner.forward(2, batch())
+    runner.backward_input(2, batch(1))
+    runner.backward_weight(2)
+    assert runner._deferring is not None
+    assert runner._deferring.sink.excluded() == {
+        "linear.weight": "it is also used in another way",
+        "linear.bias": "linear.weight: it is also used in another way",
+    }
 
 
 def test_writing_to_what_w_needs_is_refused_by_name() -> None:
     module = mlp()
     runner = runner_of(module)
+    runner.forward(0, batch())  # The first one gets a copy of its input.
+    runner.discard()
     (x,) = batch()
     runner.forward(0, (x,))
     runner.backward_input(0, batch(1))
     x.zero_()
-    with pytest.raises(SplitError, match="input of '0'"):
+    with pytest.raises(SplitError, match=r"input of the call with '0\.weight'"):
         runner.backward_weight(0)
-
-
-def test_a_split_that_was_asked_for_and_cannot_be_raises() -> None:
-    options = {"is_first": False, "is_last": False, "microbatches": 2}
-    with pytest.raises(SplitError, match=r"'module' is not possible: .*LayerNorm"):
-        StageRunner(nn.LayerNorm(WIDTH), mode="module", **options)
-    with pytest.raises(SplitError, match=r"'graph' is not possible: the stage has no trainable"):
-        StageRunner(nn.Identity(), mode="graph", **options)
-    compiled = torch.compile(mlp(), backend="eager")
-    for mode in ("graph", "module"):
-        with pytest.raises(SplitError, match=r"is not possible: .*the stage is compiled"):
-            StageRunner(compiled, mode=mode, **options)
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
@@ -352,39 +290,16 @@ def test_wrong_output_gradients_are_refused() -> None:
         runner.backward_input(0, (torch.zeros(3, 8),))
 
 
-def test_a_stage_that_cannot_repeat_itself_is_named() -> None:
-    class Noise(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.norm = nn.LayerNorm(WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            seed = _COUNTER.__next__()
-            noise = torch.rand(1, generator=torch.Generator().manual_seed(seed)) * 1e-5
-            return self.norm(self.linear(x)) * (1 + noise)
-
-    import itertools
-
-    _COUNTER = itertools.count()
-    runner = runner_of(Noise())
-    assert runner.report is not None
-    assert "the gradient of 'norm.weight'" in runner.report.irreproducible
-    assert runner.split == "module"
-
-
-def test_a_wrapper_that_hooks_gradients_is_refused_by_name() -> None:
+def test_what_a_wrapper_holds_does_not_wait() -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         runner = runner_of(DistributedDataParallel(mlp()))
+        iterate(runner)
         assert runner.split == "fused"
-        assert "is a DistributedDataParallel, which acts on gradients" in runner.reason
-        runner.forward(0, batch())
-        runner.backward_input(0, batch(1))
-        runner.backward_weight(0)
+        assert "something holds the node that accumulates its gradient" in runner.report().line()
     finally:
         dist.destroy_process_group()
 
@@ -397,16 +312,6 @@ def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    def iterate(runner: StageRunner) -> None:
-        runner.begin_iteration(fused=frozenset())
-        for k in range(3):
-            runner.forward(k, batch(k))
-        for k in range(3):
-            runner.backward_input(k, batch(k + 3))
-        for k in range(3):
-            runner.backward_weight(k)
-        runner.end_iteration()
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
@@ -416,9 +321,6 @@ def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
         fully_shard(sharded[0], mesh=mesh)
         fully_shard(sharded, mesh=mesh)
         first, second = runner_of(plain), runner_of(sharded)
-        assert first.split == second.split == "module"
-        assert first.report is not None and second.report is not None
-        assert first.report.deferred == second.report.deferred
         for iteration in range(2):
             iterate(first)
             iterate(second)
@@ -431,6 +333,7 @@ def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
                     same_bits(one.grad, two.grad.full_tensor(), name)
                 # Later the sum of an iteration is added to those before it.
                 torch.testing.assert_close(one.grad, two.grad.full_tensor())
+        assert first.report().deferred == second.report().deferred != ()
         # A refused iteration leaves no trace.
         before = [p.grad.full_tensor() for p in sharded.parameters() if p.grad is not None]
         second.begin_iteration(fused=frozenset())
@@ -446,32 +349,106 @@ def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
 
 
 def test_a_torch_that_does_not_fit_gets_fused_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipemorph_trainer.executor.split import self_test
-
-    monkeypatch.setattr(self_test, "missing", lambda: "no hooks to see")
+    for module in (runner_module, reasons):
+        monkeypatch.setattr(module, "missing", lambda: "no hooks to see")
     runner = runner_of(mlp())
     assert runner.split == "fused"
-    assert "no hooks to see" in runner.reason
+    assert "no hooks to see" in runner.report().line()
 
 
-def test_a_graph_split_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipemorph_trainer.executor.split import self_test
+def test_the_report_says_what_waits_and_why_the_rest_does_not() -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+            self.hooked = nn.Linear(WIDTH, WIDTH)
+            self.bare = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.recurrent = nn.LSTM(WIDTH, WIDTH)
+            self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.idle = nn.Linear(2, 2, bias=False)
 
-    monkeypatch.setattr(self_test, "MEASURABLE", 0.0)
-    for most, wanted in ((1e9, "graph"), (0.0, "fused")):
-        monkeypatch.setattr(self_test, "MAX_OVERHEAD", most)
-        runner = runner_of(nn.LayerNorm(WIDTH))
-        assert runner.split == wanted, runner.reason
-    assert "times the unsplit backward" in runner.reason
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.hooked(self.norm(self.linear(x)))
+            x, _ = self.recurrent(x @ self.bare)
+            return self.twice(x) + x @ self.twice.weight
+
+    module = Several()
+    module.hooked.bias.register_hook(lambda grad: grad)
+    runner = runner_of(module)
+    assert runner.split == "deferred", "nothing is known yet"
+    iterate(runner)
+    report = runner.report()
+    assert report.deferred == ("linear.weight", "linear.bias")
+    why = report.not_deferred
+    assert why.keys() == dict(module.named_parameters()).keys() - {*report.deferred}
+    assert why["norm.weight"] == "of a LayerNorm, in NativeLayerNorm"
+    assert why["hooked.bias"] == "it has gradient hooks"
+    assert why["hooked.weight"] == "hooked.bias: it has gradient hooks"
+    assert why["bare"] == "of a Several, in a product such as x @ w"
+    assert why["recurrent.weight_hh_l0"] == "of a recurrent layer (LSTM)"
+    assert why["twice.weight"] == "it is also used in Mm"
+    assert why["idle.weight"] == "of a Linear, without a gradient so far"
+    record = report.record()
+    assert record["split"] == "deferred"
+    assert record["parameters"] == sum(p.numel() for p in module.parameters())
+    assert record["deferred_share"] == round(72 / record["parameters"], 6)
+    assert sum(each["tensors"] for each in record["not_deferred"]) == len(why)
+    assert f"defers {72 / record['parameters']:.0%} of the trainable parameters" in report.line()
+    assert "of a recurrent layer (LSTM) (4 tensors, such as recurrent.weight_ih_l0)" in (
+        report.line()
+    )
 
 
-def test_report_has_times_bytes_and_a_line_for_people() -> None:
-    report = runner_of(mlp()).report
-    assert report is not None
-    assert report.times.forward > 0
-    assert report.times.backward_weight > 0
-    assert 0 < report.times.weight_fraction < 1
-    assert report.activation_bytes is not None
-    # x and two hidden activations (LayerNorm keeps its statistics too) and the output
-    assert report.activation_bytes >= 4 * 4 * (WIDTH + 3 * 16)
-    assert report.lines()[0].startswith("split backward: module")
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (nn.LayerNorm(WIDTH), "fused, no gradient can wait for W"),
+        (nn.Tanh(), "fused, nothing is trained"),
+    ],
+)
+def test_a_stage_with_nothing_that_waits_is_fused(module: nn.Module, says: str) -> None:
+    runner = runner_of(module)
+    iterate(runner)
+    assert runner.split == "fused"
+    assert says in runner.report().line()
+
+
+def test_its_size_does_not_grow_with_the_layers() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH)) for _ in range(40)))
+    runner = runner_of(module)
+    iterate(runner)
+    (group,) = runner.report().record()["not_deferred"]
+    assert (group["tensors"], group["example"]) == (80, "0.0.weight")
+
+
+def test_sizes_and_times_come_from_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "MEASURABLE", 0.0)
+    forwards: list[int] = []
+    module = mlp()
+    module.register_forward_hook(lambda *_: forwards.append(1))
+    runner = runner_of(module, microbatches=4)
+    assert runner.measured.fused_ratio is None
+    for iteration in range(2):
+        iterate(runner)
+        assert runner.measures == (iteration == 0)
+    assert len(forwards) == 8, "no more than those of the training"
+    found: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(tensor.untyped_storage().data_ptr())
+        sizes[found[-1]] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    sizes: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = copy.deepcopy(module)(batch()[0].requires_grad_())
+    own = sum(p.nbytes for p in module.parameters())
+    assert runner.measured.activation_bytes == sum(sizes.values()) - own - _unsaved(module)
+    assert kept.requires_grad
+    assert runner.measured.input_bytes == batch()[0].nbytes
+    assert 0 < (runner.measured.fused_ratio or 0.0) < 100
+
+
+def _unsaved(module: nn.Module) -> int:
+    """Bytes of parameters that no op saves for its backward: biases of Linears."""
+    return -sum(m.bias.nbytes for m in module if isinstance(m, nn.Linear))

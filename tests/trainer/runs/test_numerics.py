@@ -51,7 +51,7 @@ def test_every_policy_has_the_bits_of_one_process(
     job = Job(4, 6, policy=policy, dispatch=dispatch, dtype=dtype, **over(links))  # type: ignore[arg-type]
     records = check(job.with_(faults=FAULTS[messages]))
     # The split is what makes this worth testing: B and W ran apart.
-    assert {record.split for record in records} <= {"module", "graph"}
+    assert {record.split for record in records} == {"deferred"}
 
 
 @pytest.mark.needs_engine

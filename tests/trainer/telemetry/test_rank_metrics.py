@@ -79,7 +79,7 @@ def test_telemetry_becomes_metrics() -> None:
     metrics = RankMetrics("gpt", 1, 0, clock=clock)
     metrics.plan(plan_of(0, 1))
     profile = StageProfile(
-        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="module",
+        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="deferred",
         peak_memory=77,
     )  # fmt: skip
     metrics.hear(telemetry(5, links=[sample(Route.DIRECT, 0.004)]))
@@ -107,7 +107,7 @@ def test_the_bubble_fraction_is_absent_until_a_plan_gives_the_microbatches() -> 
     clock = Clock()
     metrics = RankMetrics("gpt", 1, 0, clock=clock)
     profile = StageProfile(
-        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="module",
+        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="deferred",
         peak_memory=77,
     )  # fmt: skip
     metrics.hear(telemetry(5))

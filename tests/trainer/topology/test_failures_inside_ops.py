@@ -48,7 +48,7 @@ def entry(context: TrainerContext, dimension: str, at: int, folder: str) -> str:
     try:
         with Pipeline(
             part, context=context, mesh=mesh, loss_fn=loss_fn, deadline_seconds=600,
-            split="module", plan=make_plan(Job(2, N), 0, "zero-bubble"),
+            split="auto", plan=make_plan(Job(2, N), 0, "zero-bubble"),
         ) as pipe:  # fmt: skip
             for iteration in range(3):
                 tokens, target = batch_of(iteration, data, ROWS)

@@ -6,6 +6,7 @@ One launch per number of ranks runs every case, since a start of ranks costs mor
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -241,7 +242,7 @@ def test_bits_of_a_whole_backward_at_its_price(tmp_path: Path) -> None:
 
 def test_a_backward_outside_the_stage_is_whole() -> None:
     module = Part(0, 2, "none")
-    split_backward(module)
+    builder = split_backward(module)
     x = torch.randn(2, 4, WIDTH)
     module(x).sum().backward()
     other = Part(0, 2, "none")
@@ -250,6 +251,7 @@ def test_a_backward_outside_the_stage_is_whole() -> None:
         assert mine.grad is not None
         assert its.grad is not None
         same_bits(mine.grad, its.grad)
+    builder.close()
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -290,7 +292,24 @@ def test_a_wrapped_forward_is_deferred() -> None:
         same_bits(mine.grad, its.grad)
 
 
-def test_a_stage_without_linears_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    builder = split_backward(nn.Sequential(nn.Embedding(3, 2)))
-    assert builder.not_deferred == {"0.weight": "in a Embedding, which is not an nn.Linear"}
-    assert "no nn.Linear to defer: in a Embedding" in caplog.text
+def test_its_report_says_what_waits() -> None:
+    module = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4))
+    builder = split_backward(module)
+    out = module(torch.tensor([1, 2]))
+    assert builder
+    out.sum().backward()
+    builder()()
+    assert builder.report().deferred == ("0.weight",)
+    assert builder.report().not_deferred["1.weight"] == "of a LayerNorm, without a gradient so far"
+
+
+def test_torchs_functions_are_given_back() -> None:
+    own = nn.functional.linear
+    builders = [split_backward(nn.Linear(2, 2)) for _ in range(2)]
+    assert nn.functional.linear is not own
+    builders[0].close()
+    builders[0].close()
+    assert nn.functional.linear is not own
+    builders.clear()
+    gc.collect()
+    assert nn.functional.linear is own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -14,14 +14,15 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import host_limit, host_peak
+from pipemorph.removed import SPLITS, removal
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, of_stage, signature
 from pipemorph_trainer.executor.offload import ActivationStore
-from pipemorph_trainer.executor.split import Mode, SplitReport, StageRunner
+from pipemorph_trainer.executor.split import Mode, StageRunner
 from pipemorph_trainer.executor.split.flight import LossFn
-from pipemorph_trainer.executor.split.self_test import Agree
+from pipemorph_trainer.executor.split.measured import Measurements
 from pipemorph_trainer.executor.stage_profile import (
     Footprint,
     footprint,
@@ -31,6 +32,7 @@ from pipemorph_trainer.executor.stage_profile import (
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage, Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.executor.torch_private import holders_unknown
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.device_clock import device_clock_reader
 
@@ -41,7 +43,7 @@ class OwnStage:
     """The stage of this rank, at its place in the pipeline.
 
     ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: of ``device``; None for
-    the CPU. ``memory``: what may become of its activations. ``agree``: see :class:`StageRunner`.
+    the CPU. ``memory``: what may become of its activations.
     """
 
     def __init__(
@@ -55,7 +57,6 @@ class OwnStage:
         device: torch.device,
         accelerator: Accelerator | None,
         memory: StageMemory,
-        agree: Agree,
     ) -> None:
         self._coordinate = coordinate
         self.microbatches = microbatches
@@ -65,6 +66,10 @@ class OwnStage:
         self._footprint = _footprint_of(stage)
         self._apart = 0.0
         """Time of the newest B and W of a microbatch, if they ran apart."""
+        self._ratio: float | None = None
+        """Time of a BW divided by that, if a plan has run both."""
+        self._measured: Measurements | None = None
+        self._recomputes = not memory.no_recompute
         self._needs_target = False
         self.module: nn.Module | None = None
         """None if the stage is emulated or given."""
@@ -90,9 +95,8 @@ class OwnStage:
             microbatches=microbatches,
             mode=split,
             store=memory.store,
-            agree=agree,
-            recompute=not memory.no_recompute,
         )
+        self._measured = self.runner.measured
 
     def inputs(self, given: Given, *, needs_target: bool = True) -> tuple[Inputs, Any]:
         """Microbatches of the arguments that this stage uses, and a signature that changes if the
@@ -111,13 +115,15 @@ class OwnStage:
         )
         return inputs, (shapes, self.runner.trained)
 
-    def choose_split(self) -> SplitReport:
-        """Choose how a module is split from now on, by a self-test on microbatches of the first
-        iteration. Without the test if the split was given."""
-        assert isinstance(self.runner, StageRunner)
-        report = self.runner.self_test()
-        self._footprint = footprint(report)
-        return report
+    @property
+    def measures(self) -> bool:
+        """Whether the backwards of this iteration run for their times, whatever the plan says."""
+        return isinstance(self.runner, StageRunner) and self.runner.measures
+
+    @property
+    def no_offload(self) -> str:
+        """Why a test has found that activations cannot be moved; empty if it has not."""
+        return "" if self._measured is None else self._measured.no_offload
 
     def reduce(self) -> None:
         """Reduce the gradients of a sharded module after its last op. Collective over the ranks
@@ -145,6 +151,8 @@ class OwnStage:
 
     def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:
         """Op times of one iteration, and the peak memory so far."""
+        if self._measured is not None:
+            self._footprint = footprint(self._measured, self._ratio, recomputes=self._recomputes)
         found = stage_profile(
             self._coordinate.stage,
             ops,
@@ -159,8 +167,8 @@ class OwnStage:
             self._apart = found.backward_input + found.backward_weight
         whole, ran = found.fused_backward, any(op.kind is OpKind.BW for op in ops)
         if ran and whole is not None and self._apart and not self.emulated:
-            # Measured in training, it tells more than the self-test.
-            self._footprint = replace(self._footprint, fused_ratio=whole / self._apart)
+            # Of more microbatches than those of the first iterations.
+            self._ratio = whole / self._apart
         return found
 
     @property
@@ -187,12 +195,14 @@ def device_of(stage: Stage) -> torch.device:
 
 def mode_of(split: str) -> Mode:
     """Parse the argument ``split``. Raises :class:`InputError` if it is invalid."""
-    if split == "off":
-        return "fused"
     for mode in get_args(Mode):
         if split == mode:
             return mode  # type: ignore[no-any-return]
-    raise InputError(f"split is {split!r}; expected {', '.join(get_args(Mode))} or off")
+    gone = removal(SPLITS, split)
+    raise InputError(
+        f"split is {split!r}, which {gone}" if gone
+        else f"split is {split!r}; expected {', '.join(get_args(Mode))}"
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,13 +224,12 @@ class StageMemory:
         device: torch.device,
         accelerator: Accelerator | None,
         host_memory: int | None,
-        split: Mode,
         *,
         recomputes: bool,
     ) -> StageMemory:
         """``host_memory``: of this stage, bytes. ``recomputes``: the job allows it."""
-        store, why = _open_store(stage, device, accelerator, host_memory, split)
-        return StageMemory(store, why, _recompute_refusal(stage, recomputes, split))
+        store, why = _open_store(stage, device, accelerator, host_memory)
+        return StageMemory(store, why, _recompute_refusal(stage, recomputes))
 
 
 def _open_store(
@@ -228,7 +237,6 @@ def _open_store(
     device: torch.device,
     accelerator: Accelerator | None,
     host_memory: int | None,
-    split: Mode,
 ) -> tuple[ActivationStore | None, str]:
     """The store of at most ``host_memory`` bytes, and why there is no offload."""
     if isinstance(stage, GivenStage):
@@ -240,18 +248,16 @@ def _open_store(
         )
     if isinstance(stage, EmulatedStage):
         return None, ""
-    if split != "auto":
-        return None, f"split={split!r} leaves out the self-test, which tries it first"
+    if why := holders_unknown():
+        return None, f"this version of torch is not supported: {why}"
     return ActivationStore(device, host_memory, accelerator), ""
 
 
-def _recompute_refusal(stage: Stage, allowed: bool, split: Mode) -> str:
+def _recompute_refusal(stage: Stage, allowed: bool) -> str:
     if isinstance(stage, GivenStage):
         return "its activations belong to torch's stage"
     if not allowed:
         return "the job must not; give schedule.recompute auto (recompute of Pipeline)"
-    if not isinstance(stage, EmulatedStage) and split != "auto":
-        return f"split={split!r} leaves out the self-test, which tries it first"
     return ""
 
 

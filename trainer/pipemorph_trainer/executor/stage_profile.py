@@ -13,7 +13,7 @@ import torch
 from pipemorph.planning.ir import OpKind
 from pipemorph.wire import DeviceClock, StageProfile
 from pipemorph_trainer.agent.messages import Offloaded
-from pipemorph_trainer.executor.split.report import SplitReport
+from pipemorph_trainer.executor.split.measured import Measurements
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 
 
@@ -24,7 +24,7 @@ class Footprint:
     ``offload_copy``: seconds to copy ``activation_bytes`` one way, if offload is possible.
     ``input_bytes``: bytes of what is kept of a microbatch that is recomputed, if it can be.
     ``fused_ratio``: time of BW divided by that of B and W apart: of an emulated stage as stated, of
-    a module from the self-test until a plan runs BW.
+    a module from the first iterations until a plan runs BW.
     """
 
     activation_bytes: int | None = None
@@ -33,22 +33,21 @@ class Footprint:
     input_bytes: int | None = None
 
 
-def footprint(report: SplitReport) -> Footprint:
-    """The sizes, the copy time and the fused ratio from the self-test. Its op times are not used:
-    they are too few."""
-    offload, recompute = report.offload, report.recompute
+def footprint(measured: Measurements, ratio: float | None, *, recomputes: bool) -> Footprint:
+    """What a module's stage has measured in its first iterations. ``ratio``: the fused ratio of the
+    plans, if it is known."""
     return Footprint(
-        activation_bytes=report.activation_bytes,
-        offload_copy=offload.seconds if offload is not None and not offload.reason else None,
-        input_bytes=recompute.input_bytes if recompute and not recompute.reason else None,
-        fused_ratio=report.fused_ratio,
+        activation_bytes=measured.activation_bytes or None,
+        offload_copy=measured.copy_seconds,
+        input_bytes=measured.input_bytes if recomputes else None,
+        fused_ratio=measured.fused_ratio if ratio is None else ratio,
     )
 
 
 def stage_profile(
     stage: int,
     ops: Sequence[TimedOp],
-    split: Literal["module", "graph", "fused", "emulated"],
+    split: Literal["deferred", "fused", "emulated"],
     *,
     column: int,
     peak_memory: int,
@@ -61,8 +60,8 @@ def stage_profile(
 
     The time of ``copies`` is subtracted from the ops that they are part of, so that F and B do not
     depend on which microbatches a plan offloads or recomputes. That of copies is reported as
-    ``offload_copy``: the median of the longer direction if there were copies, else the time from
-    the self-test.
+    ``offload_copy``: the median of the longer direction if there were copies, else the time of the
+    first one.
 
     ``fused_backward`` is the mean BW if there was one, else B + W times the ratio, if known.
     """

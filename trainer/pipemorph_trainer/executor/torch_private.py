@@ -6,28 +6,21 @@ is fused, with a reason, instead of giving wrong gradients.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.utils._device import DeviceContext
 
 
 def tensor_hooked(tensor: Tensor) -> bool:
     """Whether a tensor has gradient hooks or post-accumulate-grad hooks."""
     raw: Any = tensor
     return bool(raw._backward_hooks) or bool(raw._post_accumulate_grad_hooks)
-
-
-def module_backward_hooked(module: nn.Module) -> bool:
-    """Whether a module has backward hooks, or there are global ones for all modules."""
-    return bool(
-        module._backward_hooks
-        or module._backward_pre_hooks
-        or module_hooks._global_backward_hooks
-        or module_hooks._global_backward_pre_hooks
-    )
 
 
 def compiled(module: nn.Module) -> bool:
@@ -68,6 +61,73 @@ def holders_unknown() -> str:
     return "" if counts == [1, 2, 1] else f"tensors of a storage are counted {counts}, not 1, 2, 1"
 
 
+def graph_task() -> int:
+    """The number of the backward that runs in this thread; each has another."""
+    return torch._C._current_graph_task_id()
+
+
+def accumulates(node: Node) -> bool:
+    """Whether the backward that runs adds to the ``.grad`` of the leaf of this node. False if it
+    is not wanted, or wanted as the result of ``torch.autograd.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def accumulator_held(parameter: Tensor) -> bool:
+    """Whether something holds the node that adds to the ``.grad`` of a leaf, while no graph has it.
+
+    Hooks of that node cannot be seen. But a node that nothing holds is made anew each time.
+    """
+    with torch.enable_grad():
+        _accumulator(parameter).metadata[_MARK] = True
+        return bool(_accumulator(parameter).metadata.pop(_MARK, False))
+
+
+_MARK = "pipemorph"
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    made: Any = parameter.view_as(parameter).grad_fn
+    return made.next_functions[0][0]
+
+
+def ordinary_call() -> bool:
+    """Whether a function called now computes what its name says, for a backward of the usual kind:
+    not under a transform of torch.func, a trace, forward-mode gradients or a function mode."""
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or (torch._C._len_torch_function_stack() and _redefined())
+    )
+
+
+def _redefined() -> bool:
+    """Whether a function mode is on that may redefine functions: another than torch.device."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
+
+
+def saved_tensors(node: Node) -> Iterator[Tensor]:
+    """The tensors that a node of a graph has saved, without those that hooks have replaced."""
+    kind = type(node)
+    names = _saved_names.get(kind)
+    if names is None:
+        names = [name for name in dir(node) if name.startswith("_raw_saved_")]
+        _saved_names[kind] = names
+    for name in names:
+        found: Any = getattr(node, name)
+        for saved in found if isinstance(found, (tuple, list)) else (found,):
+            value = saved.data
+            if isinstance(value, Tensor):
+                yield value
+
+
+_saved_names: dict[type, list[str]] = {}
+
+
 @cache
 def missing() -> str:
     """What this torch lacks of the above, in one line; empty if it lacks nothing."""
@@ -83,12 +143,15 @@ def missing() -> str:
         handle.remove()
         if not seen:
             return "hooks on a parameter cannot be seen"
-        module = nn.Identity()
-        if module_backward_hooked(module) or compiled(module):
-            return "a fresh module seems to have backward hooks or to be compiled"
-        module.register_full_backward_hook(lambda *_: None)
-        if not module_backward_hooked(module):
-            return "backward hooks on a module cannot be seen"
+        if compiled(nn.Identity()):
+            return "a fresh module seems to be compiled"
+        held = accumulator_held(tensor), _accumulator(tensor)
+        if held[0] or not accumulator_held(tensor):
+            return "it cannot be told whether the node of a gradient is held"
+        if not ordinary_call() or graph_task() != -1 or accumulates(held[1]):
+            return "a backward seems to run, or a transform"
+        if len(list(saved_tensors((tensor * tensor).grad_fn))) != 2:
+            return "saved tensors cannot be seen"
         before = version(tensor)
         with torch.no_grad():
             tensor.add_(1)

@@ -59,8 +59,8 @@ class ArrivingPlans:
         """Prepare a plan that has arrived, and look what the stages below hold.
 
         Between ops, no memory may be page-locked, since that may wait for all work of the device,
-        and with it for a posted receive. Before the first iteration's self-test it is not known
-        what the stage can do. Then the plan waits for the end of the iteration.
+        and with it for a posted receive. In the first iteration it is not known what the stage can
+        do. Then the plan waits for the end of the iteration.
         """
         for end in self._ends:
             end.socket.pump()

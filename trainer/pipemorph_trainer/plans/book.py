@@ -125,17 +125,11 @@ class PlanBook:
         return True
 
     def forbid_offload(self, stage: int, why: str) -> None:
-        """Refuse plans that offload on ``stage`` from now on, since the self-test found that it
+        """Refuse plans that offload on ``stage`` from now on, since a test has found that it
         cannot. Raises :class:`InputError` if a prepared plan needs it."""
         self._no_offload[stage] = why
         for plan in self._plans.values():
             check_offload(plan, self._no_offload)
-
-    def forbid_recompute(self, stage: int, why: str) -> None:
-        """The same for plans that recompute."""
-        self._no_recompute[stage] = why
-        for plan in self._plans.values():
-            check_recompute(plan, self._no_recompute)
 
     def digest(self, version: int) -> str | None:
         """Names the whole plan of a version; None if this rank does not hold it."""

@@ -27,6 +27,7 @@ from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.split import SplitReport, StageRunner
 from pipemorph_trainer.executor.stage_profile import offloaded
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -110,7 +111,7 @@ class Iterations:
         # All stages of a job are of one kind.
         first = next(iter(stages.values()))
         self._several = len(stages) > 1
-        self._microbatches, self._has_module = first.microbatches, first.module is not None
+        self._microbatches = first.microbatches
         self._replicas, self._tied = replicas, tied
         self._reducer, self._ring = reducer, ring
         self._reporter, self._traces = reporter, traces
@@ -126,7 +127,7 @@ class Iterations:
         )
         gate = None
         columns = world.hierarchy(COLUMN)
-        if columns is not None and self._coordinate.last and self._has_module:
+        if columns is not None and self._coordinate.last and first.module is not None:
             gate = refusals.Gate(columns, wait)
         self._mail = Mailbox(
             links.ends, poller=poller, waiting=wait.waiting, deadline=deadline,
@@ -176,7 +177,7 @@ class Iterations:
         self._rounds = self.reports.rounds
         self._deadline = deadline
         self._warm = first.emulated
-        """Whether the first iteration with its self-test is over. Emulated stages need none."""
+        """Whether the first iteration with its measurements is over. Emulated stages need none."""
         self.arriving = ArrivingPlans(
             coordinate=self._coordinate, ends=links.ends, plans=plans,
             agreements=agreements.values(), control=control, reporter=reporter,
@@ -241,9 +242,7 @@ class Iterations:
         self._synchronize(iteration)
         for own in self._stages.values():
             own.update()
-        if not self._warm and self._has_module:
-            for stage in self._stages:
-                self._choose_split(stage)
+        self._take_measured()
         self._end(iteration, plan, origin, loss)
         return loss
 
@@ -417,15 +416,19 @@ class Iterations:
         if profiling():
             self._rounds.wait(iteration)
         if not self._warm:
-            # The self-tests take different times. After this, waits are short.
+            # Code that is compiled at first takes different times. After this, waits are short.
             work = dist.barrier(self._world.control, async_op=True)
             self._wait_for(work, "all ranks to finish the first iteration")
         host_bytes = sum(own.host_bytes for own in self._stages.values())
         for stage, outcome in outcomes.items():
             own, first = self._stages[stage], stage == self._coordinate.stage
             self._reporter.publish(
-                # Ops of the first iteration are fused, and slower than later ones.
-                profile=own.profile(outcome.ops, outcome.copies) if self._warm else None,
+                # Ops of the first iteration are slower than later ones.
+                profile=(
+                    own.profile(outcome.ops, outcome.copies)
+                    if self._warm and not own.measures
+                    else None
+                ),
                 offloaded=offloaded(outcome.copies, host_bytes),
                 reduction=self._reduction_sample() if self._warm and first else None,
                 ops=self._asked_ops(stage, iteration, plan.version, origin, outcome),
@@ -461,20 +464,19 @@ class Iterations:
         self._turns.allow(deadline)
         self._wait_for.allow(deadline)
 
-    def _choose_split(self, stage: int) -> None:
-        """Find how a stage can be split, and report it. At the end of the first iteration, so on
-        all stages at once and before a plan with a separate W runs."""
-        self._waiting.begin("its own split-backward self-test")
-        try:
-            report = self._stages[stage].choose_split()
-        finally:
-            self._waiting.end()
-        if self._reducer is not None:
-            self._reducer.forget()
-        if report.offload is not None and report.offload.reason:
-            self._plans.forbid_offload(stage, report.offload.reason)
-        if report.recompute is not None and report.recompute.reason:
-            self._plans.forbid_recompute(stage, report.recompute.reason)
+    def _take_measured(self) -> None:
+        """Take what the stages have measured: at the end of the first iteration, report what waits
+        for W."""
+        for stage, own in self._stages.items():
+            if own.measures and self._reducer is not None:
+                # Its ops were not those of later iterations.
+                self._reducer.forget()
+            if own.no_offload:
+                self._plans.forbid_offload(stage, own.no_offload)
+            if isinstance(own.runner, StageRunner) and not self._warm:
+                self._report_split(stage, own.runner.report())
+
+    def _report_split(self, stage: int, report: SplitReport) -> None:
         self._traces[stage].split(report.record())
         coordinate = self._coordinate.of(stage)
         if coordinate.column == 0:

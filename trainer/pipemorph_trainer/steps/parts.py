@@ -188,7 +188,7 @@ class Parts:
             number: OwnStage(
                 each, self.coordinate.of(number), loss_fn=loss_fn, split=prepared.split,
                 memory=prepared.memory[number], microbatches=prepared.plan.microbatches,
-                device=self.device, accelerator=accelerator, agree=self.world.agree,
+                device=self.device, accelerator=accelerator,
             )
             for number, each in zip(self.coordinate.held, own, strict=True)
         }  # fmt: skip

@@ -152,12 +152,6 @@ class World:
         """The values of all ranks, in rank order, see :func:`gather_values`. Only at the start."""
         return gather_values(value, kind, self.control)
 
-    def agree(self, value: T, kind: Any = Any) -> list[T]:
-        """The values of all ranks that run collectives inside this stage, in rank order. Only at
-        the start. By default a plain value of JSON."""
-        group = self.group(LOCKSTEP)
-        return [value] if group is None else gather_values(value, kind, group)
-
     def leave(self, *, clean: bool) -> None:
         """Destroy the groups of this world; see :meth:`Groups.destroy`.
 

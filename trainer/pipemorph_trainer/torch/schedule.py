@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Never, get_args
+from typing import Any, Never, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,11 +19,13 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.executor.local_stage import mode_of
+from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.pipeline import Pipeline
 from pipemorph_trainer.settings import Options, refuse_unknown
 from pipemorph_trainer.torch.private import StageOps, missing, parts_of, place_stages, placement_of
-from pipemorph_trainer.torch.splitting import split_backward
+from pipemorph_trainer.torch.splitting import SplitBackward
 from pipemorph_trainer.torch.stage import TorchStageRunner
 from pipemorph_trainer.trackers.listeners import OnIteration
 
@@ -52,9 +54,10 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             for torch's ``ScheduleZBVZeroBubble``.
         n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads:
             as of torch's schedules. Without ``loss_fn`` :meth:`step` evaluates.
-        split: ``module``: B and W of Linears run apart (see
+        split: ``auto``: B and W run apart (see
             :func:`~pipemorph_trainer.torch.split_backward`), or as the stage's own ``dw_builder``
-            does it. ``fused``: B is the whole backward.
+            does it. ``verify``: also compare each gradient that waits. ``fused``: B is the whole
+            backward.
         mesh: all ranks, by the dimensions that :class:`pipemorph_trainer.Pipeline` knows; needed
             where other dimensions than replicas divide the ranks of a stage. The stages of ranks
             that share all but ``pp`` form a pipeline. Ranks of one stage run the same ops in the
@@ -77,7 +80,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
         scale_grads: bool = True,
         *,
-        split: Literal["module", "fused"] = "module",
+        split: Mode = "auto",
         placement: StagePlacement = "interleaved",
         mesh: DeviceMesh | None = None,
         context: TrainerContext | None = None,
@@ -97,8 +100,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         if placement not in get_args(StagePlacement):
             expected = " or ".join(get_args(StagePlacement))
             raise InputError(f"placement is {placement!r}; expected {expected}")
-        if split not in ("module", "fused"):
-            raise InputError(f"split is {split!r}; expected module or fused")
+        mode = mode_of(split)
         super().__init__(
             list(stages),
             n_microbatches,
@@ -109,14 +111,16 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             scale_grads=scale_grads,
         )
         place_stages(self, placement)
+        self._splits: list[SplitBackward] = []
         for stage in stages:
             if wrapped := [m for m in stage.submod.modules() if isinstance(m, Distributed)]:
                 raise InputError(
                     f"the stage has a {type(wrapped[0]).__name__}, which reduces gradients in its"
                     " own backward; use fully_shard, or average gradients after step()"
                 )
-            if split == "module" and stage.dw_builder is None:
-                stage.dw_builder = split_backward(stage.submod)
+            if mode != "fused" and stage.dw_builder is None:
+                stage.dw_builder = SplitBackward(stage.submod, verify=mode == "verify")
+                self._splits.append(stage.dw_builder)
         self._target_mbs: list[Any] | None = None
         self._loss_kwargs: dict[str, Any] | None = None
 
@@ -131,8 +135,10 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         self._runners = [
             TorchStageRunner(
                 StageOps(stage),
-                stage.submod,
-                splits=split == "module",
+                splits=mode != "fused",
+                walk=builder.walk
+                if isinstance(builder := stage.dw_builder, SplitBackward)
+                else None,
                 loss_of=partial(loss_of, stage) if stage.is_last else None,
                 loss_kept=partial(self._kept_loss, stage),
             )
@@ -172,6 +178,11 @@ class AdaptiveSchedule(PipelineScheduleMulti):
     def close(self) -> None:
         """Wait for all ranks, and end the connections. Idempotent."""
         self.pipeline.close()
+        self._end_splits()
+
+    def _end_splits(self) -> None:
+        for each in self._splits:
+            each.close()
 
     def __enter__(self) -> AdaptiveSchedule:
         return self
@@ -183,6 +194,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         traceback: TracebackType | None,
     ) -> None:
         self.pipeline.__exit__(kind, error, traceback)
+        self._end_splits()
 
     def _step_microbatches(  # noqa: PLR0917  torch's order
         self,

@@ -4,27 +4,7 @@
 """
 
 from pipemorph_trainer.errors import SplitError
-from pipemorph_trainer.executor.split.report import (
-    Attempt,
-    Mode,
-    OffloadAttempt,
-    OpTimes,
-    OrderError,
-    Split,
-    SplitReport,
-)
+from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
 from pipemorph_trainer.executor.split.runner import StageRunner
-from pipemorph_trainer.executor.split.trial import Sample
 
-__all__ = [
-    "Attempt",
-    "Mode",
-    "OffloadAttempt",
-    "OpTimes",
-    "OrderError",
-    "Sample",
-    "Split",
-    "SplitError",
-    "SplitReport",
-    "StageRunner",
-]
+__all__ = ["Mode", "OrderError", "Split", "SplitError", "SplitReport", "StageRunner"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from pipemorph_trainer.errors import SplitError
-from pipemorph_trainer.executor.split.snapshot import Snapshot
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure, take_apart
+from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.topology.placement import is_dtensor
 
 if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore, SavedFlight
 
-T = TypeVar("T")
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target) -> scalar``; ``output``: the result of the last stage."""
 
@@ -104,13 +103,19 @@ class Flight:
             grads.append(grad)
         return tensors, grads
 
-    def take_input_grads(self) -> Grads:
-        """Gradients of the positional arguments, moved out of the leaves."""
+    def take_input_grads(self, output_grads: Sequence[Tensor | None] | None) -> Grads:
+        """Gradients of the positional arguments, moved out of the leaves. One that only passes
+        through the stage gets memory of its own: it is sent while that of ``output_grads`` is used
+        again."""
+        came = {grad.data_ptr() for grad in output_grads or () if grad is not None}
         grads = []
         for leaf in self.leaves:
-            grads.append(None if leaf is None else leaf.grad)
+            grad = None
             if leaf is not None:
-                leaf.grad = None
+                grad, leaf.grad = leaf.grad, None
+                if grad is not None and grad.layout is torch.strided and grad.data_ptr() in came:
+                    grad = grad.clone()
+            grads.append(grad)
         return tuple(grads)
 
 
@@ -121,6 +126,18 @@ def _apart(out: Tensor) -> Tensor:
 
 def _root(out: Tensor | Edge) -> Root:
     return out.edge if isinstance(out, Edge) else out
+
+
+def nodes_below(roots: Iterable[Root]) -> Iterator[Any]:
+    """The nodes of a graph, each once."""
+    seen: set[Any] = set()
+    stack = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(below for below, _ in node.next_functions)
 
 
 class StageCall:
@@ -154,8 +171,9 @@ class StageCall:
         """Which positional arguments need a gradient; None: all floating-point ones."""
         self.outputs: list[Any] | None = None
         """Gets what the last stage returns; None: it is not kept."""
-        self.clone_inputs = False
-        """Pass the stage a copy of each leaf, since it writes to its input."""
+        self.writes_input: bool | None = None
+        """Whether the stage writes to its inputs in place, so that it gets copies; None before its
+        first call, which gets copies, too."""
 
     def __call__(
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
@@ -165,11 +183,16 @@ class StageCall:
         inputs: list[Any] = list(args)
         if not self.is_first:
             leaves = tuple(self._leaf(index, arg) for index, arg in enumerate(args))
+        with torch.enable_grad():
             for index, leaf in enumerate(leaves):
                 if leaf is not None:
-                    inputs[index] = leaf.clone() if self.clone_inputs else leaf
-        with torch.enable_grad():
+                    # Not the leaf itself: autocast casts a leaf once for all its uses.
+                    as_is = self.writes_input is False
+                    inputs[index] = leaf.view_as(leaf) if as_is else leaf.clone()
             output = self._run(inputs, kwargs)
+            if self.writes_input is None:
+                copies = [x for x, leaf in zip(inputs, leaves, strict=False) if leaf is not None]
+                self.writes_input = any(version(copy) for copy in copies)
             if not self.is_last:
                 outputs, self.structure = take_apart(output)
                 return Flight(microbatch, leaves, outputs, sent=tuple(map(_apart, outputs)))
@@ -232,20 +255,3 @@ class StageCall:
             source = "the last stage" if self.loss_fn is None else "loss_fn"
             raise SplitError(f"{source} returned a DTensor; return loss.full_tensor()")
         return loss
-
-
-def find_clone_inputs(call: StageCall, run: Callable[[], T]) -> T:
-    """Run a stage for the first time. If it writes to its input in place, which autograd forbids
-    for a leaf, it is restored and run with copies from now on."""
-    if call.clone_inputs:
-        return run()
-    snapshot = Snapshot(call.module)
-    try:
-        return run()
-    except RuntimeError as error:
-        # torch names neither the error nor the op; this is its message.
-        if "leaf Variable that requires grad" not in str(error):
-            raise
-    snapshot.restore()
-    call.clone_inputs = True
-    return run()

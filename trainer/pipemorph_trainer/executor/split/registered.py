@@ -1,209 +1,207 @@
-"""Modules that are linear in their weights but not ``nn.Linear``, whose weight gradient a
-registered function computes in W.
+"""Functions of the user whose weight gradients wait for W, beside those of torch.
 
-Their own forward runs with weights that need no gradient, so that autograd computes the gradient of
-the input alone. Behind it stands a function that passes the output on and, in B, keeps the input
-and the output's gradient for W.
+Such a function runs with weights that need no gradient, so that autograd computes the gradient of
+its input alone. Behind it stands a function that passes the output on and, in B, keeps the
+arguments and the output's gradient for W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodType
-from typing import Any
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pipemorph_trainer.errors import SplitError
-from pipemorph_trainer.executor.split.deferred import Layer, Sink, Work, alone
-from pipemorph_trainer.executor.torch_private import tensor_hooked, version
+from pipemorph_trainer.executor.split import calls, sinks
+from pipemorph_trainer.executor.split.deferred import Work
+from pipemorph_trainer.executor.split.verifying import compare
+from pipemorph_trainer.executor.torch_private import ordinary_call, version
 
-WeightGradient = Callable[[Any, Tensor, Tensor], Mapping[str, Tensor]]
-"""``weight_gradient(module, input, output_gradient)``: gradients of the module's own parameters, by
-their names in it."""
-
-_registered: dict[type | str, WeightGradient] = {}
+WeightGradients = Callable[..., Mapping[str, Tensor]]
 
 
-def register_linear(kind: type[nn.Module] | str, weight_gradient: WeightGradient) -> None:
-    """Let W compute the weight gradients of a kind of module, as it does those of ``nn.Linear``.
+def register_function(
+    place: Any, name: str, weights: Sequence[str], gradients: WeightGradients
+) -> None:
+    """Let W compute the weight gradients of a Python function, as it does those of ``F.linear``.
 
-    ``kind``: the class, or its full name (``"package.module.Class"``) if it may not be importable.
-    Subclasses with the same ``forward`` are included. The module takes one tensor, with any number
-    of dimensions, and returns one tensor that is linear in each of its own parameters.
+    ``place``, ``name``: a module or class, and its attribute that callers look up at each call.
+    ``weights``: the arguments that are weights. The function returns one tensor that is linear in
+    each of them.
 
-    ``weight_gradient(module, input, output_gradient)`` returns the gradient of every own parameter
-    that is trained, by its name in the module (``"weight"``, ``"bias"``), in the parameter's shape.
-    It is called in W without grad mode, and must not write to its arguments. For results equal to
-    the bit it must use the operators that autograd does; the self-test compares, and leaves what
-    differs in B.
+    ``gradients(grad, **arguments)``, with the output's gradient and all arguments, detached,
+    returns the gradient of every weight that is trained, by its argument, in the weight's shape. It
+    is called in W without grad mode, and must not write to its arguments. For results equal to the
+    bit it must use the operators that autograd does; ``split="verify"`` compares.
 
-    Register before the stage is given to the pipeline. Raises ``TypeError`` for ``nn.Linear``,
-    which needs no registration, and for what is neither a module class nor a name.
+    Raises ``TypeError`` if the function is not one of Python, or has no such arguments.
     """
-    if not isinstance(kind, str) and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise TypeError(
-            f"register_linear got {kind!r}; expected a subclass of nn.Module, or a name"
-        )
-    if kind is nn.Linear:
-        raise TypeError("register_linear got nn.Linear, whose weight gradients W computes anyway")
-    _registered[kind] = weight_gradient
+    original = getattr(place, name, None)
+    if not inspect.isfunction(original):
+        raise TypeError(f"register_function got {name!r} of {place!r}; expected a Python function")
+    signature = inspect.signature(original)
+    if unknown := set(weights) - set(signature.parameters):
+        raise TypeError(f"{name} has no argument {min(unknown)!r}; expected names of its weights")
+    made = _Function(original, signature, tuple(weights), gradients)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        return made.call(*args, **kwargs)
+
+    calls.add(place, name, original, call)
 
 
-def weight_gradient_of(module: nn.Module) -> WeightGradient | None:
-    """The function registered for a module; None if there is none, or if its class has another
-    forward than the registered one."""
-    for base in type(module).__mro__:
-        name = f"{base.__module__}.{base.__qualname__}"
-        found = _registered.get(base) or _registered.get(name)
-        if found is not None:
-            same: Any = base
-            return found if type(module).forward is same.forward else None
-    return None
+class _Function(NamedTuple):
+    original: Callable[..., Tensor]
+    signature: inspect.Signature
+    weights: tuple[str, ...]
+    gradients: WeightGradients
 
+    def run(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Call the original with all of its arguments by name."""
+        bound = inspect.BoundArguments(self.signature, OrderedDict(arguments))
+        return self.original(*bound.args, **bound.kwargs)
 
-class RegisteredForward:
-    """The forward of a registered module whose backward leaves its gradients to W."""
-
-    def __init__(self, layer: Layer, sink: Sink, weight_gradient: WeightGradient) -> None:
-        self._layer, self._sink, self._weight_gradient = layer, sink, weight_gradient
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._layer.module
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        forward: Any = type(module).forward
-        if (
-            torch.compiler.is_compiling()
-            or not torch.is_grad_enabled()
-            or self._layer.excluded
-            or len(args) != 1
-            or kwargs
-            or type(args[0]) not in (Tensor, nn.Parameter)
-            or not any(parameter.requires_grad for parameter in own.values())
-            or any(tensor_hooked(parameter) for parameter in own.values())
-        ):
-            return forward(module, *args, **kwargs)
-        for name, parameter in own.items():
-            module._parameters[name] = parameter.detach()  # type: ignore[assignment]
-        try:
-            out = forward(module, *args)
-        finally:
-            module._parameters.update(own)
+    def call(self, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or not sinks.catching() or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        own = {name: given[name] for name in self.weights if _trained(given[name])}
+        known = {name: sinks.owned(each) if each.is_leaf else None for name, each in own.items()}
+        owners = [each for each in known.values() if each is not None]
+        if not owners:
+            return self.original(*args, **kwargs)
+        plain = all(type(each) is nn.Parameter for each in own.values())
+        if len(owners) < len(own) or not plain or not ordinary_call() or any(
+            each.excluded for each in owners
+        ):  # fmt: skip
+            for each in own.values():
+                calls.exclude(each, f"it is used in {self.original.__name__} in an unusual way")
+            return self.original(*args, **kwargs)
+        apart = {
+            name: each.detach() if isinstance(each, Tensor) else each
+            for name, each in given.items()
+        }
+        out = self.run(given | {name: apart[name] for name in own})
         if type(out) is not Tensor:
             raise SplitError(
-                f"{self._layer.name!r} returned a {type(out).__name__}; the weight gradient"
-                f" registered for {type(module).__name__} needs one tensor"
+                f"{self.original.__name__} returned a {type(out).__name__}; a function whose weight"
+                " gradients wait for W returns one tensor"
             )
-        return _Deferred.apply(out, args[0].detach(), self, tuple(own), *own.values())
-
-    def work(self, x: Tensor, grad: Tensor, needed: dict[str, nn.Parameter]) -> RegisteredWork:
-        return RegisteredWork(self._layer, self._weight_gradient, x, grad, needed=needed)
-
-    @property
-    def sink(self) -> Sink:
-        return self._sink
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled module gets its own class's forward."""
-        return own_forward, (self._layer.module,)
+        result: Tensor = _Passed.apply(out, self, given, apart, tuple(own), *own.values())
+        return result
 
 
-def own_forward(module: nn.Module) -> MethodType:
-    """The forward of a module's class, for the module."""
-    return MethodType(type(module).forward, module)
+def _trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
-class _Deferred(torch.autograd.Function):
-    """Passes an output on, and gives the work for the parameters to the sink."""
+class _Passed(torch.autograd.Function):
+    """Passes an output on, and leaves the work for the weights to W."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        out: Tensor,
-        x: Tensor,
-        call: RegisteredForward,
-        names: tuple[str, ...],
-        *own: nn.Parameter,
-    ) -> Tensor:
-        ctx.call, ctx.own = call, dict(zip(names, own, strict=True))
-        ctx.save_for_backward(x)
-        return alone(out)
+    def forward(  # noqa: PLR0917
+        ctx: Any, out: Tensor, function: _Function, given: dict[str, Any],
+        apart: dict[str, Any], names: tuple[str, ...], *own: nn.Parameter,
+    ) -> Tensor:  # fmt: skip
+        ctx.function, ctx.names, ctx.own = function, names, own
+        tensors = {name: each for name, each in apart.items() if isinstance(each, Tensor)}
+        ctx.others = {name: each for name, each in apart.items() if name not in tensors}
+        ctx.kinds = tuple(tensors)
+        ctx.save_for_backward(*tensors.values())
+        # With a graph, for those who differentiate twice.
+        ctx.given = dict(given)
+        return calls.alone(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        needed = {
-            name: parameter
-            for (name, parameter), need in zip(
-                ctx.own.items(), ctx.needs_input_grad[4:], strict=True
-            )
-            if need
-        }
-        work = ctx.call.work(x, grad, needed)
-        if ctx.call.sink.work is not None:
-            ctx.call.sink.work.append(work)
-            return (grad, None, None, None, *(None for _ in ctx.own))
-        found = {id(parameter): g.to(parameter.dtype) for parameter, g in work.gradients()}
-        return (grad, None, None, None, *(found.get(id(each)) for each in ctx.own.values()))
+        function: _Function = ctx.function
+        apart = ctx.others | dict(zip(ctx.kinds, ctx.saved_tensors, strict=True))
+        none = (None,) * 4
+        if torch.is_grad_enabled():
+            for each in ctx.own:
+                calls.exclude(each, calls.SECOND_ORDER)
+            out = function.run(ctx.given)
+            return (grad, *none, *torch.autograd.grad(out, ctx.own, grad, create_graph=True))
+        work = FunctionWork(function, apart, grad, ctx.names, ctx.own)
+        nodes = [node for node, _ in ctx.next_functions[1:]]
+        owners = calls.waiting(zip(nodes, ctx.own, strict=True))
+        if owners is None:
+            found = [g.to(p.dtype) for g, p in zip(work.gradients(), ctx.own, strict=True)]
+            return (grad, *none, *found)
+        work.owners = owners
+        sink = owners[0].sink
+        sink.add(work)
+        if sink.verify:
+
+            def run(*weights: Tensor) -> Tensor:
+                return function.run(apart | dict(zip(ctx.names, weights, strict=True)))
+
+            needed, got = [True] * len(ctx.own), work.gradients()
+            compare(sink, owners[0].name, run, ctx.own, needed, grad, got, ctx.names)
+        return (grad, *none, *(None for _ in ctx.own))
 
 
-class RegisteredWork(Work):
-    """Data that W needs of one call: the input and the output's gradient. ``needed``: parameters
-    that get a gradient, by their names in the module."""
+calls.nodes.append(cast(Any, _Passed)._backward_cls)
 
-    __slots__ = ("_grad", "_layer", "_needed", "_versions", "_weight_gradient", "_x")
+
+class FunctionWork(Work):
+    """What W needs of one call: its arguments and the output's gradient."""
+
+    __slots__ = ("_arguments", "_function", "_grad", "_names", "_versions")
 
     def __init__(
         self,
-        layer: Layer,
-        weight_gradient: WeightGradient,
-        x: Tensor,
+        function: _Function,
+        arguments: dict[str, Any],
         grad: Tensor,
-        *,
-        needed: Mapping[str, nn.Parameter],
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
     ) -> None:
-        super().__init__({id(p): layer.full_name(name) for name, p in needed.items()})
-        self._layer, self._weight_gradient = layer, weight_gradient
-        self._x, self._grad, self._needed = x, grad, needed
-        self._versions = (version(x), version(grad))
+        super().__init__(parameters, ())
+        self._function, self._arguments, self._grad = function, arguments, grad
+        self._names = names
+        self._versions = self._written()
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return list(self._needed.values())
+    def _written(self) -> list[int]:
+        return [
+            version(each)
+            for name, each in {**self._arguments, "": self._grad}.items()
+            if isinstance(each, Tensor) and name not in self._names
+        ]
 
     def check_unchanged(self) -> None:
-        if self._versions != (version(self._x), version(self._grad)):
+        if self._versions != self._written():
             raise SplitError(
-                f"the input of {self._layer.name!r} or the gradient of its output was written "
-                f"in place between B and W"
+                f"an argument of the call of {self._function.original.__name__} with"
+                f" {self.owners[0].name!r}, or the gradient of its output, was written in place"
+                " between B and W"
             )
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        found = self._weight_gradient(self._layer.module, self._x, self._grad)
-        given = {t.untyped_storage().data_ptr() for t in (self._x, self._grad)}
-        for name, parameter in self._needed.items():
+    def gradients(self) -> list[Tensor]:
+        with torch.no_grad():
+            found = self._function.gradients(self._grad, **self._arguments)
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in (self._grad, *self._arguments.values())
+            if isinstance(each, Tensor)
+        }
+        grads = []
+        for name, parameter in zip(self._names, self.parameters, strict=True):
             grad = found.get(name)
             if grad is None or grad.shape != parameter.shape:
-                kind = type(self._layer.module).__name__
                 what = "nothing" if grad is None else f"shape {tuple(grad.shape)}"
                 raise SplitError(
-                    f"the weight gradient registered for {kind} gave {what} for {name!r} of"
-                    f" {self._layer.name!r}; expected shape {tuple(parameter.shape)}"
+                    f"the weight gradients registered for {self._function.original.__name__} gave"
+                    f" {what} for {name!r}; expected shape {tuple(parameter.shape)}"
                 )
             # `.grad` is written in place.
-            shared = grad.untyped_storage().data_ptr() in given
-            yield parameter, grad.clone() if shared else grad
-
-
-def _conv1d(module: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """``weight``: (in, out), as its forward ``addmm(bias, x, weight)`` has it."""
-    rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
-    grad_rows = grad.reshape(-1, grad.shape[-1])
-    return {"weight": rows.t().mm(grad_rows), "bias": grad_rows.sum(0)}
-
-
-# Of GPT-2 and its relatives.
-register_linear("transformers.pytorch_utils.Conv1D", _conv1d)
+            grads.append(grad.clone() if grad.untyped_storage().data_ptr() in given else grad)
+        return grads

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipemorph_trainer.errors import SplitError
-from pipemorph_trainer.executor.split.asked import asked_for
-from pipemorph_trainer.executor.split.flight import (
-    Flight,
-    Grads,
-    LossFn,
-    StageCall,
-    find_clone_inputs,
-)
+from pipemorph_trainer.executor.split import calls
+from pipemorph_trainer.executor.split.flight import Flight, Grads, LossFn, StageCall
+from pipemorph_trainer.executor.split.measured import Measurements
+from pipemorph_trainer.executor.split.reasons import report_of
 from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
-from pipemorph_trainer.executor.split.self_test import Agree, SelfTest, alone
-from pipemorph_trainer.executor.split.snapshot import Rerun, copy_tensors
-from pipemorph_trainer.executor.split.splitters import Kept, Splitter
-from pipemorph_trainer.executor.split.trial import Sample
+from pipemorph_trainer.executor.split.rerun import Kept, Rerun, digest
+from pipemorph_trainer.executor.split.splitters import Deferring, Splitter
 from pipemorph_trainer.executor.stages.sharded import Sharded, place_gradients
 from pipemorph_trainer.executor.stages.structure import Structure
+from pipemorph_trainer.executor.torch_private import compiled, missing
 
 if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
-
-SAMPLES = 2
-"""Microbatches of the first iteration that are kept for the self-test, in which so many have
-outstanding work at once."""
 
 
 class StageRunner:
@@ -43,25 +33,18 @@ class StageRunner:
     (:meth:`backward`). Since W runs in microbatch order, too, every ``.grad`` is bitwise equal to
     that of a sequential run of the microbatches.
 
-    With ``auto`` the first iteration is fused, and :meth:`self_test` at its end chooses how the
-    following ones are split. On a fused stage :meth:`backward_input` is the whole backward and
-    :meth:`backward_weight` is empty, so a plan with B and W runs on any stage.
-
     Args:
         module: the stage. Its class, names and ``state_dict`` do not change.
         is_first: inputs are data, which get no gradient.
         is_last: the output goes to ``loss_fn`` (None: the module returns its loss).
         microbatches: N; each loss is divided by it before the backward.
-        mode: ``auto``, or a split to use from the start and without a test.
-        store: host memory for activations; None: they stay on the device.
-        agree: gathers a value of every rank that runs collectives inside this stage.
-        recompute: the self-test also tries whether the stage can run a forward again.
+        mode: whether gradients wait for W. In ``verify``, each that does is compared.
+        store: host memory for activations; None: they stay on the device. Those of the second
+            microbatch go there and back once, as a test.
 
     A stage that ``fully_shard`` has sharded is gathered from :meth:`begin_iteration` to
     :meth:`end_iteration`, which reduces its gradients; both are collective. So are the ops, if
     modules of the stage ask to be sharded again after each use.
-
-    Raises :class:`SplitError` if the split ``mode`` is not possible for the stage's modules.
     """
 
     def __init__(
@@ -74,8 +57,6 @@ class StageRunner:
         microbatches: int,
         mode: Mode = "auto",
         store: ActivationStore | None = None,
-        agree: Agree = alone,
-        recompute: bool = False,
     ) -> None:
         if microbatches < 1:
             raise SplitError(f"microbatches is {microbatches}; expected at least 1")
@@ -84,7 +65,7 @@ class StageRunner:
         self.module = module
         self.microbatches = microbatches
         self.mode: Mode = mode
-        self.report: SplitReport | None = None
+        self.measured = Measurements(module)
         self._store = store
         self._call = StageCall(
             module,
@@ -93,24 +74,25 @@ class StageRunner:
             loss_fn=loss_fn,
             divisor=microbatches,
         )
-        self._splitter: Splitter = Splitter()
-        self._agree = agree
         self._sharded = Sharded(module)
-        if mode != "auto":
-            with self._sharded.gathered():
-                self._splitter, self.report = asked_for(mode, module)
-                self._hold_parameters()
-        self._samples: list[Sample] = []
-        """Copies of the first microbatches, until the self-test."""
-        self._has_run = False
         self._plain = Splitter()
+        self._deferring: Deferring | None = None
+        if mode != "fused" and not missing():
+            self._deferring = Deferring(module, verify=mode == "verify")
+            self._deferring.sink.own_all()
+        # So that code is compiled once, for one form of torch's functions.
+        one_form = self._deferring is not None and any(map(compiled, module.modules()))
+        self._around = calls.patched if one_form else nullcontext
         if not is_last:
             # At the first backward with gradients torch imports for seconds: here on all ranks at
             # once, instead of on one after the other in the first iteration.
             torch.autograd.backward([torch.zeros(1, requires_grad=True) * 1], [torch.ones(1)])
-        self._fused: Set[int] = frozenset()
+        self._whole: Set[int] = frozenset()
+        """Microbatches whose backward is whole."""
+        self.measures = False
+        """Whether backwards of this iteration are run for their time, whatever the plan."""
+        self._began = False
         self._parameters = list(module.parameters())
-        self._recompute = recompute
         self._rerun: Rerun | None = None
         self._kept: dict[int, Kept] = {}
         """Of microbatches whose activations were dropped."""
@@ -119,13 +101,13 @@ class StageRunner:
 
     @property
     def split(self) -> Split:
-        """How this stage currently splits its backward."""
-        return self._splitter.split
+        """How this stage runs its backward, as far as it is known."""
+        waits = self._deferring is not None and (self._deferring.deferred or not self._began)
+        return "deferred" if waits else "fused"
 
-    @property
-    def reason(self) -> str:
-        """Why it is split in this way."""
-        return "the self-test has not run" if self.report is None else self.report.reason
+    def report(self) -> SplitReport:
+        """What was deferred so far, and why the rest was not."""
+        return report_of(self.module, self.mode, self._deferring)
 
     @property
     def in_flight(self) -> int:
@@ -158,65 +140,40 @@ class StageRunner:
         ``outputs``: the last stage appends what its module returns for each microbatch, detached.
         ``divisor``: of each loss before its backward; None: N.
 
-        Their F and BW run without the overhead of a split, which is a few per cent for a small
-        stage. Raises :class:`SplitError` with microbatches in flight.
+        Their F and BW run without the overhead of a split, but for those that
+        :class:`Measurements` takes. Raises :class:`SplitError` with microbatches in flight.
         """
         if self._flights:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
-        self._fused = fused
         self._call.outputs = outputs
         self._call.divisor = self.microbatches if divisor is None else divisor
         if self._store is not None:
             self._store.reclaim()
         self._sharded.gather()
+        self._whole, self.measures = fused, False
+        if self._deferring is None:
+            return
+        if self.mode == "verify":
+            self._whole = frozenset()
+        elif (measured := self.measured.whole(self.microbatches)) is not None:
+            self._whole, self.measures = measured, True
+        if not self._began:
+            # FSDP2's parameters are others once they are gathered, and hooks may be new.
+            self._deferring.sink.own_all()
+        else:
+            self._deferring.sink.look_again()
 
     def end_iteration(self) -> None:
         """End an iteration: reduce the gradients of a distributed stage, if there are any."""
         self._sharded.reduce()
         place_gradients(self.module)
 
-    def _hold_parameters(self) -> None:
-        if self._sharded.frees:
-            self._splitter.hold_parameters()
-
     def _splits(self, microbatch: int) -> Splitter:
+        if self._deferring is None:
+            return self._plain
         # Compiled code that is cut may round elsewhere: the same plan or not, the bits stay.
-        whole = microbatch in self._fused and not self._splitter.tolerance
-        return self._plain if whole else self._splitter
-
-    @property
-    def untested(self) -> bool:
-        """Whether :meth:`self_test` has not chosen the split yet."""
-        return self.report is None
-
-    def self_test(self, samples: Sequence[Sample] = ()) -> SplitReport:
-        """Choose the split by tests on the stage with real microbatches: by default copies of the
-        first two of the training.
-
-        Runs the stage several times on copies of them and compares, bitwise, every output, input
-        gradient, parameter gradient and buffer of split and unsplit runs over two microbatches.
-        Tries module, then graph, else stays fused. Restores parameters, gradients, buffers and the
-        random state.
-
-        A split given as ``mode`` is not tested; its report is returned. Raises :class:`SplitError`
-        if microbatches are in flight, or if there are no samples.
-        """
-        if self.mode != "auto" and self.report is not None:
-            return self.report
-        if self._flights:
-            raise SplitError(f"self-test with {len(self._flights)} microbatches in flight")
-        self._call.outputs = None
-        samples = samples or self._samples
-        if not samples:
-            raise SplitError("self-test before the first iteration, so without a microbatch")
-        with self._sharded.gathered():
-            test = SelfTest(
-                self._call, samples, self._store, self._agree, recompute=self._recompute
-            )
-            self._splitter, self.report = test.run()
-            self._hold_parameters()
-        self._samples = []
-        return self.report
+        whole = microbatch in self._whole and not self._deferring.tolerance
+        return self._plain if whole else self._deferring
 
     def forward(
         self,
@@ -237,22 +194,30 @@ class StageRunner:
         :meth:`recompute` must precede its B.
         """
         self._expect("F", microbatch)
-        if self.untested and len(self._samples) == microbatch < SAMPLES:
-            self._samples.append(Sample(args, kwargs or {}, target).copy())
-        if offload:
+        tries = (
+            self._store is not None and self.measured.tries_offload and not (offload or recompute)
+        )
+        batch = (args if self._call.is_first else (), kwargs, target)
+        if offload or tries:
             with self._storing().recording() as saved:
                 flight = self._forward(microbatch, args, kwargs, target)
             flight.saved = saved
+            self.measured.size(flight, args, batch)
+            if tries:
+                self.measured.try_offload(flight, args, self._storing())
         elif recompute:
             if self._rerun is None:
                 self._rerun = Rerun(self.module)
             with self._rerun.first() as begun:
                 flight = self._forward(microbatch, args, kwargs, target)
-            self._kept[microbatch] = Kept(args, kwargs, target, begun)
+            self.measured.size(flight, args, batch)
+            digests = [digest(each) for each in flight.sent]
+            self._kept[microbatch] = Kept(args, kwargs, target, begun, digests)
             # Without the graph, and so without the activations.
             flight = Flight(microbatch, sent=flight.sent)
         else:
             flight = self._forward(microbatch, args, kwargs, target)
+            self.measured.size(flight, args, batch)
         self._flights[microbatch] = flight
         self._next["F"] += 1
         sent = flight.sent
@@ -269,17 +234,14 @@ class StageRunner:
     ) -> tuple[Tensor, ...]:
         """Run a forward without gradients, of which nothing is kept. Returns what :meth:`forward`
         returns. The module's mode (train or eval) stays as it is."""
-        return self._call.evaluate(args, kwargs, target)
+        with self._around():
+            return self._call.evaluate(args, kwargs, target)
 
     def _forward(
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
     ) -> Flight:
-        def run() -> Flight:
+        with self._around():
             return self._splits(microbatch).forward(self._call, microbatch, args, kwargs, target)
-
-        flight = run() if self._has_run else find_clone_inputs(self._call, run)
-        self._has_run = True
-        return flight
 
     def offload(self, microbatch: int) -> int:
         """Move the activations of ``microbatch``, the newest F, to host memory and free their
@@ -334,50 +296,43 @@ class StageRunner:
         W of this microbatch.
         """
         self._expect("B", microbatch)
-        self._keep_output_grads(microbatch, output_grads)
-        grads = self._splits(microbatch).backward_input(self._flights[microbatch], output_grads)
+        splitter, flight = self._splits(microbatch), self._flights[microbatch]
+        whole = splitter is self._plain
+        if self.measures and whole:
+            # A whole backward adds to gradients, so what is before it has to be there already.
+            for earlier in range(self._next["W"], microbatch):
+                self._run_weights(self._flights[earlier])
+        with self._around(), self._time("whole" if whole else "B"):
+            grads = splitter.backward_input(flight, output_grads)
         self._next["B"] += 1
         return grads
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: add this microbatch's gradients to ``.grad``, and drop the microbatch."""
         self._expect("W", microbatch)
-        splitter = self._splits(microbatch)
-        with self._sharded.gathered_for_weights() if self._gathers(splitter) else nullcontext():
-            splitter.backward_weight(self._flights[microbatch])
+        self._run_weights(self._flights[microbatch])
         self._finish(microbatch)
 
-    def _gathers(self, splitter: Splitter) -> bool:
-        """Whether W gathers parameters for itself."""
-        return self._sharded.frees and splitter.uses_values
+    def _run_weights(self, flight: Flight) -> None:
+        if self._deferring is not None and flight.work:
+            gathers = self._sharded.frees and any(item.uses_values for item in flight.work)
+            with (
+                self._sharded.gathered_for_weights() if gathers else nullcontext(),
+                self._time("W"),
+            ):
+                self._deferring.backward_weight(flight)
+
+    def _time(self, kind: str) -> AbstractContextManager[None]:
+        return self.measured.time(kind) if self.measures else nullcontext()
 
     def backward(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
         """Run B and W as one op (BW). Arguments and result as in :meth:`backward_input`."""
-        self._expect("B", microbatch)
         self._expect("W", microbatch, fused=True)
-        self._keep_output_grads(microbatch, output_grads)
-        splitter, flight = self._splits(microbatch), self._flights[microbatch]
-        if self._gathers(splitter):
-            grads = splitter.backward_input(flight, output_grads)
-            with self._sharded.gathered_for_weights():
-                splitter.backward_weight(flight)
-        else:
-            grads = splitter.backward(flight, output_grads)
-        self._next["B"] += 1
-        self._finish(microbatch)
+        grads = self.backward_input(microbatch, output_grads)
+        self.backward_weight(microbatch)
         return grads
-
-    def _keep_output_grads(
-        self, microbatch: int, output_grads: Sequence[Tensor | None] | None
-    ) -> None:
-        """Keep the output gradients of the microbatches for the self-test."""
-        if self.untested and microbatch < len(self._samples):
-            kept = self._samples[microbatch]
-            if kept.output_grads is None and output_grads is not None:
-                grads = copy_tensors(tuple(output_grads))
-                self._samples[microbatch] = replace(kept, output_grads=grads)
 
     def discard(self) -> None:
         """Drop every microbatch in flight, as after a failed iteration. ``.grad`` does not
@@ -387,7 +342,6 @@ class StageRunner:
                 self._store.forget(flight.saved)
         self._flights.clear()
         self._kept.clear()
-        self._samples = []
         self._next = {"F": 0, "B": 0, "W": 0}
 
     def _expect(self, kind: str, microbatch: int, *, fused: bool = False) -> None:
@@ -408,6 +362,7 @@ class StageRunner:
 
     def _finish(self, microbatch: int) -> None:
         del self._flights[microbatch]
+        self._began = True
         self._next["W"] += 1
         if self._next["W"] == self.microbatches:
             self._next = {"F": 0, "B": 0, "W": 0}

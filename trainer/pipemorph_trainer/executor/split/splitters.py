@@ -1,17 +1,17 @@
-"""The base class of splits; see :data:`pipemorph_trainer.executor.split.report.Split`."""
+"""How F, B and W of one stage run: with W apart, or whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split.flight import Flight, Grads, StageCall
-from pipemorph_trainer.executor.split.report import Split
-from pipemorph_trainer.executor.split.snapshot import Begun, Rerun
+from pipemorph_trainer.executor.split import calls, sinks
+from pipemorph_trainer.executor.split.deferred import Work, run_weight_work
+from pipemorph_trainer.executor.split.flight import Flight, Grads, Root, StageCall, nodes_below
+from pipemorph_trainer.executor.split.sinks import Sink
 
 
 class Splitter:
@@ -21,24 +21,6 @@ class Splitter:
     Tensors passed to :meth:`forward` and :meth:`backward_input` may be kept until
     :meth:`backward_weight` of the same microbatch, and must not change before.
     """
-
-    split: Split = "fused"
-
-    def __init__(self) -> None:
-        self.deferred: set[str] = set()
-        """Names of the parameters whose gradients W has computed so far."""
-        self.tolerance = 0.0
-        """How much gradients may differ from those of an unsplit backward, relative to the largest
-        element: 0 unless compiled code was cut, which may round elsewhere then."""
-
-    def hold_parameters(self) -> None:
-        """Go on with the stage's parameters as they are now: later they may be other objects, while
-        FSDP has them sharded."""
-
-    @property
-    def uses_values(self) -> bool:
-        """Whether W may use the values of parameters."""
-        return False
 
     def forward(
         self,
@@ -51,36 +33,96 @@ class Splitter:
         return call(microbatch, args, kwargs, target)
 
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
-        return self.backward(flight, output_grads)
+        tensors, grads = flight.roots(output_grads)
+        flight.outputs = ()
+        if tensors:
+            torch.autograd.backward(tensors, grads)
+        return flight.take_input_grads(output_grads)
 
     def backward_weight(self, flight: Flight) -> None:
         """Does nothing: B was the whole backward."""
 
     def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
+        grads = self.backward_input(flight, output_grads)
+        self.backward_weight(flight)
+        return grads
+
+
+class Deferring(Splitter):
+    """Runs B without the weight gradients that can wait for W. B frees every activation except the
+    operands of W.
+
+    On the first stage B has no input gradient to compute, but still runs the backward of everything
+    that is not deferred, so that activations are freed as early as on other stages.
+    """
+
+    def __init__(self, stage: nn.Module, *, verify: bool = False) -> None:
+        self.sink = Sink(stage, verify=verify)
+        self.deferred: set[str] = set()
+        """Names of the parameters whose gradients W has computed so far."""
+        self.seen: dict[str, str] = {}
+        """Parameters that ops of another kind use, by name, with the op."""
+        self._walked = False
+
+    @property
+    def tolerance(self) -> float:
+        """How much gradients may differ from those of an unsplit backward, relative to the largest
+        element: 0 unless compiled code was cut, which may round elsewhere then."""
+        return self.sink.tolerance
+
+    def forward(self, *args: Any) -> Flight:
+        with calls.patched(), self.sink.catch():
+            return super().forward(*args)
+
+    def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)
         flight.outputs = ()
+        flight.work = []
         if tensors:
-            torch.autograd.backward(tensors, grads)
-        return flight.take_input_grads()
+            # Patched here, too, since activation checkpointing calls the functions again.
+            with calls.patched(), self.sink.catch():
+                self.walk(tensors)
+                self.sink.open()
+                try:
+                    torch.autograd.backward(tensors, grads)
+                finally:
+                    flight.work = self.sink.take()
+        return flight.take_input_grads(output_grads)
+
+    def backward_weight(self, flight: Flight) -> None:
+        self.run_weight_work(flight.work)
+
+    def run_weight_work(self, work: list[Work]) -> None:
+        """Run the W of one microbatch. Empties ``work``."""
+        for item in work:
+            self.deferred.update(each.name for each in item.owners)
+        run_weight_work(work)
+
+    def walk(self, roots: Sequence[Root]) -> None:
+        """Once, before the first B: exclude the parameters that ops of another kind use, too."""
+        if self._walked:
+            return
+        self._walked = True
+        uses: dict[int, tuple[Tensor, list[Any]]] = {}
+        for node, leaf in _leaves(roots):
+            uses.setdefault(id(leaf), (leaf, []))[1].append(node)
+        for leaf, nodes in uses.values():
+            others = [node for node in nodes if not calls.is_call(node)]
+            each = sinks.owned(leaf, in_graph=True) if others else None
+            if each is None:
+                continue
+            names = {"an output" if node is None else node.name() for node in others}
+            self.seen[each.name] = min(names).removesuffix("0").removesuffix("Backward")
+            compiled = {name.startswith("CompiledFunction") for name in names}
+            if (len(others) < len(nodes) or len(compiled) > 1) and not each.excluded:
+                each.excluded = f"it is also used in {self.seen[each.name]}"
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What is kept of a microbatch to run its forward again: the arguments of its F, and what else
-    it began with."""
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
-    target: Any
-    begun: Begun
-
-    def run(self, splitter: Splitter, call: StageCall, microbatch: int, rerun: Rerun) -> Flight:
-        """Run the forward again."""
-        outputs, call.outputs = call.outputs, None
-        try:
-            with rerun.second(self.begun):
-                flight = splitter.forward(call, microbatch, self.args, self.kwargs, self.target)
-        finally:
-            call.outputs = outputs
-        flight.sent = ()
-        return flight
+def _leaves(roots: Sequence[Root]) -> Iterator[tuple[Any, Tensor]]:
+    """Each leaf of a graph with each node that uses it."""
+    yield from ((None, root) for root in roots if isinstance(root, Tensor) and root.is_leaf)
+    for node in nodes_below(roots):
+        for below, _ in node.next_functions:
+            leaf = getattr(below, "variable", None)
+            if leaf is not None:
+                yield node, leaf

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipemorph_trainer.executor.stages.structure import Structure
 
-Split = Literal["module", "graph", "fused", "emulated"]
+Split = Literal["deferred", "fused", "emulated"]
 Grads = tuple[Tensor | None, ...]
 
 

@@ -68,17 +68,6 @@ class Sharded:
             module.reshard()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Gather all parameters, and shard them again at the end."""
-        with self._resharding.suspended():
-            self.gather()
-            _unshard(self._resharding.freed)
-            try:
-                yield
-            finally:
-                self.reduce()
-
-    @contextmanager
     def gathered_for_weights(self) -> Iterator[None]:
         """Gather, for a W that uses their values, what ops gather only for themselves."""
         _unshard(self._resharding.freed)
@@ -137,21 +126,6 @@ class Resharding:
             (self.freed if _asked(module) else self.kept).append(module)
         for module in self.kept:
             module.set_reshard_after_forward(False, recurse=False)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Context in which the freed modules stay gathered, too, once they are."""
-        before = [(group, group.post_forward_mesh_info) for group in _groups(self.freed)]
-        for module in self.freed:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
-        try:
-            yield
-        finally:
-            for module in self.freed:
-                module.set_reshard_after_backward(True, recurse=False)
-            for group, asked in before:
-                group.post_forward_mesh_info = asked
 
 
 def _asked(module: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
-from pipemorph_trainer.executor.split.snapshot import random_state, set_random_state
+from pipemorph_trainer.executor.split.rerun import random_state, set_random_state
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.state.kept.composed import Composed, Wanted
 from pipemorph_trainer.state.kept.copies import Copy, Entry, Form

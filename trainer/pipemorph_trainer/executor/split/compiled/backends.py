@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.split import sinks
 from pipemorph_trainer.executor.split.compiled import private
 from pipemorph_trainer.executor.split.compiled.cut import NOT_A_PRODUCT, Cut, cut_backward
-from pipemorph_trainer.executor.split.deferred import Sink, Work, deferring, sink_of
-from pipemorph_trainer.executor.torch_private import tensor_hooked, version
+from pipemorph_trainer.executor.split.deferred import Work
+from pipemorph_trainer.executor.split.sinks import Owned, Sink
+from pipemorph_trainer.executor.split.verifying import compare_compiled
+from pipemorph_trainer.executor.torch_private import accumulates, version
 
 TOLERANCE = 1e-5
 """Of gradients of fused code, relative to the largest element."""
@@ -138,82 +141,95 @@ class _Region:
         self._late = () if halves is None else halves.cut.late
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        if not deferring() or (leaves := private.leaves()) is None:
+        if not sinks.catching() or (targets := private.targets()) is None:
             return self._whole(args)
-        weights = {index: leaves[number] for index, number in self._argument.items()}
-        sink = next((found for w in weights.values() if (found := sink_of(w)) is not None), None)
-        if sink is None:
+        nodes = {index: targets[number] for index, number in self._argument.items()}
+        weights: dict[int, Any] = {
+            index: getattr(node, "variable", None) for index, node in nodes.items()
+        }
+        owners = {index: sinks.owned(weight, in_graph=True) for index, weight in weights.items()}
+        sink = next((each.sink for each in owners.values() if each is not None), None)
+        if sink is None or sink.work is None:
             return self._whole(args)
-        why = self._why or self._not_now(weights, sink)
-        for index, weight in weights.items():
-            if why or index not in self._late:
-                sink.whole[id(weight)] = why or NOT_A_PRODUCT
+        why = self._why or self._not_now(nodes, owners, sink)
+        for index, each in owners.items():
+            if each is not None and (why or index not in self._late):
+                sink.whole[each.name] = why or NOT_A_PRODUCT
         if why or self._halves is None:
             return self._whole(args)
-        return self._run_first(self._halves, args, weights, sink)
+        late = [each for index in self._late if (each := owners[index]) is not None]
+        want = self._whole(_copied(args)) if sink.verify else None
+        outputs, work = self._run_first(
+            self._halves, args, [weights[index] for index in self._late], late
+        )
+        if want is not None:
+            got = list(outputs)
+            for index, grad in zip(self._late, work.copy().gradients(), strict=True):
+                got[index] = grad
+            compare_compiled(sink, late[0].name, want, got, self._halves.tolerance)
+        return outputs
 
-    def _not_now(self, weights: Mapping[int, Any], sink: Sink) -> str:
+    def _not_now(
+        self, nodes: Mapping[int, Any], owners: Mapping[int, Owned | None], sink: Sink
+    ) -> str:
         """Why this call's gradients cannot wait for W; empty if they can."""
         for index in self._late:
-            weight = weights[index]
-            if id(weight) not in sink.owned:
-                return "in compiled code with a weight that cannot be deferred"
-            layer, name = sink.owned[id(weight)]
-            if tensor_hooked(weight):
-                return f"in compiled code with {name}, which has gradient hooks"
-            if layer.excluded:
-                return layer.excluded
+            each = owners[index]
+            if each is None:
+                return "in compiled code with a weight that is not of the stage"
+            if why := sink.reason(each, nodes[index].variable):
+                return f"in compiled code with {each.name}: {why}"
+            if not accumulates(nodes[index]):
+                return f"in compiled code with {each.name}: its gradient is not accumulated"
         return ""
 
     @staticmethod
     def _run_first(
-        halves: _Halves, args: list[Any], weights: Mapping[int, Any], sink: Sink
-    ) -> Sequence[Any]:
-        cut = halves.cut
+        halves: _Halves, args: list[Any], late: list[nn.Parameter], owners: list[Owned]
+    ) -> tuple[Sequence[Any], CompiledWork]:
+        cut, sink = halves.cut, owners[0].sink
         held = [None if index is None else args[index] for index, _ in cut.held]
         results = halves.first(args)
         for k, (_, index) in enumerate(cut.held):
             if index is not None:
                 held[k] = results[index]
-        late = [weights[index] for index in cut.late]
-        names = {id(weight): sink.owned[id(weight)][1] for weight in late}
         sink.tolerance = max(sink.tolerance, halves.tolerance)
-        assert sink.work is not None
-        sink.work.append(CompiledWork(names, halves.second, held, late))
+        work = CompiledWork(halves.second, held, late, owners)
+        sink.add(work)
         outputs: list[Any] = [None] * cut.outputs
         for number, index in enumerate(cut.early):
             outputs[index] = results[number]
-        return outputs
+        return outputs, work
 
 
 class CompiledWork(Work):
     """What W needs of one call of compiled code. ``run`` makes one gradient per parameter."""
 
-    __slots__ = ("_held", "_parameters", "_run", "_versions")
+    __slots__ = ("_held", "_run", "_versions")
 
     def __init__(
         self,
-        names: dict[int, str],
         run: private.Runs,
         held: list[Any],
         parameters: Sequence[nn.Parameter],
+        owners: Sequence[Owned],
     ) -> None:
-        super().__init__(names)
-        self._run, self._held, self._parameters = run, held, parameters
+        super().__init__(parameters, owners)
+        self._run, self._held = run, held
         self._versions = _versions(held)
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self._parameters
+    def copy(self) -> CompiledWork:
+        """Work on copies, since the code empties its list, and may reuse its memory."""
+        return CompiledWork(self._run, _copied(self._held), self.parameters, self.owners)
 
     def check_unchanged(self) -> None:
         if self._versions != _versions(self._held):
             raise SplitError(
-                f"a tensor that the compiled code of {min(self.names.values())!r} needs in W was"
+                f"a tensor that the compiled code of {self.owners[0].name!r} needs in W was"
                 " written in place after B"
             )
 
-    def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def gradients(self) -> list[Tensor]:
         grads = list(self._run(self._held))
         seen: set[int] = set()
         for index, grad in enumerate(grads):
@@ -222,8 +238,12 @@ class CompiledWork(Work):
             if memory in seen:
                 grads[index] = grad.clone()
             seen.add(memory)
-        return list(zip(self._parameters, grads, strict=True))
+        return grads
 
 
 def _versions(held: Sequence[Any]) -> list[int]:
     return [version(each) for each in held if isinstance(each, Tensor)]
+
+
+def _copied(values: Sequence[Any]) -> list[Any]:
+    return [each.clone() if isinstance(each, Tensor) else each for each in values]

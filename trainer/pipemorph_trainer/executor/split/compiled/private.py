@@ -90,13 +90,11 @@ def distributed(inputs: Sequence[Any]) -> bool:
     return any(isinstance(t, Tensor) and is_traceable_wrapper_subclass(t) for t in inputs)
 
 
-def leaves() -> Sequence[Any] | None:
-    """In a compiled backward: the leaf whose gradient each tensor argument of its forward gets,
-    None for a tensor that is none; None if no backward runs."""
-    node = torch._C._current_autograd_node()
-    if node is None:
-        return None
-    return [getattr(above, "variable", None) for above, _ in node.next_functions]
+def targets() -> Sequence[Any] | None:
+    """In a compiled backward: the node that gets the gradient of each tensor argument of its
+    forward, None for one without; None if no backward runs."""
+    node = None if missing() else torch._C._current_autograd_node()
+    return None if node is None else [above for above, _ in node.next_functions]
 
 
 def compile_eager(graph: fx.GraphModule, inputs: Sequence[Any], backward: Backward) -> Any:

@@ -1,10 +1,10 @@
-"""Restores a stage, its gradients and the random state after the self-test."""
+"""Runs the forward of a microbatch for a second time, instead of keeping its activations."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,47 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.split.flight import Flight, StageCall
+from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.torch_private import version
-
-
-class Snapshot:
-    """State that a forward and backward of a stage may change.
-
-    It covers gradients, buffers (values and identity), plain attributes of every submodule (such as
-    a step counter or a saved input), and the random state of torch, Python and, if loaded, NumPy.
-    It does not cover state elsewhere, such as in globals.
-    """
-
-    def __init__(self, stage: nn.Module) -> None:
-        self._attributes = [(module, dict(module.__dict__)) for module in stage.modules()]
-        self._buffers = _copies(
-            (module, name) for module in stage.modules() for name in module._buffers
-        )
-        self._grads = [(parameter, parameter.grad) for parameter in stage.parameters()]
-        tensors = [*stage.parameters(), *stage.buffers()]
-        self._random = random_state({t.device for t in tensors if t.is_cuda})
-
-    def rewind(self) -> None:
-        """Restore everything, but without gradients."""
-        for module, attributes in self._attributes:
-            for name in [name for name in module.__dict__ if name not in attributes]:
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-        with torch.no_grad():
-            for module, name, buffer, value in self._buffers:
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
-                module._buffers[name] = buffer
-        for parameter, _ in self._grads:
-            parameter.grad = None
-        set_random_state(self._random)
-
-    def restore(self) -> None:
-        """Restore everything, including gradients."""
-        self.rewind()
-        for parameter, grad in self._grads:
-            parameter.grad = grad
-
 
 _Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]
 """A buffer: its module, its name, the tensor and a copy of it."""
@@ -66,6 +29,49 @@ class Begun:
 
     random: dict[str, Any]
     buffers: list[_Buffer]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a microbatch to run its forward again: the arguments of its F, what else it
+    began with, and digests of what it sent."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    target: Any
+    begun: Begun
+    sent: Sequence[Tensor]
+
+    def run(self, splitter: Splitter, call: StageCall, microbatch: int, rerun: Rerun) -> Flight:
+        """Run the forward again. Raises :class:`SplitError` if it gives something else."""
+        outputs, call.outputs = call.outputs, None
+        try:
+            with rerun.second(self.begun):
+                flight = splitter.forward(call, microbatch, self.args, self.kwargs, self.target)
+        finally:
+            call.outputs = outputs
+        for index, (before, now) in enumerate(zip(self.sent, flight.sent, strict=True)):
+            if not torch.equal(before, digest(now)):
+                what = "loss" if call.is_last else f"output {index}"
+                raise SplitError(
+                    f"the forward of microbatch {microbatch} ran again and gave another {what} than"
+                    " the one that was sent: the stage depends on more than its inputs, parameters,"
+                    " buffers and the random state of torch, Python and NumPy. Give"
+                    " schedule.recompute: never (recompute of Pipeline)"
+                )
+        flight.sent = ()
+        return flight
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A 64-bit digest of a tensor's bytes: the sum of its 8-byte words, each multiplied by an odd
+    number of its position, modulo 2⁶⁴. Integers, so that it does not depend on their order."""
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() % 8:
+        data = torch.cat([data, data.new_zeros(-data.numel() % 8)])
+    words = data.view(torch.int64)
+    places = torch.arange(len(words), dtype=torch.int64, device=words.device)
+    return (words * (2 * places + 1) * -0x61C8864680B583EB).sum()
 
 
 class Rerun:
@@ -163,21 +169,3 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(found, device)
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
-
-
-def copy_tensors(value: Any) -> Any:
-    """A copy of nested tuples, lists and dicts, with every tensor cloned."""
-    return map_tensors(value, lambda tensor: tensor.detach().clone())
-
-
-def map_tensors(value: Any, function: Any) -> Any:
-    """Apply ``function`` to every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    return value

@@ -1,0 +1,199 @@
+"""The parameters of a stage whose gradients may wait for W, and where they wait.
+
+A parameter is known by its identity, in whatever module or function it is used. It is found when a
+stage begins to train, or at its first use: a layer that comes later, and FSDP2's gathered
+parameters, are then among the stage's parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from pipemorph_trainer.executor.torch_private import accumulator_held, tensor_hooked, version
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.executor.split.deferred import Work
+
+HOOKED = "it has gradient hooks"
+HELD = (
+    "something holds the node that accumulates its gradient, as DistributedDataParallel and an"
+    " optimizer that runs in the backward do"
+)
+
+
+class Owned:
+    """A trainable parameter of a stage. ``excluded``: why its gradients never wait for W; empty if
+    they may."""
+
+    __slots__ = ("excluded", "name", "parameter", "sink")
+
+    def __init__(
+        self, parameter: nn.Parameter, name: str, sink: Sink, *, in_graph: bool = False
+    ) -> None:
+        key = id(parameter)
+        self.parameter = weakref.ref(parameter, lambda _: _forget(key, self))
+        self.name, self.sink = name, sink
+        # A graph holds the nodes of its own leaves.
+        held = parameter.is_leaf and not in_graph and accumulator_held(parameter)
+        self.excluded = HELD if held else ""
+
+
+_owned: dict[int, Owned] = {}
+"""By the id of the parameter."""
+_foreign: dict[int, weakref.ref[Tensor]] = {}
+"""Parameters that no stage has, by their ids."""
+_catching: list[Sink] = []
+"""Stages whose F, or B, runs now and may leave work to W."""
+
+
+def _forget(key: int, owned: Owned) -> None:
+    if _owned.get(key) is owned:
+        del _owned[key]
+
+
+def _forget_foreign(key: int, gone: weakref.ref[Tensor]) -> None:
+    if _foreign.get(key) is gone:
+        del _foreign[key]
+
+
+def catching() -> bool:
+    """Whether a stage runs an op that may leave work to W."""
+    return bool(_catching)
+
+
+def owned(parameter: Any, *, in_graph: bool = False) -> Owned | None:
+    """What is known of a stage's parameter, while that stage runs such an op; else None.
+
+    ``in_graph``: it is found in a graph, and not at its use.
+    """
+    key = id(parameter)
+    found = _owned.get(key)
+    if found is None or found.parameter() is not parameter:
+        known = _foreign.get(key)
+        if known is not None and known() is parameter:
+            return None
+        found = _find(parameter, in_graph)
+    return found if found is not None and found.sink in _catching else None
+
+
+def _find(parameter: nn.Parameter, in_graph: bool) -> Owned | None:
+    """Look among the parameters that the running stages have now."""
+    for sink in _catching:
+        for name, each in sink.named_parameters():
+            if each is parameter:
+                return sink.own(name, parameter, in_graph=in_graph)
+    if _catching:
+        key = id(parameter)
+        _foreign[key] = weakref.ref(parameter, lambda gone: _forget_foreign(key, gone))
+    return None
+
+
+class Sink:
+    """Collects the work that the backward of one stage leaves to W.
+
+    ``verify``: compare each deferred call with the original op.
+    """
+
+    def __init__(self, stage: nn.Module, *, verify: bool = False) -> None:
+        self._stage = weakref.ref(stage)
+        self.verify = verify
+        self.work: list[Work] | None = None
+        """None outside a deferring B; then every gradient is computed at once."""
+        self.whole: dict[str, str] = {}
+        """Parameters whose gradients B has computed, by name, each with the reason."""
+        self.tolerance = 0.0
+        """See :attr:`Splitter.tolerance`; of the code that has run."""
+        self.compared = 0
+        """Gradients compared, and below the first difference of each parameter."""
+        self.different: dict[str, str] = {}
+        self._marks: dict[int, tuple[Owned, int | None]] = {}
+        """Number of writes to the ``.grad`` of each deferred parameter; None without a gradient."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        stage = self._stage()
+        return iter(()) if stage is None else stage.named_parameters()
+
+    def own(self, name: str, parameter: nn.Parameter, *, in_graph: bool = False) -> Owned:
+        """Make a parameter this stage's."""
+        found = _owned[id(parameter)] = Owned(parameter, name, self, in_graph=in_graph)
+        _foreign.pop(id(parameter), None)
+        return found
+
+    def own_all(self) -> None:
+        """Take all parameters that are trained, while no graph has them."""
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                self.own(name, parameter)
+
+    def look_again(self) -> None:
+        """Look whether what held parameters between iterations still does."""
+        for each in list(_owned.values()):
+            if each.sink is self and each.excluded == HELD:
+                parameter = each.parameter()
+                if parameter is not None and not accumulator_held(parameter):
+                    each.excluded = ""
+
+    @contextmanager
+    def catch(self) -> Iterator[None]:
+        """Context of an op in which calls with the stage's parameters may leave work to W."""
+        _catching.append(self)
+        try:
+            yield
+        finally:
+            _catching.remove(self)
+
+    def catch_for_good(self) -> None:
+        if self not in _catching:
+            _catching.append(self)
+
+    def close(self) -> None:
+        """End :meth:`catch_for_good`. Idempotent."""
+        if self in _catching:
+            _catching.remove(self)
+
+    def open(self) -> None:
+        """Begin a deferring B."""
+        self.work, self._marks = [], {}
+
+    def take(self) -> list[Work]:
+        """End a deferring B. Returns its work; nothing if none began.
+
+        A parameter whose gradient autograd wrote, too, is used in another way as well, so that the
+        sum would depend on when W runs: its gradients no longer wait.
+        """
+        work, self.work = self.work or [], None
+        marks, self._marks = self._marks, {}
+        for each, mark in marks.values():
+            parameter = each.parameter()
+            if parameter is not None and not each.excluded and _mark(parameter) != mark:
+                each.excluded = "it is also used in another way"
+        return work
+
+    def excluded(self) -> dict[str, str]:
+        """Parameters whose gradients never wait, by name, each with the reason."""
+        mine = [each for each in _owned.values() if each.sink is self]
+        return {each.name: each.excluded for each in mine if each.excluded}
+
+    def reason(self, each: Owned, parameter: Tensor) -> str:
+        """Why the gradient of a parameter cannot wait for W now; empty if it can."""
+        if each.excluded:
+            return each.excluded
+        return HOOKED if tensor_hooked(parameter) else ""
+
+    def add(self, item: Work) -> None:
+        """Add work, in the order in which autograd would have computed it."""
+        assert self.work is not None
+        self.work.append(item)
+        for each, parameter in zip(item.owners, item.parameters, strict=True):
+            if id(parameter) not in self._marks:
+                # Autograd writes behind all uses of a parameter in the graph, so not yet.
+                self._marks[id(parameter)] = each, _mark(parameter)
+
+
+def _mark(parameter: nn.Parameter) -> int | None:
+    return None if parameter.grad is None else version(parameter.grad)
