@@ -32,7 +32,7 @@ from pipemorph.planning import (
     StageTimes,
     plan,
 )
-from pipemorph_trainer import TrainerContext
+from pipemorph_trainer import Options, TrainerContext
 from pipemorph_trainer.torch import AdaptiveSchedule, SplitBackward
 
 pytestmark = [pytest.mark.needs_engine]
@@ -199,7 +199,7 @@ def differences(context: TrainerContext) -> Iterator[str]:
         "1f1b": {"plan": make_plan(0, stages, Policy.ONE_F_ONE_B)},
         "slow link": {
             "plan": make_plan(0, stages, Policy.PIPEMORPH, delay=5.0),
-            "faults": [Fault(link=0, delay_ms=20.0)],
+            "options": Options(faults=[Fault(link=0, delay_ms=20.0)]),
         },
     }
     for name, options in cases.items():

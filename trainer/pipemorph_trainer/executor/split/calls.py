@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import sinks
-from pipemorph_trainer.executor.split.deferred import Work
 from pipemorph_trainer.executor.split.products import (
     Addmm,
     Convolution,
@@ -32,7 +31,7 @@ from pipemorph_trainer.executor.split.products import (
     Operands,
     Product,
 )
-from pipemorph_trainer.executor.split.sinks import Owned
+from pipemorph_trainer.executor.split.sinks import Owned, Work
 from pipemorph_trainer.executor.split.verifying import compare
 from pipemorph_trainer.executor.torch_private import (
     accumulates,

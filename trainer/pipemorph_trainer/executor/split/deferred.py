@@ -1,44 +1,15 @@
-"""Weight gradients that wait for W."""
+"""W: computes the gradients that waited, and adds them up as autograd does."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pipemorph_trainer.executor.grad_form import as_grad, grad_dtype
-from pipemorph_trainer.executor.split.sinks import Owned
+from pipemorph_trainer.executor.split.sinks import Work
 from pipemorph_trainer.executor.stages.written import written
-from pipemorph_trainer.executor.torch_private import graph_task
-
-
-class Work(ABC):
-    """Data that W needs for the gradients of a few parameters, for one call of an op.
-
-    ``parameters``: each once; ``owners``: what is known of each.
-    """
-
-    __slots__ = ("owners", "parameters", "task")
-
-    def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[Owned]) -> None:
-        self.parameters, self.owners = parameters, owners
-        self.task = graph_task()
-
-    @property
-    def uses_values(self) -> bool:
-        """Whether W uses the values of parameters."""
-        return True
-
-    @abstractmethod
-    def check_unchanged(self) -> None:
-        """Raise :class:`SplitError` if a tensor was overwritten since B."""
-
-    @abstractmethod
-    def gradients(self) -> Iterable[Tensor]:
-        """Compute the gradient of each parameter. Called without grad mode."""
 
 
 def run_weight_work(work: list[Work]) -> None:

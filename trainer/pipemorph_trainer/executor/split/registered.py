@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import calls, sinks
-from pipemorph_trainer.executor.split.deferred import Work
+from pipemorph_trainer.executor.split.sinks import Work
 from pipemorph_trainer.executor.split.verifying import compare
 from pipemorph_trainer.executor.torch_private import ordinary_call, version
 

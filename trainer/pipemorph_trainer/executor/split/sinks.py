@@ -8,16 +8,19 @@ parameters, are then among the stage's parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.torch_private import accumulator_held, tensor_hooked, version
-
-if TYPE_CHECKING:
-    from pipemorph_trainer.executor.split.deferred import Work
+from pipemorph_trainer.executor.torch_private import (
+    accumulator_held,
+    graph_task,
+    tensor_hooked,
+    version,
+)
 
 HOOKED = "it has gradient hooks"
 HELD = (
@@ -91,6 +94,32 @@ def _find(parameter: nn.Parameter, in_graph: bool) -> Owned | None:
         key = id(parameter)
         _foreign[key] = weakref.ref(parameter, lambda gone: _forget_foreign(key, gone))
     return None
+
+
+class Work(ABC):
+    """Data that W needs for the gradients of a few parameters, for one call of an op.
+
+    ``parameters``: each once; ``owners``: what is known of each.
+    """
+
+    __slots__ = ("owners", "parameters", "task")
+
+    def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[Owned]) -> None:
+        self.parameters, self.owners = parameters, owners
+        self.task = graph_task()
+
+    @property
+    def uses_values(self) -> bool:
+        """Whether W uses the values of parameters."""
+        return True
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raise :class:`SplitError` if a tensor was overwritten since B."""
+
+    @abstractmethod
+    def gradients(self) -> Iterable[Tensor]:
+        """Compute the gradient of each parameter. Called without grad mode."""
 
 
 class Sink:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pipemorph_trainer.executor.split import calls, sinks
-from pipemorph_trainer.executor.split.deferred import Work, run_weight_work
+from pipemorph_trainer.executor.split.deferred import run_weight_work
 from pipemorph_trainer.executor.split.flight import Flight, Grads, Root, StageCall, nodes_below
-from pipemorph_trainer.executor.split.sinks import Sink
+from pipemorph_trainer.executor.split.sinks import Sink, Work
 
 
 class Splitter:

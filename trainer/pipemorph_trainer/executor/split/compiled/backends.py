@@ -18,8 +18,7 @@ from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import sinks
 from pipemorph_trainer.executor.split.compiled import private
 from pipemorph_trainer.executor.split.compiled.cut import NOT_A_PRODUCT, Cut, cut_backward
-from pipemorph_trainer.executor.split.deferred import Work
-from pipemorph_trainer.executor.split.sinks import Owned, Sink
+from pipemorph_trainer.executor.split.sinks import Owned, Sink, Work
 from pipemorph_trainer.executor.split.verifying import compare_compiled
 from pipemorph_trainer.executor.torch_private import accumulates, version
 
