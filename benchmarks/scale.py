@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--jobs 100] [--ranks 1024] [--only agent|fleet] [--check]
 
-agent  one job of 64 stages and RANKS ranks, eight in a pod: processor share of its agent while all
-       links are well, after link 0 turned slow, and after half of all links did. Agent and
-       ingest are real; the ranks of the first pod and the agents of the other pods are played.
+agent  one job of 64 stages and RANKS ranks: processor share of its agent while all links are well,
+       after link 0 turned slow, and after half of all links did. Agent, ingest and the monitors
+       of the ranks are real; what these measure is played.
 fleet  JOBS jobs of 2, 8 and 64 stages on one ingest, beside etcd, kube-apiserver, the job
        controllers and the operator, all real (``make testbeds``); pods and agents are played. A
        link turns slow in one job a second: seconds from the alarm to the directive. Then the
@@ -41,7 +41,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/suppor
 
 import yaml  # noqa: E402
 from operator_support import SYSTEM, Installation, Jobs, manifest, own_installation  # noqa: E402
-from scale_load import ITERATION, Kind, Reports, running  # noqa: E402
+from scale_load import ITERATION, Kind, Reports, cpu_seconds, running  # noqa: E402
 from testbed import Cluster, catalog, wait_for  # noqa: E402
 
 from pipemorph.api.mesh import MeshShape  # noqa: E402
@@ -74,11 +74,6 @@ NAMESPACE, JOB = "default", "job"
 """Namespace and name of the large job."""
 MOST_AGENT, MOST_SECONDS, MOST_RESTART = 0.15, 1.0, 30.0
 """Goals: processors of the agent; alarm to directive, p99; ingest killed until all are answered."""
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[int]:
@@ -115,7 +110,7 @@ class Processors:
 async def large_job(ranks: int, stages: int, well: float) -> Result:
     """Processors that the agent of one job takes, by phase. Raises RuntimeError if the ingest
     refused a report."""
-    replicas, pod_ranks = ranks // stages, min(RANKS_PER_POD, ranks // 2)
+    replicas = ranks // stages
     job = job_of(stages, JOB, replicas=replicas)
     controller = JobController(parse_job(yaml.safe_dump(job)).spec)
     store, token, secret = MemoryStore(), secrets.token_hex(16), secrets.token_bytes(16)
@@ -134,36 +129,21 @@ async def large_job(ranks: int, stages: int, well: float) -> Result:
                 rank=0, world_size=ranks, local_rank=0, master_addr="127.0.0.1", master_port=1,
                 secret=secret, ingest_url=server.url, token_file=token_file,
             )  # fmt: skip
-            agent = start_agent(context, MeshShape(stages, replicas), part_ranks=pod_ranks)
+            agent = start_agent(context, MeshShape(stages, replicas))
             try:
                 load = {
-                    "port": agent.port, "secret": secret.hex(), "namespace": NAMESPACE, "job": JOB,
-                    "stages": stages, "replicas": replicas, "pod_ranks": pod_ranks,
-                    "healthy": SETTLE + well, "fault": FAULT,
+                    "port": agent.port, "agent": agent.process.pid, "secret": secret.hex(),
+                    "stages": stages, "replicas": replicas,
+                    "settle": SETTLE, "healthy": well, "fault": FAULT,
                 }  # fmt: skip
                 with contextlib.ExitStack() as stack:
-                    figures = await asyncio.to_thread(stack.enter_context, running("pods", **load))
-                    found |= await _phases(agent.process.pid, well)
+                    figures = await asyncio.to_thread(stack.enter_context, running("ranks", **load))
                     sent = await asyncio.to_thread(figures)
             finally:
                 agent.close(1.0)
     if refused := {status: n for status, n in answers.items() if status != HTTPStatus.OK}:
         raise RuntimeError(f"the ingest answered the agent with errors: {refused}; expected none")
     return found | {"reports": answers[200], "plan_version": controller.plan_version, **sent}
-
-
-async def _phases(pid: int, well: float) -> Result:
-    began, found = time.monotonic(), {}
-    for phase, start, seconds in (
-        ("well", SETTLE, well),
-        ("one_slow", SETTLE + well, FAULT),
-        ("half_slow", SETTLE + well + FAULT, FAULT),
-    ):
-        await asyncio.sleep(max(0.0, began + start - time.monotonic()))
-        processors = Processors({phase: [pid]})
-        await asyncio.sleep(max(0.0, began + start + seconds - 0.2 - time.monotonic()))
-        found |= processors.shares()
-    return found
 
 
 # --- many jobs on one ingest ---------------------------------------------------------------------

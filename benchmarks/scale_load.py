@@ -4,7 +4,7 @@
 input and returns its figures. Two kinds of load exist:
 
 agents  one agent per job: reports and a long poll over TLS (:class:`AgentsLoad`)
-pods    the ranks and pods of one large job, connected to its real agent (:class:`PodsLoad`)
+ranks   the ranks of one large job, connected to its real agent (:class:`RanksLoad`)
 
 The product's own observer makes every report, from played telemetry in virtual time. A report is
 recorded once per kind and sent with other numbers, so that the load leaves the processors to what
@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 import ssl
 import subprocess
@@ -26,23 +27,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.observer import HEARTBEAT_SECONDS, REPORT_SECONDS, Observer
+from pipemorph.control.observe.observer import REPORT_SECONDS, Observer
+from pipemorph.control.observe.rank_monitor import RankMonitor
 from pipemorph.planning import Route
+from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
 from pipemorph.wire import (
     DirectiveEnvelope,
     IterationSample,
+    LinkHealthReport,
     LinkSample,
     StageProfile,
     WireTime,
 )
-from pipemorph.wire.parts import PartAnswer
-from pipemorph_trainer.agent import frames, lines
-from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.agent.uplinks.to_ingest import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
+from pipemorph.wire.ranks import RANK_PROTOCOL, RankReport, ToRank
+from pipemorph_trainer.agent import frames
 
 ITERATION = REPORT_SECONDS
 """Seconds of an undisturbed iteration."""
@@ -50,9 +52,13 @@ Kind = Literal["first", "quiet", "alarm", "slow"]
 """first: all states; quiet: an iteration; alarm: a link turned slow; slow: an iteration since."""
 NORMAL, SLOW, OP = 0.002, (0.04, 0.12), 0.01
 """Seconds: wire time, of a slow link (drawn), and of an op."""
-WINDOW, SETTLED, MOST = 0.05, 60, 80
-"""Seconds of a window; windows before the first report, and at most until the next kind."""
+WINDOW, SETTLED, MOST, POOL = 0.05, 60, 80, 8
+"""Seconds of a window; windows before the first report, and at most until the next kind; different
+windows of a direction of a large job."""
+DIRECTIONS = ("forward", "backward")
 OPENED_AT_A_TIME = 32
+FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.1, 1.0
+"""Between two tries of an agent whose ingest does not answer."""
 BEGAN = "began"
 """Printed to standard error once everything is connected: the load's time begins."""
 DEADLINE = 900.0
@@ -66,78 +72,47 @@ _OBSERVED, _SECONDS, _NONE = 900_000_005, 1234.5, '"iterations":[]'
 # --- telemetry and reports -----------------------------------------------------------------------
 
 
-def telemetry(
-    draw: random.Random, mesh: MeshShape, rank: int, slow: Mapping[int, float], *, finished: bool
-) -> RankTelemetry:
-    """Telemetry of one window of a rank. ``slow``: wire times of slow links, seconds;
-    ``finished``: whether an iteration has just ended."""
-    stage, column = divmod(rank, mesh.world_size // mesh.stages)
-    received = [(stage - 1, "forward"), (stage, "backward")]
-    ops = {
-        name: draw.gauss(OP, OP / 100) for name in ("forward", "backward_input", "backward_weight")
-    }
-    return RankTelemetry(
-        rank=rank, stage=stage, replica=column, state="training", iteration=_ITERATION,
-        applied_plan_version=_VERSION, prepared_plan_version=_VERSION, ports=0,
-        links=[
-            _window(draw, link, column, direction, slow)
-            for link, direction in received
-            if 0 <= link < mesh.stages - 1
-        ],
-        profile=StageProfile(
-            stage=stage, replica=column, split="deferred", peak_memory=2**34 + rank, **ops
-        )
-        if finished
-        else None,
-        finished_iteration=IterationSample(
-            index=_INDEX, seconds=_SECONDS, loss=draw.uniform(2, 3), plan_version=_VERSION,
-            bubble_fraction=draw.uniform(0.1, 0.2),
-        )
-        if finished and rank == 0
-        else None,
-    )  # fmt: skip
-
-
-def _window(
-    draw: random.Random, link: int, column: int, direction: str, slow: Mapping[int, float]
-) -> LinkSample:
-    usual = slow.get(link, NORMAL)
-    least, middle, most = (usual * (1 + draw.uniform(0, 0.02) + more) for more in (0, 0.02, 0.04))
-    wire = WireTime(count=5, exact=5, min=least, p50=middle, p99=most, mean=middle)
-    return LinkSample(
-        link=link, replica=column, direction=direction, route=Route.DIRECT,  # type: ignore[arg-type]
-        transport="gloo", iteration=_ITERATION, bytes=5 << 24, queue_p50=1e-5, wire=wire,
-    )  # fmt: skip
-
-
-def recorded(
-    mesh: MeshShape, ranks: range, draw: random.Random, slow: Mapping[int, float], **part: int
-) -> dict[Kind, str]:
-    """A report of each kind, by the observer of ``ranks``. ``part``: number of the part; none for
-    a job's agent. Raises RuntimeError if the reports never come to rest."""
-    merger = TelemetryMerger(ranks)
-    observer = Observer(mesh, job=_NAME, namespace=_NAMESPACE, attempt=0, **part)
+def recorded(mesh: MeshShape, draw: random.Random, slow: Mapping[int, float]) -> dict[Kind, str]:
+    """A report of each kind, by the observer of a job. ``slow``: wire times of slow links, seconds.
+    Raises RuntimeError if the reports never come to rest."""
+    observer = Observer(mesh, job=_NAME, namespace=_NAMESPACE, attempt=0)
+    ranks = PlayedRanks(mesh, observer)
+    directions = [
+        (link, column, direction)
+        for link in range(mesh.stages - 1)
+        for column in range(mesh.columns)
+        for direction in DIRECTIONS
+    ]
     now, texts = 1.7e9, {}
 
     def observe(links: Mapping[int, float], *, finished: bool = False) -> None:
         nonlocal now
         now += WINDOW
-        for rank in ranks:
-            merger.add(telemetry(draw, mesh, rank, links, finished=finished))
-        observer.observe(merger.take(), now, refresh=finished)
+        done = IterationSample(
+            index=_INDEX, seconds=_SECONDS, loss=draw.uniform(2, 3), plan_version=_VERSION,
+            bubble_fraction=draw.uniform(0.1, 0.2),
+        )  # fmt: skip
+        told = JobTelemetry(
+            iteration=_ITERATION, applied_plan_version=_VERSION, ports=0,
+            links=[window(draw, *at, links.get(at[0], NORMAL)) for at in directions],
+            stages=[
+                profile(draw, stage, column)
+                for stage in range(mesh.stages)
+                for column in range(mesh.columns)
+            ]
+            if finished
+            else [],
+            iterations=[done] if finished else [],
+        )  # fmt: skip
+        ranks.observe(told, now, refresh=finished)
 
-    def report() -> Any:
+    def report() -> LinkHealthReport:
         made = observer.report(_SEQUENCE, now, _OBSERVED)
-        if part:
-            observer.told(made)
-        else:
-            observer.delivered(made, DirectiveEnvelope(memory="it"), now)
+        observer.delivered(made, DirectiveEnvelope(memory="it"))
         return made
 
-    if part:
-        observer.take(PartAnswer(memory="it"), now)
-    for window in range(SETTLED):
-        observe({}, finished=window % 4 == 3)
+    for number in range(SETTLED):
+        observe({}, finished=number % 4 == 3)
     texts["first"] = report()
     for _ in range(MOST):
         observe({}, finished=True)
@@ -145,7 +120,7 @@ def recorded(
         if texts["quiet"].is_progress:
             break
     else:
-        raise RuntimeError(f"{mesh}, ranks {ranks}: the reports of well links never come to rest")
+        raise RuntimeError(f"{mesh}: the reports of well links never come to rest")
     for _ in range(MOST):
         observe(slow)
         if observer.due(now) and (alarm := report()).directions:
@@ -156,6 +131,24 @@ def recorded(
     return {kind: each.body().decode() for kind, each in texts.items()}
 
 
+def window(draw: random.Random, link: int, column: int, direction: str, usual: float) -> LinkSample:
+    """A window in which messages take about ``usual`` seconds."""
+    least, middle, most = (usual * (1 + draw.uniform(0, 0.02) + more) for more in (0, 0.02, 0.04))
+    wire = WireTime(count=5, exact=5, min=least, p50=middle, p99=most, mean=middle)
+    return LinkSample(
+        link=link, replica=column, direction=direction, route=Route.DIRECT,  # type: ignore[arg-type]
+        transport="gloo", iteration=0, bytes=5 << 24, queue_p50=1e-5, wire=wire,
+    )  # fmt: skip
+
+
+def profile(draw: random.Random, stage: int, column: int) -> StageProfile:
+    names = ("forward", "backward_input", "backward_weight")
+    return StageProfile(
+        stage=stage, replica=column, split="deferred", peak_memory=2**34,
+        **{name: draw.gauss(OP, OP / 100) for name in names},
+    )  # fmt: skip
+
+
 class Reports:
     """Bodies of the reports of one job of ``stages`` stages. ``seed``: of its op times, of which
     link turns slow, and of its delay."""
@@ -163,7 +156,7 @@ class Reports:
     def __init__(self, stages: int, seed: int = 0) -> None:
         draw = random.Random(f"{stages} {seed}")
         slow = {draw.randrange(stages - 1): draw.uniform(*SLOW)}
-        texts = recorded(MeshShape(stages), range(stages), draw, slow)
+        texts = recorded(MeshShape(stages), draw, slow)
         self._texts = {kind: _without_iteration(text) for kind, text in texts.items()}
 
     def body(
@@ -494,116 +487,137 @@ def play_agents(load: AgentsLoad) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class PodsLoad:
-    """Connections of a large job to its agent at ``port``: the ranks of its first pod, and an agent
-    per other pod. Links are well for ``healthy`` seconds, then link 0 is slow, and after another
+class RanksLoad:
+    """All ranks of a large job, connected to its agent, process ``agent``, at ``port``. Links are
+    well for ``settle`` and for ``healthy`` seconds, then link 0 is slow, and after another
     ``fault`` seconds half of all links are, for as long."""
 
     port: int
+    agent: int
     secret: str
     stages: int
     replicas: int
-    pod_ranks: int
+    settle: float
     healthy: float
     fault: float
-    namespace: str
-    job: str
 
 
-class Pods:
-    def __init__(self, load: PodsLoad) -> None:
-        self._load, self._mesh = load, MeshShape(load.stages, load.replicas)
-        self._parts = range(1, self._mesh.world_size // load.pod_ranks)
-        self._settings = dict.fromkeys(self._parts, "")
-        self._sequence = dict.fromkeys(self._parts, 0)
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._slow: dict[int, float] = {}
-        self.sent = self.answered = 0
-        half = dict.fromkeys(range(load.stages // 2), sum(SLOW) / 2)
-        self._recorded = {
-            part: recorded(self._mesh, self._ranks(part), random.Random(part), half, part=part)
-            for part in self._parts
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class PlayedRank:
+    """One rank: its monitor, its windows, and its connection."""
+
+    def __init__(self, mesh: MeshShape, rank: int) -> None:
+        self.rank, self.monitor = rank, RankMonitor(mesh, rank)
+        at, draw = mesh.coordinate(rank), random.Random(rank)
+        received = [(at.stage - 1, "forward"), (at.stage, "backward")]
+        self._links = [each for each in received if 0 <= each[0] < mesh.stages - 1]
+        wires = {False: NORMAL, True: sum(SLOW) / 2}
+        self._windows = {
+            (link, slow): [window(draw, link, at.column, way, wire) for _ in range(POOL)]
+            for link, way in self._links
+            for slow, wire in wires.items()
         }
+        self._profiles = [profile(draw, at.stage, at.column) for _ in range(POOL)]
+        self.writer: asyncio.StreamWriter | None = None
+        self.sent = 0
 
-    def _ranks(self, part: int) -> range:
-        first = part * self._load.pod_ranks
-        return range(first, first + self._load.pod_ranks)
+    def turn(self, number: int, now: float, slow: int, iteration: int | None) -> None:
+        """A window's end. ``slow``: number of slow links; ``iteration``: one that has ended."""
+        windows = [
+            found.model_copy(update={"iteration": number}) if link < slow else found
+            for link, _ in self._links
+            for found in [self._windows[link, link < slow][number % POOL]]
+        ]
+        profiles = [] if iteration is None else [self._profiles[number % POOL]]
+        self.monitor.observe(windows, now, profiles=profiles)
+        finished = None
+        if self.rank == 0 and iteration is not None:
+            finished = IterationSample(
+                index=iteration, seconds=ITERATION, loss=2.5, plan_version=0, bubble_fraction=0.1
+            )
+        if finished is not None or self.monitor.due(now):
+            report = RankReport(
+                rank=self.rank, state="training", iteration=iteration or 0, ports=0,
+                applied_plan_version=0, finished_iteration=finished, **self.monitor.take(now),
+            )  # fmt: skip
+            data = frames.frame(report.body())
+            assert self.writer is not None
+            self.writer.write(data)
+            self.sent += len(data)
 
-    async def run(self) -> None:
-        gate, load = asyncio.Semaphore(OPENED_AT_A_TIME), self._load
 
-        async def connect(side: frames.Side, number: int) -> asyncio.StreamWriter:
-            async with gate:
-                reader, writer = await asyncio.open_connection("127.0.0.1", load.port)
-                await lines.introduce(reader, writer, bytes.fromhex(load.secret), side, number)
-            part = number if side == "part" else None
-            self._tasks.append(asyncio.create_task(self._receive(reader, part)))
-            return writer
+async def play_ranks(load: RanksLoad) -> dict[str, Any]:
+    mesh, gate = MeshShape(load.stages, load.replicas), asyncio.Semaphore(OPENED_AT_A_TIME)
+    ranks = [PlayedRank(mesh, rank) for rank in range(mesh.world_size)]
+    answered = 0
 
-        ranks = await asyncio.gather(*(connect("rank", rank) for rank in self._ranks(0)))
-        found = await asyncio.gather(*(connect("part", part) for part in self._parts))
-        self._writers = dict(zip(self._parts, found, strict=True))
-        self._tasks.append(asyncio.create_task(self._train(ranks)))
-        self._tasks += [asyncio.create_task(self._beat(part)) for part in self._parts]
-        print(BEGAN, file=sys.stderr, flush=True)
-        await asyncio.sleep(load.healthy)
-        for links in (1, load.stages // 2):
-            self._slow = dict.fromkeys(range(links), sum(SLOW) / 2)
-            for part in self._parts:
-                if self._ranks(part).start // load.replicas <= links:
-                    self._send(part, "alarm")
-            await asyncio.sleep(load.fault)
-        for task in self._tasks:
-            if task.done():
-                task.result()  # Raises: a connection was lost.
+    async def connect(each: PlayedRank) -> asyncio.StreamReader:
+        async with gate:
+            reader, each.writer = await asyncio.open_connection("127.0.0.1", load.port)
+            await introduce(reader, each.writer, bytes.fromhex(load.secret), each.rank)
+        each.monitor.connected()
+        return reader
 
-    async def _receive(self, reader: asyncio.StreamReader, part: int | None) -> None:
+    async def receive(each: PlayedRank, reader: asyncio.StreamReader) -> None:
+        nonlocal answered
         while True:
-            payload = await lines.read(reader)
-            self.answered += len(payload)
-            if part is not None and b'"answer":{' in payload:
-                settings = json.loads(payload)["answer"].get("settings") or {}
-                self._settings[part] = settings.get("revision", self._settings[part])
+            payload = await frames.read(reader)
+            answered += len(payload)
+            if ToRank.is_one(payload):
+                answer = ToRank.model_validate_json(payload).answer
+                each.monitor.hear(answer, time.monotonic())
 
-    async def _beat(self, part: int) -> None:
-        """Send all states, then a heartbeat as often as a pod's agent does."""
-        self._send(part, "first")
-        await asyncio.sleep(random.Random(part).uniform(0, HEARTBEAT_SECONDS))
-        while True:
-            self._send(part, "quiet")
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+    readers = await asyncio.gather(*(connect(each) for each in ranks))
+    tasks = [
+        asyncio.create_task(receive(each, reader))
+        for each, reader in zip(ranks, readers, strict=True)
+    ]
+    print(BEGAN, file=sys.stderr, flush=True)
+    began, number, late = time.monotonic(), 0, 0.0
+    found: dict[str, Any] = {}
+    for phase, seconds, slow in (
+        ("settle", load.settle, 0),
+        ("well", load.healthy, 0),
+        ("one_slow", load.fault, 1),
+        ("half_slow", load.fault, load.stages // 2),
+    ):
+        used = cpu_seconds(load.agent)
+        for _ in range(round(seconds / WINDOW)):
+            number += 1
+            iteration, rest = divmod(number, round(ITERATION / WINDOW))
+            for i, each in enumerate(ranks):
+                if i % 64 == 0:
+                    await asyncio.sleep(0)
+                each.turn(number, time.monotonic(), slow, iteration if rest == 0 else None)
+            due = began + number * WINDOW
+            late = max(late, time.monotonic() - due)
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+        # Of the time that was played: a busy machine takes longer.
+        found[phase] = (cpu_seconds(load.agent) - used) / seconds
+    for task in tasks:
+        if task.done():
+            task.result()  # Raises: a connection was lost.
+        task.cancel()
+    sent = sum(each.sent for each in ranks)
+    return found | {"sent": sent, "answered": answered, "load_late": late}
 
-    def _send(self, part: int, kind: Kind) -> None:
-        self._sequence[part] += 1
-        report = json.loads(self._recorded[part][kind]) | {
-            "sequence": self._sequence[part], "settings": self._settings[part], "iteration": 1,
-            "namespace": self._load.namespace, "job": self._load.job,
-            "observed_plan_version": 0, "applied_plan_version": 0,
-        }  # fmt: skip
-        data = frames.frame(json.dumps(report).encode())
-        self._writers[part].write(data)
-        self.sent += len(data)
 
-    async def _train(self, writers: list[asyncio.StreamWriter]) -> None:
-        """Send the telemetry of the first pod's ranks: each window, and each iteration's end."""
-        draw, began, turn = random.Random(0), time.monotonic(), 0
-        while True:
-            turn += 1
-            iteration, rest = divmod(turn, round(ITERATION / WINDOW))
-            for rank, writer in zip(self._ranks(0), writers, strict=True):
-                made = telemetry(draw, self._mesh, rank, self._slow, finished=rest == 0)
-                text = made.body().decode().replace(str(_ITERATION), str(iteration))
-                for placeholder, value in ((_INDEX, iteration), (_VERSION, 0), (_SECONDS, 1.0)):
-                    text = text.replace(str(placeholder), str(value))
-                writer.write(frames.frame(text.encode()))
-            await asyncio.sleep(max(0.0, began + turn * WINDOW - time.monotonic()))
-
-
-def play_pods(load: PodsLoad) -> dict[str, Any]:
-    pods = Pods(load)
-    asyncio.run(pods.run())
-    return {"sent": pods.sent, "answered": pods.answered}
+async def introduce(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int
+) -> None:
+    """Do a rank's part of the handshake."""
+    challenge = frames.decode(frames.Challenge, await frames.read(reader)).nonce
+    nonce = frames.new_nonce()
+    mine = frames.proof(secret, "rank", challenge, nonce, rank)
+    hello = frames.Hello(rank=rank, nonce=nonce, proof=mine, protocol=RANK_PROTOCOL)
+    writer.write(frames.encode(hello))
+    welcome = frames.decode(frames.Welcome, await frames.read(reader))
+    if welcome.proof is None:
+        raise RuntimeError(f"the agent refused rank {rank}: {welcome.refused}")
 
 
 # --- the process ---------------------------------------------------------------------------------
@@ -641,7 +655,9 @@ def running(kind: str, **load: Any) -> Iterator[Callable[[], dict[str, Any]]]:
 def main() -> None:
     load = json.load(sys.stdin)
     found = (
-        play_agents(AgentsLoad(**load)) if sys.argv[1] == "agents" else play_pods(PodsLoad(**load))
+        play_agents(AgentsLoad(**load))
+        if sys.argv[1] == "agents"
+        else asyncio.run(play_ranks(RanksLoad(**load)))
     )
     json.dump(found, sys.stdout)
 

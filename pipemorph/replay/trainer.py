@@ -17,12 +17,13 @@ from typing import Literal, NamedTuple
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.replan import propose
-from pipemorph.control.observe.observer import JobTelemetry, Observer
+from pipemorph.control.observe.observer import Observer
 from pipemorph.planning import Op, OpKind, Plan, Route, Simulation
 from pipemorph.planning.offload import copying
 from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.replay.links import ROUNDING, Links, failed_over
+from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
 from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StageProfile, WireTime
 
 Telemetry = Literal["exact", "python", "device"]
@@ -82,6 +83,7 @@ class AdaptiveTrainer:
         self._observer = Observer(
             spec.parallelism.mesh, job="replay", namespace="default", attempt=0
         )
+        self._ranks = PlayedRanks(spec.parallelism.mesh, self._observer)
         self._report(0.0)  # An agent reports before its ranks measure anything.
 
     def step(self) -> Iteration:
@@ -297,7 +299,7 @@ class AdaptiveTrainer:
         stages: Sequence[StageProfile] = (),
         reductions: Sequence[ReductionSample] = (),
     ) -> None:
-        self._observer.observe(
+        self._ranks.observe(
             JobTelemetry(
                 iteration=self._iteration,
                 applied_plan_version=self._plan.version,
@@ -314,7 +316,7 @@ class AdaptiveTrainer:
     def _report(self, now: float) -> None:
         self._sequence += 1
         report = self._observer.report(self._sequence, now, self._observed)
-        self._observer.delivered(report, self.controller.report(report, now), now)
+        self._observer.delivered(report, self.controller.report(report, now))
         if (asked := self.controller.replan) is not None:
             self.controller.settle(asked, propose(asked), now)
         directive = self.controller.directive(self._observed)

@@ -56,6 +56,10 @@ class LinkSample(WireModel):
     waited: Seconds | None = None
     """Time for which threads of the receiver have waited for a processor in this window, added up;
     None if unknown. A message may seem late by as much."""
+    sender_waited: Seconds = 0.0
+    """The same of the sender, as its messages said."""
+    sender_inflated: bool = False
+    """Whether the newest ops of the sender took longer than they can."""
     failed_over: bool = False
     """Whether the link's direct route broke, so that its messages are delegated whatever plans
     say."""

@@ -81,6 +81,9 @@ class LinkState:
     """Whether its direct route broke, so that it is delegated whatever plans say."""
     bases: RouteTimes = field(default_factory=dict)
     """Normal wire time per route, for the detector of a rank that starts anew."""
+    route: Word = ""
+    transport: Word = ""
+    """Of the newest messages; empty where several directions are one state."""
     column: Text = ""
     """The column's name for messages, set by the host; empty if there is only one."""
     since: WallClock | None = field(default=None, compare=False)
@@ -118,6 +121,17 @@ class StageState(WireModel):
     """Newest of the highest column."""
     crowding: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Of the worst host, see :class:`~pipemorph.wire.StageProfile`."""
+    replica: Count = 0
+    """Of a rank's report: its column."""
+    profiles: Count = 0
+    """Of a rank's report: iterations in the medians."""
+    clock: DeviceClock | None = None
+    """Of a rank's report: of its device."""
+
+    @property
+    def pace(self) -> float:
+        """Seconds of F, B and W of one microbatch."""
+        return self.forward + self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class Ranks:
         self.waits.append(time.monotonic() - began)
         assert status == 200, answer
         envelope = DirectiveEnvelope.model_validate(answer)
-        observer.delivered(report, envelope, now)
+        observer.delivered(report, envelope)
         assert envelope.term >= (self.term or 0)
         self.term, directive = envelope.term, envelope.directive
         self.snapshot = envelope.snapshot or self.snapshot

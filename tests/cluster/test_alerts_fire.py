@@ -272,7 +272,7 @@ def test_a_link_without_its_rails_and_a_rail_that_comes_and_goes(scene: Scene) -
     def tell(fallbacks: int) -> None:
         scene.rank.hear(
             RankTelemetry(
-                rank=1, stage=1, replica=0, state="training", iteration=1, applied_plan_version=0,
+                stage=1, state="training", iteration=1, applied_plan_version=0,
                 prepared_plan_version=0, transports=[end(fallbacks)],
             )
         )  # fmt: skip

@@ -139,7 +139,7 @@ def hear(rank: RankMetrics, turn: int) -> None:
     )  # fmt: skip
     rank.hear(
         RankTelemetry(
-            rank=1, stage=1, replica=0, state="training", iteration=turn, applied_plan_version=2,
+            stage=1, state="training", iteration=turn, applied_plan_version=2,
             prepared_plan_version=2, profile=profile, links=[link], transports=[end], ports=1,
             rails=[rail],
         )

@@ -34,7 +34,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a jitter of 0 times a number without side effects is 0 as well",
     ),
     Equivalent(
-        "pipemorph_trainer/agent/uplinks/to_ingest.py",
+        "pipemorph_trainer/agent/uplink.py",
         "_envelope",
         'said = body[:200].decode(errors="replace").strip()',
         "201",

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from aiohttp import web
 from launch import free_port
 from schedule_text import schedule_of
 
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.rank_monitor import RankMonitor
 from pipemorph.planning.ir import Plan, Policy, Route
 from pipemorph.wire import (
     Directive,
@@ -24,8 +26,10 @@ from pipemorph.wire import (
     LinkSample,
     LinkState,
     PlanMessage,
+    StageProfile,
     WireTime,
 )
+from pipemorph.wire.ranks import RankReport
 from pipemorph_trainer.agent.client import AgentClient
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.context import TrainerContext
@@ -195,17 +199,32 @@ def samples(p50: float, count: int, iteration: int = 0) -> list[LinkSample]:
     return [sample(p50=p50, iteration=iteration)] * count
 
 
-def telemetry(rank: int = 0, **fields: Any) -> RankTelemetry:
-    values: dict[str, Any] = {
-        "rank": rank,
-        "stage": rank,
-        "replica": 0,
-        "state": "training",
-        "iteration": 0,
-        "applied_plan_version": 0,
-        "prepared_plan_version": 0,
-    }
-    return RankTelemetry(**values | fields)
+MONITORS: dict[int, RankMonitor] = {}
+"""Of the ranks that have told telemetry; a fixture forgets them."""
+
+
+def telemetry(
+    rank: int = 0,
+    *,
+    links: Sequence[LinkSample] = (),
+    profile: StageProfile | None = None,
+    mesh: MeshShape = MeshShape(2),  # noqa: B008
+    **fields: Any,
+) -> RankTelemetry:
+    """What a rank publishes after these windows, with any fields of its report."""
+    now = time.monotonic()
+    monitor = MONITORS.setdefault(rank, RankMonitor(mesh, rank))
+    monitor.observe(links, now, profiles=() if profile is None else (profile,))
+    values: dict[str, Any] = {"state": "training", "iteration": 0, "applied_plan_version": 0}
+    report = RankReport(rank=rank, **(monitor.take(now) | values | fields))
+    return RankTelemetry(
+        stage=mesh.coordinate(rank).stage,
+        state=report.state,
+        iteration=report.iteration,
+        applied_plan_version=report.applied_plan_version,
+        prepared_plan_version=0,
+        report=report,
+    )
 
 
 def finished(index: int) -> IterationSample:

@@ -7,8 +7,9 @@ from weakref import WeakKeyDictionary
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.observe.observer import JobTelemetry, Observer
+from pipemorph.control.observe.observer import Observer
 from pipemorph.control.observed.reports import settings_of
+from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
 from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
 
 
@@ -43,6 +44,7 @@ class Agent:
     ) -> None:
         mesh = spec.parallelism.mesh
         self.observer = Observer(mesh, job=job, namespace=namespace, attempt=attempt)
+        self.ranks = PlayedRanks(mesh, self.observer)
         self.paced, self.attempt = paced, attempt
         self.sequence = 0
         # As from the answer to its first report, which it sends before ranks measure anything.
@@ -50,11 +52,11 @@ class Agent:
 
     def _take(self, now: float, answer: DirectiveEnvelope) -> None:
         nothing = self.observer.report(1, now, 0)
-        self.observer.delivered(nothing, answer, now)
+        self.observer.delivered(nothing, answer)
 
     def observe(self, now: float, **telemetry: Any) -> bool:
         """Take in telemetry. Returns whether a report is due."""
-        self.observer.observe(JobTelemetry(**telemetry), now, refresh=not self.paced)
+        self.ranks.observe(JobTelemetry(**telemetry), now, refresh=not self.paced)
         return not self.paced or self.observer.due(now)
 
     def tell(
@@ -73,7 +75,7 @@ class Agent:
         self.sequence += 1
         sent = self.observer.report(self.sequence, now, observed, plan_issued_at=issued_at)
         arrived = LinkHealthReport.model_validate_json(sent.body())
-        self.observer.delivered(sent, controller.report(arrived, now), now)
+        self.observer.delivered(sent, controller.report(arrived, now))
         return True
 
 

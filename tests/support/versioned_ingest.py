@@ -158,7 +158,7 @@ class Ranks(Plant):
         host = self.hosts[self.sequence % len(self.hosts)]
         answer = self.loop.run_until_complete(self._ask(host, report))
         if answer is not None and self.takes(answer):
-            observer.delivered(report, answer, self.now)
+            observer.delivered(report, answer)
             if answer.wants_snapshot and self.snapshot:
                 self.loop.run_until_complete(self._hand_in(host))
 

@@ -49,6 +49,7 @@ from pipemorph_trainer.links.message import (
     Direction,
     Held,
     Note,
+    SenderLoad,
     TensorMeta,
 )
 from pipemorph_trainer.links.poller import Poller
@@ -65,11 +66,11 @@ def test_a_delay_holds_each_message_on_its_queue() -> None:
     faults.begin(1, 0.0)
     assert faults.hold(DIRECT_QUEUE, 100, 10.0) == Held(10.0, 0.0)
     faults.begin(2, 0.0)
-    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == pytest.approx((10.0, 10.06, 0.06))
+    assert faults.hold(DIRECT_QUEUE, 100, 10.0)[:3] == pytest.approx((10.0, 10.06, 0.06))
     # The direct route has one queue: the next message starts when the first is through.
-    assert faults.hold(DIRECT_QUEUE, 100, 10.01) == pytest.approx((10.06, 10.12, 0.06))
+    assert faults.hold(DIRECT_QUEUE, 100, 10.01)[:3] == pytest.approx((10.06, 10.12, 0.06))
     # Another queue is free.
-    assert faults.hold(3, 100, 10.02) == pytest.approx((10.02, 10.08, 0.06))
+    assert faults.hold(3, 100, 10.02)[:3] == pytest.approx((10.02, 10.08, 0.06))
     (record,) = faults.record()
     assert record["messages_held"] == 3
     assert record["hold_seconds"] == pytest.approx(0.18)
@@ -81,17 +82,17 @@ def test_what_is_queued_stays_queued_when_the_fault_ends() -> None:
     faults.begin(0, 0.0)
     faults.hold(0, 100, 10.0)
     faults.begin(1, 0.0)
-    assert faults.hold(0, 100, 10.01) == pytest.approx((10.06, 10.06, 0.0))
+    assert faults.hold(0, 100, 10.01)[:3] == pytest.approx((10.06, 10.06, 0.0))
     assert faults.hold(0, 100, 10.2) == Held(10.2, 0.0)
 
 
 def test_bandwidth_is_shared_by_all_queues() -> None:
     faults = LinkFaults([Fault(link=0, bandwidth_mbps=8.0)], Direction.BACKWARD)
     faults.begin(0, 0.0)
-    assert faults.hold(0, 100_000, 5.0) == pytest.approx((5.0, 5.1, 0.0)), (
+    assert faults.hold(0, 100_000, 5.0)[:3] == pytest.approx((5.0, 5.1, 0.0)), (
         "its first byte is not late"
     )
-    assert faults.hold(1, 100_000, 5.0) == pytest.approx((5.1, 5.2, 0.0))
+    assert faults.hold(1, 100_000, 5.0)[:3] == pytest.approx((5.1, 5.2, 0.0))
 
 
 def test_faults_by_seconds_are_looked_up_per_message() -> None:
@@ -180,6 +181,26 @@ def test_a_message_that_is_held_takes_at_least_as_long_as_it_is_held() -> None:
         assert sample is not None and sample.wire.min == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("faults", [[], [Fault(link=0, delay_ms=1.0)]])
+def test_notes_tell_the_load_of_their_sender(faults: list[Fault]) -> None:
+    load, recorder = SenderLoad(), LinkRecorder(0, 0, Direction.FORWARD)
+    sends = LinkFaults(faults, Direction.FORWARD, load=load)
+
+    def arrived() -> None:
+        held = sends.hold(DIRECT_QUEUE, 10, 5.0)
+        note = Note.unpack(Note(1, 2, 3, ALL_PRESENT, 5.0, *held).pack())
+        record_arrival(recorder, note, PeerClock(), 5.5, 10, exact=True)
+
+    for waited, inflated in ((0.25, False), (0.5, True), (0.125, False)):
+        load.waited, load.inflated = waited, inflated
+        arrived()
+    sample = recorder.drain(0.0)
+    assert sample is not None and (sample.sender_waited, sample.sender_inflated) == (0.5, True)
+    arrived()
+    sample = recorder.drain(0.0)
+    assert sample is not None and (sample.sender_waited, sample.sender_inflated) == (0.125, False)
+
+
 def test_a_change_of_route_closes_the_window() -> None:
     recorder = LinkRecorder(0, 0, Direction.BACKWARD)
     recorder.add(0.001, 0.0, 1, exact=True)
@@ -222,7 +243,7 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
         here = peer_socket.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10)
         thread.join(10)
     (there,) = made
-    note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0, 7.0)
+    note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0, 7.0, 0.25, True)
     metas = (TensorMeta((2, 3), torch.bfloat16, gradient=True), TensorMeta((), torch.bool))
     here.send_token(peer_socket.StepToken(7, 8, 9))
     here.send_shapes(Contents(metas, "structure"))

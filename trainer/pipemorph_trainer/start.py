@@ -58,8 +58,6 @@ class Start:
     held: tuple[Held, ...] = ()
     ties: tuple[Tie, ...] = ()
     tied: Forms = field(default_factory=dict)
-    place: tuple[int, int] = (0, 1)
-    """Its local rank, and the ranks of its pod or machine."""
     secret: bytes = b""
     """All ranks use that of rank 0 if the host provides no secret."""
 
@@ -149,8 +147,7 @@ def join(
         control = groups.new(backend="gloo", group_desc="pipemorph control")
         # Without a secret from the host, the ranks trust all members of the process group.
         secret = b"" if context.secret else secrets.token_bytes(32)
-        place = context.local_rank, context.local_world_size
-        starts = exchange(replace(start, place=place, secret=secret), control)
+        starts = exchange(replace(start, secret=secret), control)
     except (InputError, PipelineError):
         groups.destroy(clean=True)
         if joined:

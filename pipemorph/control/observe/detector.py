@@ -314,6 +314,7 @@ class DelayDetector:
         slack: float = 0.0,
         weight: float = 1.0,
         follows_base: bool = False,
+        hold: bool = False,
     ) -> None:
         """Process one window: its median wire time, its iteration (``mark``), its route.
 
@@ -321,6 +322,7 @@ class DelayDetector:
         above the true value, so it only excludes values outside that interval. ``weight``: its
         weight towards an alarm, less than 1 if something other than this link may have made it
         late. ``follows_base``: an exact value was found from the base, so it says nothing about it.
+        ``hold``: raise no alarm yet.
         """
         if route != self.route:
             self._switch(route)
@@ -350,7 +352,12 @@ class DelayDetector:
             slack = 0.0 if exact else slack
             self._observe_slow(known, value, within, mark, slack=slack, weight=weight)
         else:
-            self._observe_healthy(known, value, within, mark, weight)
+            self._observe_healthy(known, value, within, mark, weight, hold=hold)
+
+    def discount(self, factor: float) -> None:
+        """Let the evidence for an alarm so far count less: something else explains it."""
+        self._sum *= factor
+        self._late *= factor
 
     def expect(self, base: float) -> None:
         """Judge the next route that has no base by ``base``, unless its first windows are near it:
@@ -469,7 +476,14 @@ class DelayDetector:
         self._suspected_at = self._expected = None
 
     def _observe_healthy(
-        self, known: _Base, value: float, within: Within, mark: int, weight: float
+        self,
+        known: _Base,
+        value: float,
+        within: Within,
+        mark: int,
+        weight: float,
+        *,
+        hold: bool,
     ) -> None:
         threshold = self.thresholds.of(known.value, known.noise)
         step = min(1.0, max(-1.0, (value - known.value) / threshold - 0.5))
@@ -488,7 +502,7 @@ class DelayDetector:
         self._late = min(self._late, enough)
         if self._late == 0.0:
             self._lately.clear()
-        elif self._late == enough and self._is_late(known.value):
+        elif self._late == enough and not hold and self._is_late(known.value):
             self._since = self._lately.copy()
             self._alarmed_at = fmean(window.low for window in self._since) - known.value
             if not self._memory:
@@ -510,7 +524,7 @@ class DelayDetector:
         if self._sum >= self.alarm:
             self._sum = self.alarm
             certain = median(window.low for window in self._since) - known.value
-            if certain >= threshold:
+            if certain >= threshold and not hold:
                 self._alarmed_at = certain
                 # The first late window may have messages from before the change.
                 line = known.value + certain / 2

@@ -22,7 +22,7 @@ retransmission; ten per minute are more than that.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from pipemorph.api.mesh import MeshShape
@@ -193,31 +193,6 @@ class RailBook:
             if now - port.seen_at <= SILENT_SECONDS:
                 return
             yield key
-
-
-def merge_rails(views: Sequence[RailsView]) -> RailsView:
-    """One view of the rails of several parts of a job."""
-    if len(views) == 1:
-        return views[0]
-    expected = [view.expected for view in views if view.expected is not None]
-    sick = sorted((each for view in views for each in view.sick), key=_where)
-    congested = sorted((each for view in views for each in view.congested), key=_where)
-    return _judged(
-        RailsView(
-            ports=sum(view.ports for view in views),
-            expected=sum(expected) if len(expected) == len(views) else None,
-            sick_count=sum(view.sick_count for view in views),
-            sick=tuple(sick[:SHOWN]),
-            congested_count=sum(view.congested_count for view in views),
-            congested=tuple(congested[:SHOWN]),
-            unreadable=sum(view.unreadable for view in views),
-            silent=sum(view.silent for view in views),
-        )
-    )
-
-
-def _where(trouble: RailTrouble) -> PortKey:
-    return trouble.stage, trouble.replica, trouble.device, trouble.port
 
 
 def _judged(view: RailsView) -> RailsView:

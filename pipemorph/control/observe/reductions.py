@@ -16,7 +16,6 @@ from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_book import DOUBTED_WEIGHT
 from pipemorph.wire import ReductionHealth, ReductionSample, SlowestEdge
-from pipemorph.wire.parts import UsualReduction
 
 NEWEST = 3
 """Iterations over whose median times are reported: as few as show that a group is slow."""
@@ -46,12 +45,6 @@ class ReductionBook:
         self._mesh, self._thresholds, self._events = mesh, thresholds, events
         self._groups: dict[GroupKey, _Group] = {}
         self._changed: set[GroupKey] = set()
-        self.elsewhere: Mapping[GroupKey, ReductionHealth] = {}
-        """The states of groups that other agents observe."""
-        self.late_elsewhere = 0
-        """Number of those that were late in their newest iteration."""
-        self.most_late: bool | None = None
-        """Whether most groups of the job were, as the job's agent tells; None: found here."""
 
     def set(self, thresholds: Thresholds) -> None:
         """Judge by these from now on."""
@@ -95,16 +88,10 @@ class ReductionBook:
         return DOUBTED_WEIGHT if self.most_are_late else 1.0
 
     @property
-    def late(self) -> int:
-        """Number of groups here that were late in their newest iteration."""
-        return sum(group.late for group in self._groups.values())
-
-    @property
     def most_are_late(self) -> bool:
-        if self.most_late is not None:
-            return self.most_late
-        late, known = self.late + self.late_elsewhere, len(self._groups) + len(self.elsewhere)
-        return known >= PEERS and 2 * late > known
+        """Whether most groups were late in their newest iteration."""
+        late = sum(group.late for group in self._groups.values())
+        return len(self._groups) >= PEERS and 2 * late > len(self._groups)
 
     def _tell(self, key: GroupKey, group: _Group, was: Level, now: float) -> None:
         level = group.detector.level
@@ -122,43 +109,19 @@ class ReductionBook:
     def _compare_peers(self, now: float) -> None:
         """Find groups that were slow from the start: other stages of the job reduce about as many
         gradients in about the same time."""
-        known = self._normals()
+        known = {
+            key: (group.detector.base, group.newest.bytes)
+            for key, group in self._groups.items()
+            if group.detector.base is not None and group.newest is not None
+        }
         if len(known) < PEERS:
             return
-        for key in self._groups.keys() & known.keys():
-            self.lower(key, _usual(key, known), now)
-
-    def _normals(self) -> dict[GroupKey, tuple[float, int]]:
-        """Normal time and size of all groups of which they are known."""
-        known = {
-            key: (state.normal, state.bytes)
-            for key, state in self.elsewhere.items()
-            if state.normal is not None
-        }
-        for key, group in self._groups.items():
-            if group.detector.base is not None and group.newest is not None:
-                known[key] = (group.detector.base, group.newest.bytes)
-        return known
-
-    def usual_elsewhere(self) -> list[UsualReduction]:
-        """The usual times of groups that other agents observe, of those that are much longer."""
-        known = self._normals()
-        found = []
-        for key in self.elsewhere.keys() & known.keys() if len(known) >= PEERS else ():
-            usual = _usual(key, known)
-            if known[key][0] - usual >= 2 * self._thresholds.of(usual, 0.0):
-                found.append(UsualReduction(stage=key[0], replica=key[1], seconds=usual))
-        return found
-
-    def lower(self, key: GroupKey, usual: float, now: float) -> None:
-        """Use ``usual``, from its peers, as the normal time of a group if it is much lower."""
-        group = self._groups.get(key)
-        if group is None:
-            return
-        was = group.detector.level
-        if group.detector.lower_base(usual):
-            self._changed.add(key)
-            self._tell(key, group, was, now)
+        for key in known:
+            group = self._groups[key]
+            was = group.detector.level
+            if group.detector.lower_base(_usual(key, known)):
+                self._changed.add(key)
+                self._tell(key, group, was, now)
 
     def changed(self) -> list[ReductionHealth]:
         """The states of groups that have reported since the last call."""

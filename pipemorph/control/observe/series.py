@@ -37,14 +37,15 @@ class Series:
 
     key: Key
     detector: DelayDetector
-    seen_at: float
+    seen_at: float = float("-inf")
     spacings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Between arrivals on the delegated route while slow, see :class:`LinkSample`, and the wire
     times of these windows."""
     transfers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Bounds of the wire time beyond the latency, while slow or suspected to be."""
-    bucket: int | None = None
-    """Of its base, as last told."""
+    sender_waited: float = 0.0
+    """For a processor, as of the newest window."""
+    transport: str = ""
     op: float = 0.0
     """Of the receiver, which hid the newest arrival that was not seen as it happened."""
     well: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -153,6 +154,8 @@ class Window(NamedTuple):
     latency: float | None
     spacing: float | None
     failed_over: bool
-    sender: tuple[int, int]
-    receiver: tuple[int, int]
-    """Their ranks: stage and column."""
+    sender_waited: float
+    waited: float
+    """Seconds for which threads of the sender and of the receiver waited for a processor."""
+    inflated: bool
+    """Whether the newest ops of either took longer than they can."""

@@ -6,29 +6,25 @@ Two comparisons, since a stage's ops take as long as its layers need and stages 
 - *Against its own past*: a stage that takes longer than in its best iterations, while the others do
   not. If all take longer, the batch has changed, and nobody is slow.
 
-Both compare medians of several iterations, so that a pause names nobody. An agent keeps those of
-its ranks (:class:`PaceBook`), and the job's agent compares all of them (:class:`StragglerBook`).
-They do not arrive at the same moment: a stage is named if it is slow in comparisons some time
-apart. A straggler only informs people: no order of ops makes up for it. What helps is another
-device, or fewer layers there.
+Both compare medians of several iterations, which ranks report, so that a pause names nobody. They
+do not arrive at the same moment: a stage is named if it is slow in comparisons some time apart. A
+straggler only informs people: no order of ops makes up for it. What helps is another device, or
+fewer layers there.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import nlargest
 from statistics import median_low
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
-from pipemorph.wire import SHOWN, DeviceClock, StageProfile, Straggler, StragglersView
-from pipemorph.wire.parts import Pace
+from pipemorph.control.observe.stage_book import WINDOWS
+from pipemorph.wire import SHOWN, DeviceClock, StageState, Straggler, StragglersView
 
-WINDOWS = 9
-"""Profiles in a median."""
 LEAST_WINDOWS = 5
+"""Fewest profiles in a median that is compared."""
 STARTS, ENDS = 1.2, 1.1
 """Times as long as the others or the past from which a stage is slow, and until which it stays so.
 A device at another clock, or one that throttles, differs by more; the speeds of healthy devices of
@@ -38,40 +34,9 @@ CONFIRM_SECONDS, CONFIRM_ITERATIONS = 2.0, 2
 come within less."""
 
 
-class PaceBook:
-    """Op times of stages in columns, of the ranks that report here."""
-
-    def __init__(self) -> None:
-        self._windows: dict[tuple[int, int], deque[float]] = {}
-        self._clocks: dict[tuple[int, int], DeviceClock | None] = {}
-        self._changed: dict[tuple[int, int], None] = {}
-
-    def observe(self, profile: StageProfile) -> None:
-        key = profile.stage, profile.replica
-        windows = self._windows.setdefault(key, deque(maxlen=WINDOWS))
-        windows.append(profile.forward + profile.backward_input + profile.backward_weight)
-        self._clocks[key] = profile.clock
-        self._changed[key] = None
-
-    def changed(self) -> list[Pace]:
-        """The paces of those that have reported since the last call, and often enough."""
-        found, self._changed = self._changed, {}
-        return [
-            Pace(
-                stage=key[0],
-                column=key[1],
-                seconds=median_low(self._windows[key]),
-                settled=len(self._windows[key]) == WINDOWS,
-                clock=self._clocks[key],
-            )
-            for key in found
-            if len(self._windows[key]) >= LEAST_WINDOWS
-        ]
-
-
 @dataclass(eq=False)
 class _Stage:
-    paces: dict[int, Pace] = field(default_factory=dict)
+    paces: dict[int, StageState] = field(default_factory=dict)
     """By column."""
     pace: float | None = None
     """Seconds of its median column."""
@@ -90,20 +55,21 @@ class StragglerBook:
         self._turning: dict[tuple[int, int | None], tuple[float, int]] = {}
         """Those that seem to have become slow or well, since when: time and iteration."""
 
-    def take(self, paces: Iterable[Pace]) -> None:
-        """Note the newest paces."""
-        for pace in paces:
-            stage = self._stages[pace.stage]
-            stage.paces[pace.column] = pace
-            stage.changed = True
+    def take(self, state: StageState) -> None:
+        """Process the newest medians of one column of a stage."""
+        if state.profiles < LEAST_WINDOWS:
+            return
+        stage = self._stages[state.stage]
+        stage.paces[state.replica] = state
+        stage.changed = True
 
     def compare(self, now: float, iteration: int) -> None:
         """Compare the paces of stages. Call it about once a second. ``now``: wall clock."""
         changed = [stage for stage in self._stages if stage.changed]
         for stage in changed:
             stage.changed = False
-            pace = stage.pace = median_low(each.seconds for each in stage.paces.values())
-            if any(each.settled for each in stage.paces.values()):
+            pace = stage.pace = median_low(each.pace for each in stage.paces.values())
+            if any(each.profiles >= WINDOWS for each in stage.paces.values()):
                 stage.best = min(stage.best or pace, pace)
         if not changed and not self._turning:
             return
@@ -115,19 +81,24 @@ class StragglerBook:
             if len(stage.paces) > 1 and (stage in changed or number in turning):
                 usual = ENDS * stage.pace
                 for each in stage.paces.values():
-                    if each.seconds < usual and not self._known(number, each.column):
+                    if each.pace < usual and not self._known(number, each.replica):
                         continue  # As nearly all.
-                    self._judge((number, each.column), each, stage.pace, (now, iteration))
+                    self._judge(
+                        (number, each.replica),
+                        (each.pace, each.clock),
+                        stage.pace,
+                        (now, iteration),
+                    )
             if stage.best is not None:
                 clocked = [each for each in stage.paces.values() if each.clock is not None]
                 lowest = min(clocked, key=_mhz, default=None)
-                whole = Pace.model_construct(
-                    stage=number,
-                    column=0,
-                    seconds=stage.pace,
-                    clock=lowest.clock if lowest is not None else None,
+                self._judge(
+                    (number, None),
+                    (stage.pace, lowest.clock if lowest is not None else None),
+                    stage.best * common,
+                    (now, iteration),
+                    common,
                 )
-                self._judge((number, None), whole, stage.best * common, (now, iteration), common)
 
     def _known(self, *key: int) -> bool:
         return key in self._slow or key in self._turning
@@ -140,7 +111,7 @@ class StragglerBook:
     def _judge(
         self,
         key: tuple[int, int | None],
-        found: Pace,
+        pace: tuple[float, DeviceClock | None],
         usual: float,
         at: tuple[float, int],
         common: float = 1.0,
@@ -150,15 +121,16 @@ class StragglerBook:
         if not usual:
             return
         now, iteration = at
+        seconds, clock = pace
         named = key in self._slow
-        slow = found.seconds / usual >= (ENDS if named else STARTS)
+        slow = seconds / usual >= (ENDS if named else STARTS)
         if slow is not named:
             since, began = self._turning.setdefault(key, (now, iteration))
             if now - since < CONFIRM_SECONDS or iteration - began < CONFIRM_ITERATIONS:
                 return
         self._turning.pop(key, None)
         if slow:
-            straggler = Straggler(*key, found.seconds, usual / common, found.clock)
+            straggler = Straggler(*key, seconds, usual / common, clock)
             if not named:
                 self._events.add(now, iteration, straggler.text(self._mesh))
             self._slow[key] = straggler
@@ -173,5 +145,5 @@ class StragglerBook:
         return StragglersView(known, len(self._slow), tuple(slowest), paces if known else ())
 
 
-def _mhz(pace: Pace) -> int:
-    return pace.clock.mhz if pace.clock is not None else 0
+def _mhz(state: StageState) -> int:
+    return state.clock.mhz if state.clock is not None else 0

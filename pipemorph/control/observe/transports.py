@@ -7,11 +7,11 @@ This must be visible to the user, since otherwise it looks like a slow link.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
-from pipemorph.wire import SHOWN, FallenLink, LinkSample, TransportSample, TransportsView
+from pipemorph.wire import SHOWN, FallenLink, LinkState, TransportSample, TransportsView
 
 MOST_COUNTED = 2**53 - 1
 
@@ -34,19 +34,18 @@ class TransportBook:
 
     def observe(
         self,
-        links: Iterable[LinkSample],
+        links: Iterable[LinkState],
         ends: Iterable[TransportSample],
         now: float,
         iteration: int,
     ) -> None:
         """Process a report. ``now``: wall clock, seconds."""
-        for window in links:
-            where = (window.link, window.replica, window.direction)
-            before = self._carries.get(where)
-            if before != window.transport:
-                self._carries[where] = window.transport
-                counts = self._carried[window.link]
-                counts[window.transport] += 1
+        for row in links:
+            before = self._carries.get(row.key)
+            if row.transport and before != row.transport:
+                self._carries[row.key] = row.transport
+                counts = self._carried[row.link]
+                counts[row.transport] += 1
                 if before is not None:
                     counts[before] -= 1
         for end in ends:
@@ -85,35 +84,6 @@ class TransportBook:
             fallbacks=min(self._fallbacks, MOST_COUNTED),
             failbacks=min(self._failbacks, MOST_COUNTED),
         )
-
-
-def merge_transports(views: Sequence[TransportsView]) -> TransportsView:
-    """One view of the links of several parts of a job."""
-    if len(views) == 1:
-        return views[0]
-    fallen = sorted(
-        (end for view in views for end in view.fallen),
-        key=lambda end: (end.link, end.replica, end.direction),
-    )
-    # The ends of a link may be in different parts. What a part does not list is counted.
-    unlisted = sum(view.fallen_count - len(_links(view.fallen)) for view in views)
-    named = [view.links for view in views if view.links]
-    return TransportsView(
-        links=tuple(map(_joined, zip(*named, strict=True))),
-        fallen_count=len(_links(fallen)) + unlisted,
-        fallen=tuple(fallen[:SHOWN]),
-        fallbacks=min(sum(view.fallbacks for view in views), MOST_COUNTED),
-        failbacks=min(sum(view.failbacks for view in views), MOST_COUNTED),
-    )
-
-
-def _joined(names: Iterable[str]) -> str:
-    """``rdma`` and ``rdma+tcp`` are ``rdma+tcp``."""
-    return "+".join(sorted({each for name in names for each in name.split("+") if each}))
-
-
-def _links(fallen: Iterable[FallenLink]) -> set[tuple[int, int]]:
-    return {(end.link, end.replica) for end in fallen}
 
 
 def _where(end: TransportSample, mesh: MeshShape) -> str:

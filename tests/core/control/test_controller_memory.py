@@ -22,7 +22,7 @@ from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.memory_limits import room as room_of
-from pipemorph.control.observe.stage_book import StageBook
+from pipemorph.control.observe.stage_book import StageBook, StageProfiles
 from pipemorph.control.observed.stages import Footprint, StageTable
 from pipemorph.planning import (
     Dispatch,
@@ -393,9 +393,14 @@ class Stages:
 
     def __init__(self) -> None:
         self.book, self.table = StageBook(STAGES), StageTable(tight(host=None))
+        self.ranks = [StageProfiles(stage, 0) for stage in range(STAGES)]
 
     def observe(self, profile: StageProfile) -> None:
-        self.book.observe(profile)
+        rank = self.ranks[profile.stage]
+        rank.add(profile)
+        state = rank.state()
+        assert state is not None
+        self.book.take(state)
 
     def times(self) -> tuple[StageTimes, ...] | None:
         for stage in self.book.changed():

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
 from gate import examples
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.detector import Thresholds
-from pipemorph.control.observe.link_book import FEW_LINKS, LinkBook
+from pipemorph.control.observe.job_links import FEW_LINKS
+from pipemorph.control.observe.observer import Observer
 from pipemorph.control.observed.links import LinkTable
 from pipemorph.planning import Route
-from pipemorph.wire import Health, LinkSample, LinkState, WireTime
+from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
+from pipemorph.wire import (
+    DirectiveEnvelope,
+    Health,
+    LinkSample,
+    LinkState,
+    StageProfile,
+    WireTime,
+)
 
-BASE = 0.006
+BASE, LONGEST_OP = 0.006, 0.01
 LINKS = 7
 
 
@@ -25,13 +33,15 @@ class Job:
 
     def __init__(self, links: int = LINKS, seed: int = 0) -> None:
         self.links = links
-        self.table = LinkTable(MeshShape(links + 1), stale_after=30.0)
-        self.book = LinkBook(MeshShape(links + 1), thresholds=Thresholds(), stale_after=30.0)
+        mesh = MeshShape(links + 1)
+        self.table = LinkTable(mesh, stale_after=30.0)
+        self.observer = Observer(mesh, job="j", namespace="n", attempt=0)
+        self.ranks = PlayedRanks(mesh, self.observer)
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.windows = 0
         self.slow_seen: set[int] = set()
-        self.inflated_stages: set[int] = set()
+        self.compute()
         self.run(60)
         assert self.slow() == set()
 
@@ -41,27 +51,28 @@ class Job:
             self.windows += 1
             self.report([self.sample(i, d, late(i)) for i in range(self.links) for d in (0, 1)])
 
-    def report(self, samples: list[LinkSample]) -> None:
-        self.book.observe(samples, self.now, ends=self)
-        self.tell()
+    def report(self, samples: list[LinkSample], stages: Sequence[StageProfile] = ()) -> None:
+        """Let the ranks judge windows, and the table hear what their agent reports."""
+        told = JobTelemetry(links=samples, stages=stages, iteration=self.windows)
+        self.ranks.observe(told, self.now, refresh=True)
+        report = self.observer.report(1, self.now, 0)
+        self.observer.delivered(report, DirectiveEnvelope(memory="m"))
+        self.table.take(report.directions, report.links, self.now)
         self.slow_seen |= self.slow()
 
-    def tell(self) -> None:
-        """Tell the table what the book knows, as reports do."""
-        directions = [
-            self.book.direction(key, self.now) for key in self.book.touched(moves=99, turns=99)
-        ]
-        rests = [self.book.rest(link, self.now) for link in range(self.links)]
-        self.table.take(directions, rests, self.now)
+    def compute(self, inflated: Collection[int] = ()) -> None:
+        """Ops of 10 ms on all stages; twice as long on some."""
+        self.report([], [
+            StageProfile(
+                stage=stage, split="deferred", peak_memory=0,
+                forward=took, backward_input=took / 2, backward_weight=took / 2,
+            )
+            for stage in range(self.links + 1)
+            for took in [0.02 if stage in inflated else 0.01]
+        ])  # fmt: skip
 
     def states(self) -> tuple[LinkState, ...]:
         return self.table.states(self.now)
-
-    def longest_op(self, stage: int) -> float:
-        return 0.01
-
-    def inflated(self, stage: int, replica: int) -> bool:
-        return stage in self.inflated_stages
 
     def sample(self, link: int, direction: int, late: float) -> LinkSample:
         value = max(1e-4, self.rng.gauss(BASE, 0.0005)) + late
@@ -199,12 +210,17 @@ def test_what_a_busy_rank_explains_takes_more_evidence(
     job = Job()
 
     def sample(link: int, late: float) -> LinkSample:
-        fields = {"waited": waits.get(link + 1, 0.0), "latency": latency if late else 0.001}
+        fields = {
+            "waited": waits.get(link + 1, 0.0),
+            "sender_waited": waits.get(link, 0.0),
+            "sender_inflated": late > 0 and link in inflated,
+            "latency": latency if late else 0.001,
+        }
         return job.sample(link, 0, late).model_copy(update=fields)
 
     for late, windows in ((0.0, 60), (0.040, 10), (0.040, 30)):
         if late:
-            job.inflated_stages = inflated
+            job.compute(inflated)
         for _ in range(windows):
             job.now += 0.05
             job.report([sample(i, late if i == 2 else 0.0) for i in range(job.links)])
@@ -317,7 +333,7 @@ def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:
             return found.model_copy(update={"wire": found.wire.model_copy(update={"exact": 0})})
 
     job = Device()
-    assert {state.wire_time for state in job.states()} == {0.1 * job.longest_op(0)}
+    assert {state.wire_time for state in job.states()} == {0.1 * LONGEST_OP}
     job.until_slow({3}, lambda link: 0.04 * (link == 3), 40)
     slow = job.states()[3]
     assert slow.wire_time == pytest.approx(slow.delay + 0.001)
@@ -335,7 +351,7 @@ def test_a_latency_does_not_make_a_bound_of_the_wire_time_exact() -> None:
 
     job = Hidden()
     job.run(60)
-    assert {state.wire_time for state in job.states()} == {0.1 * job.longest_op(0)}
+    assert {state.wire_time for state in job.states()} == {0.1 * LONGEST_OP}
     job.until_slow({3}, lambda link: 0.04 * (link == 3), 40)
     assert job.states()[3].delay == pytest.approx(0.04, abs=0.002), "it is as late as it is"
 

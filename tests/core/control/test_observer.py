@@ -10,7 +10,6 @@ from observing import Agent, report
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
-from pipemorph.control.observe import observer
 from pipemorph.control.observe.observer import ATTENTIVE_ITERATIONS
 from pipemorph.planning.ir import Route
 from pipemorph.wire import (
@@ -89,7 +88,7 @@ class Job:
         body = sent.body()
         self.sizes.append(len(body))
         arrived = LinkHealthReport.model_validate_json(body)
-        self.agent.observer.delivered(sent, self.controller.report(arrived, self.now), self.now)
+        self.agent.observer.delivered(sent, self.controller.report(arrived, self.now))
         self.reports.append(arrived)
 
     def health(self) -> list[Health]:
@@ -312,23 +311,6 @@ def test_links_without_windows_become_unknown(stages: int) -> None:
     job.run(3)
     healthy = [Health.HEALTHY] * (stages - 3)
     assert job.health() == [Health.HEALTHY, Health.SLOW, *healthy]
-
-
-@pytest.mark.parametrize(("most", "at_a_time"), [(1, 1), (2, 2), (3, 2), (100, 6)])
-def test_links_at_rest_are_looked_at_in_turns(
-    most: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``most``: directions a second, of which each link has two. So a second of a large job costs
-    no more than one of a small job, and no link is left out."""
-    job = Job(spec(7, adaptation={"staleAfterSeconds": 5}))
-    job.run(SETTLED)
-    monkeypatch.setattr(observer, "WALKED", most)
-    job.now += 6.0
-    for second in range(1, 7):
-        job.now += 1.0
-        job.tell()
-        unknown = job.health().count(Health.UNKNOWN)
-        assert unknown == min(6, second * at_a_time)
 
 
 def test_a_report_that_was_lost_is_told_again() -> None:

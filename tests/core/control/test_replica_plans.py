@@ -23,13 +23,20 @@ from pipemorph.control.decide.replica_links import ReplicaLinks, folded, togethe
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import Evidence, without
 from pipemorph.control.first_plan import planning_rules
-from pipemorph.control.observe.detector import Thresholds
-from pipemorph.control.observe.link_book import LinkBook
+from pipemorph.control.observe.observer import Observer
 from pipemorph.control.observed.links import LinkTable
 from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Dispatch, Plan, Route, problem_for
 from pipemorph.planning.simulation.simulator import simulate_changing
-from pipemorph.wire import IterationSample, LinkSample, LinkState, PlanMessage, WireTime
+from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
+from pipemorph.wire import (
+    DirectiveEnvelope,
+    IterationSample,
+    LinkSample,
+    LinkState,
+    PlanMessage,
+    WireTime,
+)
 
 STAGES, LINKS = 4, 3
 
@@ -433,20 +440,11 @@ def test_columns_that_share_collectives_run_one_plan() -> None:
     assert plant.plan.own == ()
 
 
-class Ends:
-    """Nothing else explains a late window."""
-
-    def longest_op(self, stage: int) -> float:
-        return 0.01
-
-    def inflated(self, stage: int, replica: int) -> bool:
-        return False
-
-
 def test_links_are_told_apart_by_replica_and_not_by_column() -> None:
     """Two columns of each of three replicas; link 1 is slow in the second column of replica 1."""
     mesh = MeshShape(STAGES, 3, tensor=2)
-    book = LinkBook(mesh, thresholds=Thresholds(), stale_after=30.0)
+    observer = Observer(mesh, job="j", namespace="n", attempt=0)
+    ranks = PlayedRanks(mesh, observer)
     table = LinkTable(mesh, stale_after=30.0)
     now, slow = 1000.0, (1, 3)
     for window in range(40):
@@ -466,9 +464,10 @@ def test_links_are_told_apart_by_replica_and_not_by_column() -> None:
                             ),
                         )
                     )  # fmt: skip
-        book.observe(samples, now, ends=Ends())
-        changed = [book.direction(key, now) for key in book.touched(moves=99, turns=99)]
-        table.take(changed, [book.rest(link, now) for link in range(LINKS)], now)
+        ranks.observe(JobTelemetry(links=samples), now, refresh=True)
+        report = observer.report(1, now, 0)
+        observer.delivered(report, DirectiveEnvelope(memory="m"))
+        table.take(report.directions, report.links, now)
         if window == 20:
             assert table.own_states(now) == []
     states = table.states(now)
@@ -479,7 +478,7 @@ def test_links_are_told_apart_by_replica_and_not_by_column() -> None:
     assert [each.health for each in usual] == [Health.HEALTHY] * LINKS
     assert usual[1].wire_time == pytest.approx(BASE, abs=0.001)
     assert (own[0], own[2]) == (usual[0], usual[2]) == (states[0], states[2])
-    silent = [book.direction(key, now + 31) for key in book.silent(now + 31, most=99)]
-    table.take(silent, [], now + 31)
+    ranks.observe(JobTelemetry(), now + 31, refresh=True)
+    table.take(observer.report(2, now + 31, 0).directions, [], now + 31)
     (_, own), _ = table.own_states(now + 31)
     assert own[1].health is Health.UNKNOWN, "known to be slow, but not heard of lately"

@@ -8,12 +8,12 @@ import pytest
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
+from pipemorph.control.observe.stage_book import StageProfiles
 from pipemorph.control.observe.stragglers import (
     CONFIRM_ITERATIONS,
     CONFIRM_SECONDS,
     LEAST_WINDOWS,
     WINDOWS,
-    PaceBook,
     StragglerBook,
 )
 from pipemorph.wire import DeviceClock, StageProfile, StragglersView
@@ -28,7 +28,12 @@ class Job:
     def __init__(self, **sizes: int) -> None:
         self.mesh = MeshShape(4, **sizes)
         self.events = Events()
-        self.ranks, self.book = PaceBook(), StragglerBook(4, self.mesh, self.events)
+        self.book = StragglerBook(4, self.mesh, self.events)
+        self.ranks = {
+            (stage, column): StageProfiles(stage, column)
+            for stage in range(4)
+            for column in range(self.mesh.columns)
+        }
         self.iteration = 0
         self.rng = random.Random(7)
 
@@ -50,8 +55,11 @@ class Job:
                         forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
                         clock=(clocks or {}).get((stage, column)),
                     )  # fmt: skip
-                    self.ranks.observe(profile)
-            self.book.take(self.ranks.changed())
+                    rank = self.ranks[stage, column]
+                    rank.add(profile)
+                    state = rank.state()
+                    assert state is not None
+                    self.book.take(state)
             self.book.compare(1000.0 + self.iteration, self.iteration)
             self.iteration += 1
         return self.book.view()

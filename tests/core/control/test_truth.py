@@ -130,7 +130,7 @@ def test_alarms_that_come_and_go_change_the_plan_once() -> None:
 def test_op_times_that_do_not_lengthen_iterations_change_nothing() -> None:
     job = spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.05})
     plant = LyingPlant(job, Lies(lambda i: i >= 70, stage=1, inflation=1.3))
-    plant.ops[0] = StageTimes(forward=0.012, backward_input=0.012, backward_weight=0.012)
+    plant.ops[0] = StageTimes(forward=0.0125, backward_input=0.0125, backward_weight=0.0125)
     first = plant.plan
     plant.run(110)
     assert plant.kinds() == []

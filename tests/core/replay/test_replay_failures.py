@@ -217,7 +217,7 @@ def test_samples_of_a_failed_route_are_of_the_engine(monkeypatch: pytest.MonkeyP
         job_spec(PROBLEM, Dispatch.STATIC), [Links(SECONDS, DEAD)], "python", 0
     )
     seen: list[tuple[int, str, float]] = []
-    observe = trainer._observer.observe
+    observe = trainer._ranks.observe
 
     def spy(told, now):  # type: ignore[no-untyped-def]
         seen.extend(
@@ -225,7 +225,7 @@ def test_samples_of_a_failed_route_are_of_the_engine(monkeypatch: pytest.MonkeyP
         )
         observe(told, now)
 
-    monkeypatch.setattr(trainer._observer, "observe", spy)
+    monkeypatch.setattr(trainer._ranks, "observe", spy)
     for _ in range(14):
         trainer.step()
     routes = [{route for k, route, _ in seen if k == number} for number in range(14)]

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import Ingest
+from agents import MONITORS, Ingest
+
+
+@pytest.fixture(autouse=True)
+def new_ranks() -> Iterator[None]:
+    yield
+    MONITORS.clear()
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from played_ingest import PlayedIngest, certificate
 from waiting import until_async
 
 from pipemorph.wire import DirectiveEnvelope
-from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.uplinks.to_ingest import Uplink
+from pipemorph_trainer.agent.uplink import Uplink
 
 ANSWER: dict[str, object] = DirectiveEnvelope(memory="m").model_dump(mode="json")
 
@@ -27,7 +26,7 @@ async def agent_of(url: str, folder: Path) -> AsyncIterator[None]:
     (folder / "token").write_text("secret")
     uplink = Uplink(
         base_url=url, namespace="default", job="j", attempt=0, token_file=folder / "token",
-        merger=TelemetryMerger(range(4)), observer=Agent(spec()).observer,
+        observer=Agent(spec()).observer,
         on_directive=lambda _: None,
     )  # fmt: skip
     working = asyncio.create_task(uplink.run())

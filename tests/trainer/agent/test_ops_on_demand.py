@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import socket
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +17,6 @@ from torch import nn
 from waiting import until
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.observer import Observer
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire import OpsTrace
@@ -28,24 +25,16 @@ from pipemorph.wire.page import OpsWanted
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent import (
     AgentClient,
-    AgentHandle,
     connect,
-    frames,
-    lines,
     start_agent,
-    start_part_agent,
 )
-from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.agent.ops import (
     AHEAD,
     EVERY_SECONDS,
     PATIENCE_SECONDS,
     OpsCollector,
-    PartOps,
 )
-from pipemorph_trainer.agent.uplinks import to_agent
-from pipemorph_trainer.agent.uplinks.to_agent import PartUplink
 
 F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
 
@@ -148,63 +137,21 @@ def test_where_there_is_no_agent_nothing_is_asked_for() -> None:
 
 
 class Job:
-    """The agents of both parts of a job, and lines of its ranks."""
+    """The agent of a job, and lines of its ranks."""
 
     def __init__(self, ingest: Ingest, token_file: Path, stack: contextlib.ExitStack) -> None:
         self.ingest, self._token_file, self._stack = ingest, token_file, stack
-        self.zero = start_agent(self.context(0), MESH, part_ranks=2)
-        stack.callback(lambda: self.zero.close(1.0))
-        self.one = start_part_agent(
-            self.context(2), MESH, part_ranks=2, upstream=("127.0.0.1", self.zero.port)
-        )
-        stack.callback(lambda: self.one.close(1.0))
+        self.agent = start_agent(self.context(0), MESH)
+        stack.callback(lambda: self.agent.close(1.0))
 
     def context(self, rank: int) -> TrainerContext:
         return context(self.ingest, self._token_file, rank, world_size=4)
 
     def line(self, rank: int) -> AgentClient:
-        agent: AgentHandle = self.zero if rank < 2 else self.one
+        agent = self.agent
         client = connect(self.context(rank), agent.host, agent.port, wait=DEADLINE)
         self._stack.callback(client.close)
         return client
-
-
-def test_ops_of_ranks_that_finish_together_are_all_sent_within_a_bound() -> None:
-    """More than the kernel takes at once, and the other end reads none of it yet."""
-    sent = 12
-
-    async def read(end: socket.socket) -> list[int]:
-        reader, line = await asyncio.open_connection(sock=end)
-        found = []
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                found.append(frames.decode(PartOps, await lines.read(reader)).ops.rank)
-        line.close()
-        return found
-
-    async def run() -> tuple[list[int], int]:
-        here, there = socket.socketpair()
-        _, line = await asyncio.open_connection(sock=here)
-        uplink = PartUplink(
-            address=("127.0.0.1", 1), secret=b"", number=1, merger=TelemetryMerger(range(sent)),
-            observer=Observer(MESH, job="gpt", namespace="default", attempt=0),
-            on_plans=lambda _: None,
-        )  # fmt: skip
-        uplink._line = line
-        most = 0
-        for rank in range(sent):
-            uplink.send_ops(large.model_copy(update={"rank": rank}))
-            most = max(most, line.transport.get_write_buffer_size())
-        line.close()
-        return await read(there), most
-
-    row = [TimedOp(F, i, 100.0 + i, 100.5 + i) for i in range(MOST_OPS)]
-    large = OpsTrace.of((0, 0, 0), 1, 0, 100.0, row)
-    assert large is not None
-    size = len(large.body())
-    found, most = asyncio.run(run())
-    assert found == list(range(len(found))) and 3 <= len(found) < sent
-    assert most <= to_agent.MOST_UNSENT_BYTES + 2 * size
 
 
 @pytest.fixture
@@ -219,9 +166,7 @@ def job(ingest: Ingest, token_file: Path, page: PageClient) -> Iterator[Job]:
         yield Job(ingest, token_file, stack)
 
 
-def test_ranks_of_all_parts_are_asked_and_their_ops_reach_the_page(
-    job: Job, page: PageClient
-) -> None:
+def test_ranks_are_asked_and_their_ops_reach_the_page(job: Job, page: PageClient) -> None:
     """And those of the other column are not."""
     page.connect()
     page.want(column=0, seconds=30.0)
@@ -237,8 +182,7 @@ def test_ranks_of_all_parts_are_asked_and_their_ops_reach_the_page(
             ops = times(rank, stage, column, now) if line.ops_asked == now else None
             done = finished(now) if rank == 0 else None
             line.publish(
-                telemetry(rank, stage=stage, replica=column, iteration=now, ops=ops,
-                          finished_iteration=done)
+                telemetry(rank, mesh=MESH, iteration=now, ops=ops, finished_iteration=done)
             )  # fmt: skip
         return bool(page.ops)
 
@@ -263,8 +207,9 @@ def train(context: TrainerContext, done: str) -> list[str]:
         publish = line.publish
 
         def look(message: Any) -> None:
-            if message.ops is not None:
-                told.append(f"{message.ops.iteration}:{message.ops.kinds}")
+            ops = message.report.ops if message.report is not None else None
+            if ops is not None:
+                told.append(f"{ops.iteration}:{ops.kinds}")
             publish(message)
 
         line.publish = look  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.observe.observer import Observer
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
+from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
 from pipemorph.wire import (
     MAX_SNAPSHOT_BYTES,
     Directive,
@@ -25,9 +26,7 @@ from pipemorph.wire import (
     PlanMessage,
     StageProfile,
 )
-from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.agent.uplinks.to_ingest import Refused, Uplink
+from pipemorph_trainer.agent.uplink import Refused, Uplink
 
 
 def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
@@ -45,23 +44,17 @@ def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
     controller.report(report(taken, job="job"), 1000.0)
     came: asyncio.Queue[LinkHealthReport] = asyncio.Queue()
     controller._on_report = came.put_nowait
-    merger = TelemetryMerger(range(2))
-    for stage in range(2):
-        profile = StageProfile(
+    profiles = [
+        StageProfile(
             stage=stage, forward=0.01, backward_input=0.01, backward_weight=0.01, split="deferred",
             peak_memory=1,
-        )  # fmt: skip
-        finished = IterationSample(
-            index=0, seconds=0.5, loss=1.0, plan_version=0, bubble_fraction=0.2
         )
-        merger.add(
-            RankTelemetry(
-                rank=stage, stage=stage, replica=0, state="training", iteration=1,
-                applied_plan_version=0, prepared_plan_version=0, profile=profile,
-                finished_iteration=None if stage else finished,
-            )
-        )  # fmt: skip
+        for stage in range(2)
+    ]  # fmt: skip
+    finished = IterationSample(index=0, seconds=0.5, loss=1.0, plan_version=0, bubble_fraction=0.2)
     observer = Observer(controller.spec.parallelism.mesh, job="job", namespace="default", attempt=0)
+    told = JobTelemetry(iteration=1, stages=profiles, iterations=[finished])
+    PlayedRanks(controller.spec.parallelism.mesh, observer).observe(told, time.time())
     token = tmp_path / "token"
     token.write_text("token")
 
@@ -71,7 +64,7 @@ def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
         async with IngestServer(store, BearerAuthenticator("token")) as server:
             uplink = Uplink(
                 base_url=server.url, namespace="default", job="job", attempt=0,
-                token_file=token, merger=merger, observer=observer, on_directive=lambda _: None,
+                token_file=token, observer=observer, on_directive=lambda _: None,
             )  # fmt: skip
             reporting = asyncio.create_task(uplink.run())
             try:
@@ -89,27 +82,25 @@ def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
 class Trainer:
     """Ranks that tell their agent of wire times and op times, and take its plans."""
 
-    def __init__(self, plant: Plant, merger: TelemetryMerger) -> None:
-        self.plant, self.merger = plant, merger
+    def __init__(self, plant: Plant, observer: Observer) -> None:
+        self.plant = plant
+        self.ranks = PlayedRanks(plant.spec.parallelism.mesh, observer)
         self.directives: list[Directive] = []
 
     async def run(self, uplink: Uplink) -> None:
         plant = self.plant
         while True:
             newest = self.directives[-1].plan_version if self.directives else 0
-            for stage, op in enumerate(plant.ops):
-                links = [
-                    plant.sample(stage, direction, BASE + plant.delays[stage])
-                    for direction in ("forward", "backward")
-                    if stage < len(plant.delays)
-                ]
-                self.merger.add(
-                    RankTelemetry(
-                        rank=stage, stage=stage, replica=0, state="training", iteration=1,
-                        applied_plan_version=newest, prepared_plan_version=newest,
-                        profile=plant.profile(stage, op), links=links,
-                    )
-                )  # fmt: skip
+            links = [
+                plant.sample(link, direction, BASE + delay)
+                for link, delay in enumerate(plant.delays)
+                for direction in ("forward", "backward")
+            ]
+            profiles = [plant.profile(stage, op) for stage, op in enumerate(plant.ops)]
+            told = JobTelemetry(
+                iteration=1, applied_plan_version=newest, links=links, stages=profiles
+            )
+            self.ranks.observe(told, time.time())
             uplink.notify()
             await asyncio.sleep(0.02)
 
@@ -120,11 +111,9 @@ class Trainer:
             await asyncio.sleep(0.02)
 
 
-def uplink_of(
-    url: str, token: Path, observer: Observer, merger: TelemetryMerger, trainer: Trainer
-) -> Uplink:
+def uplink_of(url: str, token: Path, observer: Observer, trainer: Trainer) -> Uplink:
     return Uplink(
-        base_url=url, namespace="default", job="j", attempt=0, token_file=token, merger=merger,
+        base_url=url, namespace="default", job="j", attempt=0, token_file=token,
         observer=observer, on_directive=trainer.directives.append,
     )  # fmt: skip
 
@@ -137,9 +126,8 @@ def test_an_ingest_that_restarts_is_handed_the_snapshot(
     token = tmp_path / "token"
     token.write_text("token")
     plant = Plant(spec())
-    merger = TelemetryMerger(range(plant.stages))
-    trainer = Trainer(plant, merger)
     observer = Observer(plant.spec.parallelism.mesh, job="j", namespace="default", attempt=0)
+    trainer = Trainer(plant, observer)
     hosts = [JobController(plant.spec), JobController(plant.spec)]
 
     def server(controller: JobController, port: int = 0) -> IngestServer:
@@ -154,7 +142,7 @@ def test_an_ingest_that_restarts_is_handed_the_snapshot(
         first = server(hosts[0])
         await first.start()
         port = int(first.url.rpartition(":")[2])
-        uplink = uplink_of(first.url, token, observer, merger, trainer)
+        uplink = uplink_of(first.url, token, observer, trainer)
         working = [asyncio.create_task(uplink.run()), asyncio.create_task(trainer.run(uplink))]
         try:
             await trainer.until("healthy links", well)
@@ -180,10 +168,9 @@ def test_an_ingest_that_restarts_is_handed_the_snapshot(
 def answering(*answers: DirectiveEnvelope) -> tuple[Uplink, list[Directive]]:
     """An uplink that has had these answers, and the directives that it has taken."""
     plant = Plant(spec())
-    merger = TelemetryMerger(range(plant.stages))
-    trainer = Trainer(plant, merger)
     observer = Observer(plant.spec.parallelism.mesh, job="j", namespace="default", attempt=0)
-    uplink = uplink_of("http://x", Path("none"), observer, merger, trainer)
+    trainer = Trainer(plant, observer)
+    uplink = uplink_of("http://x", Path("none"), observer, trainer)
     for each in answers:
         uplink._check_term(each)
         uplink._take(each)

@@ -59,8 +59,9 @@ class Told(NoControl):
         self.finished: list[int] = []
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        if telemetry.finished_iteration is not None:
-            self.finished.append(telemetry.finished_iteration.index)
+        report = telemetry.report
+        if report is not None and report.finished_iteration is not None:
+            self.finished.append(report.finished_iteration.index)
         if self.evaluating and (telemetry.links or telemetry.profile):
             self.told.append(telemetry)
 

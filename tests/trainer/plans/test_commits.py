@@ -52,8 +52,9 @@ class Script(NoControl):
         return self._arrivals.pop(self.iteration, None) if asked > 1 else None
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        if telemetry.finished_iteration is not None:
-            self._ran.samples.append(telemetry.finished_iteration)
+        report = telemetry.report
+        if report is not None and report.finished_iteration is not None:
+            self._ran.samples.append(report.finished_iteration)
 
     def close(self) -> None:
         assert not self._arrivals, "a plan has not been taken"

@@ -105,7 +105,8 @@ class Reports(NoControl):
         self._path = path
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        finished = telemetry.finished_iteration
+        report = telemetry.report
+        finished = report.finished_iteration if report is not None else None
         if finished is not None:
             with self._path.open("a") as out:
                 out.write(f"{finished.index} {finished.loss}\n")

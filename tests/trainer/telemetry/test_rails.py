@@ -6,14 +6,14 @@ import gc
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.observer import Observer
 from pipemorph.wire import RailSample
-from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph.wire.ranks import RankReport
 from pipemorph_trainer.telemetry.rails import REFRESH_SECONDS, RailWatch, read
 
 DEADLINE = 60.0
@@ -36,13 +36,6 @@ def sysfs(tmp_path: Path) -> Path:
         # A folder cannot be read as a file, also not by root.
         (port / "hw_counters" / "out_of_sequence").mkdir(parents=True)
     return tmp_path
-
-
-def telemetry(rails: list[RailSample], stage: int = 0, **fields: Any) -> RankTelemetry:
-    return RankTelemetry(
-        rank=stage, stage=stage, replica=0, state="training", iteration=0,
-        applied_plan_version=0, prepared_plan_version=0, rails=rails, **fields,
-    )  # fmt: skip
 
 
 class Clock:
@@ -128,26 +121,19 @@ def test_the_thread_ends_with_its_watch_and_there_is_none_without_a_device(
     assert not thread.is_alive(), "the thread outlives its watch"
 
 
-def test_counters_of_ports_are_merged_in_order(sysfs: Path) -> None:
-    merger = TelemetryMerger(range(2))
-    merger.add(telemetry(read(0, 0, sysfs)))
-    merger.add(telemetry(read(1, 0, sysfs), stage=1))
-    put(sysfs / "mlx5_0/ports/1/counters/link_downed", 5)
-    merger.add(telemetry(read(0, 0, sysfs)[:1]))
-    said = {(r.stage, r.device): r.counters["link_downed"] for r in merger.take().rails}
-    assert said == {(0, "mlx5_0"): 5, (0, "mlx5_1"): 0, (1, "mlx5_0"): 0, (1, "mlx5_1"): 0}
-    assert not merger.dirty
-    assert merger.take().rails == []
+def test_ports_are_counted_when_every_rank_has_looked() -> None:
+    observer = Observer(MeshShape(2), job="j", namespace="n", attempt=0)
 
+    def told(rank: int, ports: int | None) -> int | None:
+        report = RankReport(
+            rank=rank, state="training", iteration=0, applied_plan_version=0, ports=ports
+        )
+        observer.hear(report, 1.0)
+        return observer._rails.view(1.0).expected
 
-def test_ports_are_counted_when_every_rank_has_looked(sysfs: Path) -> None:
-    merger = TelemetryMerger(range(2))
-    merger.add(telemetry([], ports=2))
-    assert merger.take().ports is None, "rank 1 was not heard of"
-    merger.add(telemetry([], stage=1))
-    assert merger.take().ports is None, "rank 1 has not looked"
-    merger.add(telemetry([], stage=1, ports=0))
-    assert merger.take().ports == 2
+    assert told(0, 2) is None, "rank 1 was not heard of"
+    assert told(1, None) is None, "rank 1 has not looked"
+    assert told(1, 0) == 2
 
 
 @pytest.mark.parametrize("counters", [{"x": -1}, {"x": "none"}, {"": 1}, {"x" * 65: 1}])

@@ -21,6 +21,7 @@ from pipemorph.wire import (
     TransportSample,
     WireTime,
 )
+from pipemorph.wire.ranks import RankAnswer
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
 from pipemorph_trainer.context import TrainerContext
@@ -45,7 +46,7 @@ class Clock:
 
 def telemetry(iteration: int, plan_version: int = 2, **fields: Any) -> RankTelemetry:
     return RankTelemetry(
-        rank=1, stage=1, replica=0, state="training", iteration=iteration,
+        stage=1, state="training", iteration=iteration,
         applied_plan_version=plan_version, prepared_plan_version=3, **fields,
     )  # fmt: skip
 
@@ -139,10 +140,13 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
 
     class Inner:
         closed = False
-        ops_asked = 7
+        ops_asked, connections = 7, 1
 
         def publish(self, telemetry: RankTelemetry) -> None:
             heard.append(telemetry)
+
+        def answers(self) -> list[RankAnswer]:
+            return [RankAnswer(answered=5)]
 
         def newest_plan(self) -> RankPlan | None:
             return plan_of(2, 3)
@@ -154,7 +158,8 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
     control = MeteredControl(inner, metrics, plan_of(0, 1))
     control.publish(telemetry(1, plan_version=0))
     assert control.newest_plan() == plan_of(2, 3)
-    assert control.ops_asked == 7
+    assert (control.ops_asked, control.connections) == (7, 1)
+    assert control.answers() == [RankAnswer(answered=5)]
     control.publish(telemetry(2, plan_version=0))
     assert read(metrics, "in_flight_peak") == 1, "a plan that is only prepared"
     control.publish(telemetry(3, plan_version=2))

@@ -20,6 +20,7 @@ from launch import run_ranks
 from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import OpKind
 from pipemorph.wire import IterationSample, LinkSample
+from pipemorph.wire.ranks import RankAnswer
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
@@ -51,6 +52,11 @@ class Recorder:
     def newest_plan(self) -> RankPlan | None:
         return None
 
+    def answers(self) -> list[RankAnswer]:
+        return []
+
+    connections = 0
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -77,6 +83,11 @@ def entry(
             if clips[iteration]:
                 pipe.clip_grad_norm_(1.0)
     return control.messages, losses
+
+
+def finished_of(messages: list[RankTelemetry]) -> list[IterationSample]:
+    reports = [message.report for message in messages if message.report is not None]
+    return [each.finished_iteration for each in reports if each.finished_iteration is not None]
 
 
 def samples(messages: list[RankTelemetry], direction: str) -> list[LinkSample]:
@@ -160,7 +171,7 @@ def test_profiles_and_iterations() -> None:
             assert median_low(measured) < wanted + 0.02, measured
         assert messages[0].state == "starting"
         assert messages[-1].state == "finished"
-    finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
+    finished = finished_of(told[0][0])
     assert [f.index for f in finished] == list(range(ITERATIONS))
     assert [f.loss for f in finished] == pytest.approx(told[0][1])
     busy = MICROBATCHES * sum(TIMES)
@@ -169,12 +180,12 @@ def test_profiles_and_iterations() -> None:
         assert busy <= sample.ops_seconds <= sample.seconds
         assert 0.0 < sample.bubble_fraction <= 1.0
     assert median_low(sample.bubble_fraction for sample in finished) < 0.8
-    assert not any(m.finished_iteration for m in told[1][0])
+    assert not finished_of(told[1][0])
 
 
 def test_a_barrier_between_iterations_is_reported() -> None:
     told = run_ranks(2, entry, "direct", [], "zero-bubble", (True, False, False, True))
-    finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
+    finished = finished_of(told[0][0])
     assert [sample.barrier for sample in finished] == [True, False, False, True]
     for sample in finished:
         assert 0.0 < sample.bubble_fraction <= 1.0

@@ -5,6 +5,6 @@ package does not import torch, so the process starts in a fraction of a second.
 """
 
 from pipemorph_trainer.agent.client import AgentClient, connect
-from pipemorph_trainer.agent.launch import AgentHandle, start_agent, start_part_agent
+from pipemorph_trainer.agent.launch import AgentHandle, start_agent
 
-__all__ = ["AgentClient", "AgentHandle", "connect", "start_agent", "start_part_agent"]
+__all__ = ["AgentClient", "AgentHandle", "connect", "start_agent"]

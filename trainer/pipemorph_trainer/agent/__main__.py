@@ -1,5 +1,4 @@
-"""``python -m pipemorph_trainer.agent``: the agent process, which rank 0 starts; and in a job
-of several parts, each of some ranks, the first rank of each part for that part.
+"""``python -m pipemorph_trainer.agent``: the agent process, which rank 0 starts.
 
 It reads its :class:`AgentConfig` as one line from standard input, and ends when standard input
 closes.
@@ -12,7 +11,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -22,21 +20,16 @@ from pipemorph.control.observe.observer import Observer
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
 from pipemorph.wire import Directive
+from pipemorph.wire.ranks import RankReport
 from pipemorph_trainer.agent.launch import AgentConfig
-from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.ops import OpsCollector
 from pipemorph_trainer.agent.page_feed import PageServer
-from pipemorph_trainer.agent.parts import PartLines
 from pipemorph_trainer.agent.ranks import RankServer
-from pipemorph_trainer.agent.uplinks.to_agent import PartUplink
-from pipemorph_trainer.agent.uplinks.to_ingest import Uplink
+from pipemorph_trainer.agent.uplink import Uplink
 
 LAST_REPORT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 0.5
 """Time for the other ranks to report that they have finished, too."""
-LAST_PARTS_SECONDS = 1.5
-"""Time for the agents of parts, of which each gives its ranks that time first."""
 LAST_RESORT_SECONDS = 10
 PR_SET_PDEATHSIG = 1
 
@@ -45,8 +38,9 @@ log = logging.getLogger("pipemorph.agent")
 
 async def serve(config: AgentConfig) -> None:
     """Serve the ranks and report to the ingest until rank 0 ends, then send the last report."""
-    assert config.ingest_url is not None
-    merger, observer = TelemetryMerger(config.ranks), _observer(config)
+    observer = Observer(
+        config.mesh, job=config.job, namespace=config.namespace, attempt=config.attempt
+    )
 
     # The first agent reports at once that the ranks are starting. From a later agent that would be
     # wrong: it waits until rank 0 has sent the state of training.
@@ -54,16 +48,24 @@ async def serve(config: AgentConfig) -> None:
     if not config.again:
         informed.set()
 
-    def on_telemetry(telemetry: RankTelemetry) -> None:
-        merger.add(telemetry)
+    def on_report(report: RankReport) -> None:
+        observer.hear(report, time.time())
         uplink.notify()
         now = time.monotonic()
-        if telemetry.ops is not None:
-            collector.take(telemetry.ops, now)
-        if telemetry.rank == 0:
+        if report.ops is not None:
+            collector.take(report.ops, now)
+        if report.rank == 0:
             informed.set()
-            done = telemetry.finished_iteration
-            collector.progress(telemetry.iteration, done.seconds if done else None, now)
+            done = report.finished_iteration
+            collector.progress(report.iteration, done.seconds if done else None, now)
+
+    def on_connected(rank: int) -> None:
+        observer.connect(rank)
+        answer()
+
+    def answer() -> None:
+        for them, found in observer.answers(ranks.connected):
+            ranks.answer(them, found)
 
     async def report() -> None:
         await informed.wait()
@@ -80,7 +82,7 @@ async def serve(config: AgentConfig) -> None:
                 await ranks.broadcast(directive)
             except InputError as error:
                 log.warning("plan v%d refused: %s", version, error)
-                merger.say(f"plan {version} refused: {error}")
+                observer.say(f"plan {version} refused: {error}")
                 uplink.notify()
                 continue
             log.info(
@@ -102,26 +104,16 @@ async def serve(config: AgentConfig) -> None:
         observer.repeat_states()
         uplink.observed()
 
-    def on_part() -> None:
-        uplink.observed()
-
-    parts = PartLines(
-        observer, config.mesh, config.part_ranks, on_part,
-        lambda ops: collector.take(ops, time.monotonic()),
-    )  # fmt: skip
-    ranks = RankServer(
-        bytes.fromhex(config.secret_hex), config.mesh, config.ranks, on_telemetry, parts
-    )
+    ranks = RankServer(bytes.fromhex(config.secret_hex), config.mesh, on_connected, on_report)
     uplink = Uplink(
         base_url=config.ingest_url,
         namespace=config.namespace,
         job=config.job,
         attempt=config.attempt,
         token_file=config.token_file,
-        merger=merger,
         observer=observer,
         on_directive=on_directive,
-        on_observed=parts.tell,
+        on_observed=answer,
         on_report=lambda report: page.report(report) if page is not None else None,
     )
     page = PageServer.from_env(
@@ -144,56 +136,11 @@ async def serve(config: AgentConfig) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await task
     sent = informed.is_set() and await uplink.flush(LAST_REPORT_SECONDS)
-    await ranks.close(LAST_WORDS_SECONDS if not config.part_ranks else LAST_PARTS_SECONDS)
+    await ranks.close(LAST_WORDS_SECONDS)
     if informed.is_set() and (uplink.has_news or not sent):
         await uplink.flush(LAST_REPORT_SECONDS)
     if page is not None:
         await page.close()
-
-
-async def serve_part(config: AgentConfig) -> None:
-    """Serve the ranks of a part, and report to the job's agent, until the rank beside it ends."""
-    assert config.upstream is not None and config.part is not None
-    merger = TelemetryMerger(config.ranks)
-    secret = bytes.fromhex(config.secret_hex)
-
-    def on_telemetry(telemetry: RankTelemetry) -> None:
-        merger.add(telemetry)
-        uplink.notify()
-        if telemetry.ops is not None:
-            uplink.send_ops(telemetry.ops)
-
-    ranks = RankServer(secret, config.mesh, config.ranks, on_telemetry)
-    uplink = PartUplink(
-        address=config.upstream,
-        secret=secret,
-        number=config.part,
-        merger=merger,
-        observer=_observer(config),
-        on_plans=ranks.hand_on,
-        on_asked=lambda asked: ranks.ask_ops(set(asked.ranks), asked.iteration),
-    )
-    await ranks.start(socket.socket(fileno=config.listen_fd))
-    working = asyncio.create_task(uplink.run())
-    await _rank_zero_is_gone()
-    signal.alarm(LAST_RESORT_SECONDS)
-    await ranks.close(LAST_WORDS_SECONDS)
-    await uplink.flush(LAST_REPORT_SECONDS)
-    working.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await working
-
-
-def _observer(config: AgentConfig) -> Observer:
-    return Observer(
-        config.mesh,
-        job=config.job,
-        namespace=config.namespace,
-        attempt=config.attempt,
-        part=config.part,
-        part_ranks=config.part_ranks,
-        memory=secrets.token_hex(4),
-    )
 
 
 async def _rank_zero_is_gone() -> None:
@@ -239,7 +186,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Rank 0 handles Ctrl-C; EOF follows.
     config = _read_config()
     _die_with(config.parent)
-    asyncio.run(serve(config) if config.part is None else serve_part(config))
+    asyncio.run(serve(config))
 
 
 if __name__ == "__main__":

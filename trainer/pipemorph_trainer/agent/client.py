@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Any
 
 from pipemorph.errors import InputError, PipeMorphError
+from pipemorph.wire.ranks import RANK_PROTOCOL, RankAnswer, ToRank
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.ops import NONE, OpsAsked
@@ -92,6 +93,7 @@ class AgentClient:
         self._sending = memoryview(b"")
         self._plan: RankPlan | None = None
         self._seen_version = 0
+        self._answers: list[RankAnswer] = []
         self.ops_asked = NONE
         self._nonces = ("", "")
         self._retry_at = 0.0
@@ -100,24 +102,31 @@ class AgentClient:
         self._failures = 0
         self._was_ready = False
         self.dropped = 0
-        self.reconnects = 0
+        self.reconnects = self.connections = 0
 
     @property
     def ready(self) -> bool:
         return self._phase is _Phase.READY
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        """Queue one message and send what the socket accepts. Never blocks.
+        """Queue the report and send what the socket accepts. Never blocks.
 
         A full queue drops its oldest message; messages that finish an iteration are dropped last.
         """
-        if self._phase is _Phase.CLOSED:
+        report = telemetry.report
+        if self._phase is _Phase.CLOSED or report is None:
             return
         if len(self._queue) >= QUEUED_MESSAGES:
             self._drop_one()
-        keep = telemetry.finished_iteration is not None or telemetry.state in ("finished", "failed")
-        self._queue.append((keep, frames.encode(telemetry)))
+        keep = report.finished_iteration is not None or report.state in ("finished", "failed")
+        self._queue.append((keep, frames.frame(report.body())))
         self._pump()
+
+    def answers(self) -> list[RankAnswer]:
+        """The agent's answers that this call has not returned yet, oldest first."""
+        self._pump()
+        found, self._answers = self._answers, []
+        return found
 
     def newest_plan(self) -> RankPlan | None:
         """The newest plan that this call has not returned yet, or None."""
@@ -209,7 +218,7 @@ class AgentClient:
             nonce = frames.new_nonce()
             self._nonces = (challenge, nonce)
             answer = frames.proof(self._secret, "rank", challenge, nonce, self._rank)
-            hello = frames.Hello(rank=self._rank, nonce=nonce, proof=answer)
+            hello = frames.Hello(rank=self._rank, nonce=nonce, proof=answer, protocol=RANK_PROTOCOL)
             self._sending = memoryview(frames.encode(hello))
             self._phase = _Phase.WELCOME
         elif self._phase is _Phase.WELCOME:
@@ -223,7 +232,11 @@ class AgentClient:
             self._retry_after = FIRST_RETRY_SECONDS
             self._failures = 0
             self._was_ready = True
+            self.connections += 1
+            self._answers.clear()
             self._phase = _Phase.READY
+        elif ToRank.is_one(payload):
+            self._answers.append(frames.decode(ToRank, payload).answer)
         elif OpsAsked.is_one(payload):
             self.ops_asked = frames.decode(OpsAsked, payload).ops_of
         else:

@@ -7,23 +7,20 @@ end that the other one knows the attempt's secret, without sending the secret::
     rank  → agent  {"rank": R, "nonce": M, "proof": hmac("rank", N, M, R)}
     agent → rank   {"proof": hmac("agent", N, M, R)}    or   {"refused": "why"}
 
-The agent of a part of the job introduces itself to the job's agent as ``"side": "part"``, with its
-number in the place of a rank. Then telemetry goes up and plans come down. The handshake rejects
-clients without the secret, such as other jobs. Nothing is encrypted, since telemetry is not secret,
-and an attacker who rewrites packets is not considered.
+Then reports go up, plans and answers come down. The handshake rejects clients without the secret,
+such as other jobs, and ranks that speak another version of the messages. Nothing is encrypted,
+since telemetry is not secret, and an attacker who rewrites packets is not considered.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-
-Side = Literal["rank", "part"]
-"""What a client is: a rank, or the agent of a part of the job."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -48,10 +45,10 @@ class Challenge(HandshakeMessage):
 
 class Hello(HandshakeMessage):
     rank: int
-    """Or the number of the part."""
-    side: Side = "rank"
     nonce: str
     proof: str
+    protocol: int = 1
+    """Version of the messages, see :data:`~pipemorph.wire.ranks.RANK_PROTOCOL`."""
 
 
 class Welcome(HandshakeMessage):
@@ -64,7 +61,7 @@ def new_nonce() -> str:
 
 
 def proof(secret: bytes, side: str, challenge: str, nonce: str, rank: int) -> str:
-    """The proof of ``side`` ("rank", "part" or "agent") that it knows ``secret``."""
+    """The proof of ``side`` ("rank" or "agent") that it knows ``secret``."""
     text = "\n".join(("pipemorph-agent-1", side, challenge, nonce, str(rank)))
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
@@ -91,6 +88,14 @@ def decode(kind: type[M], payload: bytes) -> M:
         return kind.model_validate_json(payload)
     except ValidationError as error:
         raise FrameError(f"not a {kind.__name__}: {error.error_count()} errors") from None
+
+
+async def read(reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES) -> bytes:
+    """The next frame. Raises :class:`FrameError` if it exceeds the limit."""
+    length = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+    if length > limit:
+        raise FrameError(f"frame of {length} bytes; at most {limit}")
+    return await reader.readexactly(length)
 
 
 class FrameReader:

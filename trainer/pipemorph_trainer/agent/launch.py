@@ -13,21 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.merge import ranks_of_part
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.topology.addresses import own_address
 
 log = logging.getLogger("pipemorph.agent")
 
-SHARED_RANKS = 64
-"""Ranks of each part where a pod is no part: what one agent judges is bounded so, whatever the
-mesh."""
 BACKLOG = 4096
 """Connections that the kernel queues while the agent is starting."""
 LAST_REPORT_SECONDS = 5.0
@@ -47,25 +41,12 @@ class AgentConfig(BaseModel):
     attempt: int
     mesh: MeshShape
     secret_hex: str
-    ingest_url: str | None = None
+    ingest_url: str
     token_file: Path | None = None
     listen_fd: int
     parent: int
     again: bool = False
     """Whether another agent ran before this one."""
-    part: int | None = None
-    """Number of the part of the job that this agent observes; None: it is the job's agent."""
-    part_ranks: int = 0
-    """Ranks of each part, if agents of their own observe parts of the job; else 0."""
-    upstream: tuple[str, int] | None = None
-    """Address of the job's agent, for the agent of a part."""
-
-    @property
-    def ranks(self) -> range:
-        """The ranks that connect to this agent."""
-        if not self.part_ranks:
-            return range(self.mesh.world_size)
-        return ranks_of_part(self.mesh, self.part or 0, self.part_ranks)
 
 
 class AgentHandle:
@@ -169,20 +150,8 @@ def _how(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def part_ranks(places: Sequence[tuple[int, int]]) -> int:
-    """Ranks of each part of a job that agents of their own observe, from the places of all ranks:
-    each one's local rank, and the ranks of its pod. A part is a pod; where pods have one rank, or
-    differ, it is :data:`SHARED_RANKS` ranks, the last of all parts maybe fewer. 0 if the job has
-    one part: one pod, or no more ranks than that."""
-    local = places[0][1]
-    fits = all(place == (rank % local, local) for rank, place in enumerate(places))
-    ranks = local if fits and local > 1 else SHARED_RANKS
-    return ranks if ranks < len(places) else 0
-
-
-def start_agent(context: TrainerContext, mesh: MeshShape, *, part_ranks: int = 0) -> AgentHandle:
+def start_agent(context: TrainerContext, mesh: MeshShape) -> AgentHandle:
     """Start the job's agent beside this rank and return at once. ``mesh``: that of the job's ranks.
-    ``part_ranks``: of each part, if those beside this rank's have agents of their own.
 
     The agent inherits the listening socket, so the port is known before the agent runs, and ranks
     that connect early just wait. The agent ends with this process: its standard input closes, and
@@ -195,36 +164,17 @@ def start_agent(context: TrainerContext, mesh: MeshShape, *, part_ranks: int = 0
         raise InputError("PIPEMORPH_INGEST_URL is not set; the agent needs an ingest")
     if not context.secret:
         raise InputError("PIPEMORPH_SECRET_FILE is not set; the agent authenticates ranks by it")
-    return _start(
-        context, mesh, context.master_addr,
-        ingest_url=context.ingest_url, token_file=context.token_file, part_ranks=part_ranks,
-    )  # fmt: skip
-
-
-def start_part_agent(
-    context: TrainerContext, mesh: MeshShape, *, part_ranks: int, upstream: tuple[str, int]
-) -> AgentHandle:
-    """Start the agent of this rank's part beside it, as :func:`start_agent` does. It serves the
-    ranks of this machine, or of as many, and reports to the job's agent at ``upstream``. Raises
-    :class:`PipelineError` if other machines cannot reach this one."""
-    alone = part_ranks == context.local_world_size
-    return _start(
-        context, mesh, "127.0.0.1" if alone else own_address(context.master_addr),
-        part=context.rank // part_ranks, part_ranks=part_ranks, upstream=upstream,
-    )  # fmt: skip
-
-
-def _start(context: TrainerContext, mesh: MeshShape, address: str, **fields: Any) -> AgentHandle:
-    listener, host = _listener(address)
+    listener, host = _listener(context.master_addr)
     config = AgentConfig(
         job=context.job.metadata.name if context.job else "job",
         namespace=context.namespace,
         attempt=context.attempt,
         mesh=mesh,
         secret_hex=context.secret.hex(),
+        ingest_url=context.ingest_url,
+        token_file=context.token_file,
         listen_fd=listener.fileno(),
         parent=os.getpid(),
-        **fields,
     )
     try:
         return AgentHandle(config, listener, host)

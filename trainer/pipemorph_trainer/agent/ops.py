@@ -37,17 +37,6 @@ class OpsAsked(WireModel):
         return payload.startswith(b'{"ops_of":')
 
 
-class PartOps(WireModel):
-    """From the agent of a part: ops of one of its ranks."""
-
-    ops: OpsTrace
-
-    @staticmethod
-    def is_one(payload: bytes) -> bool:
-        """Whether a frame is one, and not a report."""
-        return payload.startswith(b'{"ops":')
-
-
 class _Question(NamedTuple):
     column: int
     iteration: int

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipemorph.wire import HandIn, IterationSample, LinkHealthReport, OpsTrace
 from pipemorph.wire.page import OpsWanted, PageFeed, PageHello
-from pipemorph_trainer.agent import frames, lines
+from pipemorph_trainer.agent import frames
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -122,7 +122,7 @@ class PageServer:
             self._send(PageFeed(hello=hello))
             self._on_connected()
             while True:
-                body = await lines.read(reader, frames.MAX_HELLO_BYTES)
+                body = await frames.read(reader, frames.MAX_HELLO_BYTES)
                 self._on_wanted(frames.decode(OpsWanted, body))
         except (OSError, asyncio.IncompleteReadError, frames.FrameError):
             pass  # It has ended, or is no page.

@@ -1,7 +1,4 @@
-"""An agent's server: authenticates ranks, receives their telemetry, and sends each its plan.
-
-That of the job's agent also lets in the agents of other parts (:mod:`.parts`).
-"""
+"""The agent's server: authenticates ranks, receives their reports, and sends each its plan."""
 
 from __future__ import annotations
 
@@ -13,11 +10,9 @@ from collections.abc import Callable, Iterable
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import Directive
+from pipemorph.wire.ranks import RANK_PROTOCOL, RankAnswer, RankReport, ToRank
 from pipemorph_trainer.agent import frames
-from pipemorph_trainer.agent.lines import read
-from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.ops import OpsAsked
-from pipemorph_trainer.agent.parts import PartLines, PartPlans, joined
 from pipemorph_trainer.agent.rank_plan import cut
 
 log = logging.getLogger("pipemorph.agent")
@@ -28,24 +23,21 @@ before its first op it may be building a model."""
 
 
 class RankServer:
-    """Serves the connections of ``ranks``. ``on_telemetry`` is called for every message, in order.
-    ``parts``: of the job's agent, if others observe parts of it."""
+    """Serves the connections of all ranks. ``on_connected`` is called with each rank that has
+    connected, ``on_report`` with every report, in order."""
 
     def __init__(
         self,
         secret: bytes,
         mesh: MeshShape,
-        ranks: range,
-        on_telemetry: Callable[[RankTelemetry], None],
-        parts: PartLines | None = None,
+        on_connected: Callable[[int], None],
+        on_report: Callable[[RankReport], None],
     ) -> None:
-        self._secret = secret
-        self._mesh, self._ranks, self._parts = mesh, ranks, parts
-        self._on_telemetry = on_telemetry
+        self._secret, self._mesh = secret, mesh
+        self._on_connected, self._on_report = on_connected, on_report
         self._lines: dict[int, asyncio.StreamWriter] = {}
         self._plans: dict[int, bytes] = {}
-        """The newest plan of each rank; empty before the first. Of the job's agent, for the ranks
-        of all parts."""
+        """The newest plan of each rank; empty before the first."""
         self._server: asyncio.Server | None = None
         self._hung_up = asyncio.Event()
         self.refused: list[str] = []
@@ -59,13 +51,11 @@ class RankServer:
             self._server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self._lines or (self._parts is not None and self._parts.connected):
+                while self._lines:
                     self._hung_up.clear()
                     await self._hung_up.wait()
         for line in self._lines.values():
             line.close()
-        if self._parts is not None:
-            self._parts.close()
 
     @property
     def connected(self) -> set[int]:
@@ -75,32 +65,21 @@ class RankServer:
         """Send every connected rank, and those that connect later, its part of the plan of its
         replica. Raises :class:`InputError`, and sends nothing, if the ranks cannot run it."""
         # A large plan takes seconds to check, while ranks report.
-        self._hand_out(await asyncio.to_thread(self._cut, directive))
-        if self._parts is not None:
-            self._parts.send(self._plans_of)
+        self._plans = await asyncio.to_thread(self._cut, directive)
+        for rank, line in self._lines.items():
+            line.write(frames.frame(self._plans[rank]))
 
-    def hand_on(self, plans: PartPlans) -> None:
-        """Send every connected rank, and those that connect later, its part of these."""
-        bodies = [plan.body() for plan in plans.plans]
-        self._hand_out({rank: bodies[index] for rank, index in plans.of.items()})
+    def answer(self, ranks: Iterable[int], answer: RankAnswer) -> None:
+        """Send connected ranks an answer."""
+        frame = frames.frame(ToRank(answer=answer).body())
+        for rank in ranks:
+            self._lines[rank].write(frame)
 
     def ask_ops(self, ranks: set[int], iteration: int) -> None:
-        """Ask ranks for the ops of an iteration: those that are connected here, and by their parts
-        the others."""
+        """Ask connected ranks for the ops of an iteration."""
         asked = frames.encode(OpsAsked(ops_of=iteration))
         for rank in ranks & self._lines.keys():
             self._lines[rank].write(asked)
-        if self._parts is not None:
-            self._parts.ask_ops(ranks, iteration)
-
-    def _hand_out(self, plans: dict[int, bytes]) -> None:
-        self._plans = plans
-        for rank, line in self._lines.items():
-            line.write(frames.frame(plans[rank]))
-
-    def _plans_of(self, ranks: Iterable[int]) -> bytes:
-        """A frame for the agent of a part."""
-        return joined({rank: self._plans[rank] for rank in ranks})
 
     def _cut(self, directive: Directive) -> dict[int, bytes]:
         plan, record = directive.plan.plan(), directive.record
@@ -125,82 +104,72 @@ class RankServer:
         return {**parts, 0: first}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        who: tuple[frames.Side, int] | None = None
+        rank: int | None = None
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                who = await self._let_in(reader, writer)
-            if who is not None and who[0] == "rank":
-                await self._listen(who[1], reader, writer)
-            elif who is not None and self._parts is not None:
-                await self._parts.listen(who[1], reader, writer)
+                rank = await self._let_in(reader, writer)
+            if rank is not None:
+                await self._listen(rank, reader, writer)
         except asyncio.IncompleteReadError as ended:
-            if ended.partial or who is None:
-                log.info("the connection of %s broke", _name(who))
+            if ended.partial or rank is None:
+                log.info("the connection of %s broke", _name(rank))
         except asyncio.CancelledError:
             pass  # The agent is ending; asyncio would report the cancelled task as an error.
         except (OSError, TimeoutError, frames.FrameError) as error:
-            log.info("closed connection of %s: %s", _name(who), str(error) or type(error).__name__)
+            log.info("closed connection of %s: %s", _name(rank), str(error) or type(error).__name__)
         finally:
-            if who is not None and who[0] == "rank" and self._lines.get(who[1]) is writer:
-                del self._lines[who[1]]
-            elif who is not None and self._parts is not None:
-                self._parts.drop(who[1], writer)
+            if rank is not None and self._lines.get(rank) is writer:
+                del self._lines[rank]
             self._hung_up.set()
             writer.close()
 
     async def _let_in(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[frames.Side, int] | None:
-        """Do the handshake of :mod:`.frames`. Returns who it is, or None if it was refused."""
+    ) -> int | None:
+        """Do the handshake of :mod:`.frames`. Returns the rank, or None if it was refused."""
         nonce = frames.new_nonce()
         writer.write(frames.encode(frames.Challenge(nonce=nonce)))
-        hello = frames.decode(frames.Hello, await read(reader, frames.MAX_HELLO_BYTES))
-        expected = frames.proof(self._secret, hello.side, nonce, hello.nonce, hello.rank)
+        hello = frames.decode(frames.Hello, await frames.read(reader, frames.MAX_HELLO_BYTES))
+        rank = hello.rank
+        expected = frames.proof(self._secret, "rank", nonce, hello.nonce, rank)
         why = None
         if not frames.proves(hello.proof, expected):
             why = "wrong secret: it is of another job or attempt"
-        elif hello.side == "part" and (self._parts is None or not self._parts.has(hello.rank)):
-            why = f"the job has no part {hello.rank} with an agent of its own"
-        elif hello.side == "rank" and not 0 <= hello.rank < self._mesh.world_size:
-            why = f"rank {hello.rank} of a job with {self._mesh.world_size} ranks"
-        elif hello.side == "rank" and hello.rank not in self._ranks:
-            why = f"rank {hello.rank}; this agent is that of {_range(self._ranks)}"
+        elif hello.protocol != RANK_PROTOCOL:
+            why = (
+                f"it speaks protocol {hello.protocol}, and this agent {RANK_PROTOCOL}: run the same"
+                " version of the trainer on all ranks"
+            )
+        elif not 0 <= rank < self._mesh.world_size:
+            why = f"rank {rank} of a job with {self._mesh.world_size} ranks"
         if why is not None:
             host, port, *_ = writer.get_extra_info("peername")
             self.refused.append(why)
-            log.warning("refused %s %d from %s:%d: %s", hello.side, hello.rank, host, port, why)
+            log.warning("refused rank %d from %s:%d: %s", rank, host, port, why)
             writer.write(frames.encode(frames.Welcome(refused=why)))
             await writer.drain()
             return None
-        answer = frames.proof(self._secret, "agent", nonce, hello.nonce, hello.rank)
+        answer = frames.proof(self._secret, "agent", nonce, hello.nonce, rank)
         writer.write(frames.encode(frames.Welcome(proof=answer)))
-        if hello.side == "part" and self._parts is not None:
-            if self._plans:
-                writer.write(self._plans_of(self._parts.ranks(hello.rank)))
-            self._parts.admit(hello.rank, writer)
-            return "part", hello.rank
         if self._plans:
-            writer.write(frames.frame(self._plans[hello.rank]))
-        if previous := self._lines.pop(hello.rank, None):
+            writer.write(frames.frame(self._plans[rank]))
+        if previous := self._lines.pop(rank, None):
             previous.close()
-        self._lines[hello.rank] = writer
-        return "rank", hello.rank
+        self._lines[rank] = writer
+        self._on_connected(rank)
+        return rank
 
     async def _listen(
         self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while self._lines.get(rank) is writer:
-            telemetry = frames.decode(RankTelemetry, await read(reader))
-            if telemetry.rank != rank:
-                raise frames.FrameError(f"telemetry of rank {telemetry.rank} on rank {rank}'s line")
-            if (misfit := telemetry.misfit(self._mesh)) is not None:
+            report = frames.decode(RankReport, await frames.read(reader))
+            if report.rank != rank:
+                raise frames.FrameError(f"a report of rank {report.rank} on rank {rank}'s line")
+            if (misfit := report.misfit(self._mesh)) is not None:
                 raise frames.FrameError(misfit)
-            self._on_telemetry(telemetry)
+            self._on_report(report)
 
 
-def _name(who: tuple[frames.Side, int] | None) -> str:
-    return "an unauthenticated client" if who is None else f"{who[0]} {who[1]}"
-
-
-def _range(ranks: range) -> str:
-    return f"ranks {ranks.start} to {ranks.stop - 1}"
+def _name(rank: int | None) -> str:
+    return "an unauthenticated client" if rank is None else f"rank {rank}"

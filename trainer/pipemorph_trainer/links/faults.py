@@ -27,7 +27,13 @@ from pipemorph.api.layout import Layout, Wire
 from pipemorph.api.mesh import DATA, Coordinate
 from pipemorph.api.sections.faults import Fault
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction, Held, new_tuple
+from pipemorph_trainer.links.message import (
+    DIRECT_QUEUE,
+    Direction,
+    Held,
+    SenderLoad,
+    new_tuple,
+)
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -117,12 +123,17 @@ class LinkFaults:
     """The faults at one end of one link.
 
     Holds the messages that this end sends, on both routes: all queues share a bandwidth limit, a
-    delay occupies one queue. ``shared``: the queue of the direct route, if both directions share
-    it. The lower end, which sends forward, also cuts connections.
+    delay occupies one queue. ``load``: of this rank, for the notes. ``shared``: the queue of the
+    direct route, if both directions share it. The lower end, which sends forward, also cuts
+    connections.
     """
 
     def __init__(
-        self, faults: Sequence[Fault], sends: Direction, shared: SharedQueue | None = None
+        self,
+        faults: Sequence[Fault],
+        sends: Direction,
+        shared: SharedQueue | None = None,
+        load: SenderLoad | None = None,
     ) -> None:
         self._faults = _shaping(faults)
         self._shared = shared
@@ -134,6 +145,7 @@ class LinkFaults:
         self._began = 0.0
         self._cuts = [f for f in faults if f.sever is not None and sends is Direction.FORWARD]
         self._cut_record: list[dict[str, Any]] = []
+        self.load = load if load is not None else SenderLoad()
         self.cut: Callable[[str], None] | None = None
         """Cuts the named connection of the link; None without an engine connection."""
 
@@ -147,15 +159,17 @@ class LinkFaults:
         ``not_before``: 0 if no fault applies and the queue is free. A bandwidth limit holds back
         the last byte only, a delay the first one as well.
         """
+        load = self.load
         if not self._faults:
-            return new_tuple(Held, (now, 0.0, 0.0))
+            return new_tuple(Held, (now, 0.0, 0.0, load.waited, load.inflated))
         if self._shared is None or queue != DIRECT_QUEUE:
-            return self._hold(queue, nbytes, now)
-        with self._shared.locked():
-            self._queues[queue] = self._shared.free_at
             held = self._hold(queue, nbytes, now)
-            self._shared.free_at = self._queues[queue]
-        return held
+        else:
+            with self._shared.locked():
+                self._queues[queue] = self._shared.free_at
+                held = self._hold(queue, nbytes, now)
+                self._shared.free_at = self._queues[queue]
+        return held._replace(waited=load.waited, inflated=load.inflated)
 
     def _hold(self, queue: int, nbytes: int, now: float) -> Held:
         began = self._began

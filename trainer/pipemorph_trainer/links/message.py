@@ -106,7 +106,7 @@ def words(metas: tuple[TensorMeta, ...]) -> str:
     return ", ".join(str(meta) for meta in metas) or "nothing"
 
 
-_NOTE = struct.Struct("<IIIIdddd")
+_NOTE = struct.Struct("<IIIIddddf?")
 NOTE_BYTES = _NOTE.size
 pack_note = _NOTE.pack
 """The bytes of a :class:`Note` with these fields."""
@@ -132,7 +132,8 @@ class Note(NamedTuple):
 
     ``posted_at``: when it was given to the channel; ``started_at``: when it left the queue;
     ``not_before``: the receiver must not use it earlier because of an injected fault, else 0;
-    ``held_back``: seconds by which the fault delays even its first byte. Bit *k* of ``present``:
+    ``held_back``: seconds by which the fault delays even its first byte; ``waited``, ``inflated``:
+    load of the sender, see :class:`SenderLoad`. Bit *k* of ``present``:
     whether tensor *k* exists, since a gradient may be None.
     """
 
@@ -144,6 +145,8 @@ class Note(NamedTuple):
     started_at: float
     not_before: float
     held_back: float = 0.0
+    waited: float = 0.0
+    inflated: bool = False
 
     def pack(self) -> bytes:
         return _NOTE.pack(*self)
@@ -158,11 +161,23 @@ DIRECT_QUEUE = -1
 
 
 class Held(NamedTuple):
-    """``started_at``, ``not_before`` and ``held_back`` of a message's :class:`Note`."""
+    """The last fields of a message's :class:`Note`."""
 
     started_at: float
     not_before: float
     held_back: float = 0.0
+    waited: float = 0.0
+    inflated: bool = False
+
+
+@dataclass(slots=True)
+class SenderLoad:
+    """Load of a rank, which may make its messages late. ``waited``: seconds for which its threads
+    waited for a processor in its newest window; ``inflated``: whether its newest ops took longer
+    than they can."""
+
+    waited: float = 0.0
+    inflated: bool = False
 
 
 Hold = Callable[[int, int, float], Held]

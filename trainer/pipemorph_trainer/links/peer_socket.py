@@ -46,7 +46,7 @@ _POSITION = struct.Struct("<qI")
 _DEPARTURE = struct.Struct("<IIdd")
 _LEAST_BYTES = NOTE_BYTES + _POSITION.size
 """Frames are padded to this length behind their header, so that one call reads any frequent one."""
-_NOTE_FRAME = struct.Struct("<BBHIIIIddddqI")
+_NOTE_FRAME = struct.Struct("<BBHIIIIddddf?qI")
 """The frame of a note, with its header: the most frequent one, packed and unpacked by one call."""
 _SHORTEST_FRAME = _HEADER.size + _LEAST_BYTES
 _MOST_UNSAID = 4
@@ -146,7 +146,7 @@ class PeerSocket:
     def send_note(
         self,
         direction: Direction,
-        note: tuple[int, int, int, int, float, float, float, float],
+        note: tuple[int, int, int, int, float, float, float, float, float, bool],
     ) -> None:
         """Send the note of a direct message, the fields of a :class:`Note`, and with it what was
         taken in the other direction."""
@@ -252,10 +252,10 @@ class PeerSocket:
             self._buffer = b""
             fields = _NOTE_FRAME.unpack(frame)
             _, direction, _, _, iteration, microbatch = fields[:6]
-            note = new_tuple(Note, fields[3:11])
+            note = new_tuple(Note, fields[3:13])
             arrived = new_tuple(ArrivedNote, (note, _arrival(extra)))
             self.notes[direction, iteration, microbatch] = arrived
-            self.taken[1 - direction] = fields[11:]
+            self.taken[1 - direction] = fields[13:]
             return True
         if len(frame) < _SHORTEST_FRAME or len(frame) < _frame_bytes(frame):
             self._buffer = frame

@@ -37,6 +37,7 @@ class LinkRecorder:
         self._failed_over = False
         self._arrived_at: float | None = None
         self._spacing: float | None = None
+        self._sender_waited, self._sender_inflated = 0.0, False
         self.rtt_min: float | None = None
         self.paused = False
         """Whether messages are left out, such as those of an evaluation."""
@@ -68,6 +69,13 @@ class LinkRecorder:
             self._spacing = gap if self._spacing is None else min(gap, self._spacing)
         self._arrived_at = at
 
+    def sent_by(self, waited: float, *, inflated: bool) -> None:
+        """Note the load of the sender of a message: seconds for which its threads waited for a
+        processor lately, and whether its ops took longer than they can. Call before
+        :meth:`add`."""
+        self._sender_waited = max(self._sender_waited, waited)
+        self._sender_inflated |= inflated
+
     def add(
         self, wire: float, queue: float, nbytes: int, exact: bool, latency: float | None = None
     ) -> None:
@@ -84,6 +92,8 @@ class LinkRecorder:
         for which this rank's threads have waited for a processor meanwhile."""
         messages, self._messages = self._messages, []
         spacing, self._spacing = self._spacing, None
+        sender_waited, self._sender_waited = self._sender_waited, 0.0
+        sender_inflated, self._sender_inflated = self._sender_inflated, False
         if not messages:
             return None
         measured, queues, sizes, exactly, latencies = zip(*messages, strict=True)
@@ -113,6 +123,8 @@ class LinkRecorder:
             spacing=spacing,
             latency=min(known, default=None),
             waited=waited,
+            sender_waited=sender_waited,
+            sender_inflated=sender_inflated,
             failed_over=self._failed_over,
             rtt_min=self.rtt_min,
         )

@@ -37,7 +37,7 @@ from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgo
 from pipemorph_trainer.links.engine import EngineOptions, make_engine, make_engine_link
 from pipemorph_trainer.links.faults import FaultTrace, LinkFaults, SharedQueue
 from pipemorph_trainer.links.link import LinkEnd, Links, Neighbourhood
-from pipemorph_trainer.links.message import Direction
+from pipemorph_trainer.links.message import Direction, SenderLoad
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.within import join_within
@@ -62,8 +62,8 @@ class LinkConfig:
 
     ``secret``: what both ends of a connection have to know. ``deadline``: longest wait for one
     message, seconds. ``begin_wait(what)`` and ``end_wait()`` are called around a send that waits.
-    ``max_sends``: of a direct route, outstanding at a time; None: as few as is usual. ``engine``:
-    how to make the engine; None: there is none.
+    ``load``: of this rank. ``max_sends``: of a direct route, outstanding at a time; None: as few as
+    is usual. ``engine``: how to make the engine; None: there is none.
 
     Raises :class:`PipelineError` for faults in half duplex on CUDA.
     """
@@ -76,6 +76,7 @@ class LinkConfig:
     begin_wait: Callable[[Callable[[], str]], None]
     end_wait: Callable[[], None]
     faults: FaultTrace = field(default_factory=FaultTrace)
+    load: SenderLoad = field(default_factory=SenderLoad)
     max_sends: int | None = None
     engine: EngineOptions | None = None
 
@@ -267,7 +268,9 @@ class Rendezvous:
         peer = self._peers[control.peer_rank]
         if link in peer.queues:
             queue = SharedQueue.open(peer.queues[link], link)
-        faults = LinkFaults(config.faults.of(link, column), Direction(1 - receives), queue)
+        faults = LinkFaults(
+            config.faults.of(link, column), Direction(1 - receives), queue, config.load
+        )
         end = LinkEnd(
             link, receives, control, replica=column, faults=faults,
             direct_transport="nccl" if config.cuda else "gloo",

@@ -16,7 +16,6 @@ from pipemorph.api.mesh import DATA
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
-from pipemorph_trainer.agent.launch import part_ranks
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.devices import own_device
@@ -27,6 +26,7 @@ from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.links.message import SenderLoad
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig, meet
 from pipemorph_trainer.plans.book import PlanBook
@@ -163,11 +163,10 @@ class Parts:
                 log.warning(line)
 
         self.poller, op_clock = Poller(), OpClock()
+        self.load = SenderLoad()
         self.agent: AgentHandle | None = None
         if control is None:
-            control, self.agent = join_agent(
-                context, self.world, part_ranks([each.place for each in starts])
-            )
+            control, self.agent = join_agent(context, self.world)
         self.control = metered(control, context, self.coordinate, prepared.plan)
         config = self._link_config(prepared, op_clock, faults)
         self.links = meet(
@@ -195,8 +194,9 @@ class Parts:
         rails = self.links.engine.rails if self.links.engine is not None else None
         computes = accelerator is None and not any(s.emulated for s in self.stages.values())
         self.reporter = Reporter(
-            self.coordinate, self.control, ends, rails,
-            crowding(context.local_world_size) if computes else None,
+            self.coordinate, self.control, ends, rails=rails,
+            crowding=crowding(context.local_world_size) if computes else None,
+            load=self.load,
         )  # fmt: skip
         self.traces = {
             number: TraceWriter(
@@ -267,6 +267,7 @@ class Parts:
             deadline=settings.deadline_seconds, poller=self.poller, op_clock=op_clock,
             begin_wait=self.waiting.begin, end_wait=self.waiting.end,
             faults=faults,
+            load=self.load,
             max_sends=max_sends,
             engine=prepared.engine,
         )  # fmt: skip

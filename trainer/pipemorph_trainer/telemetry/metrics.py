@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipemorph.planning import Schedule
 from pipemorph.wire import RailSample, TransportSample
+from pipemorph.wire.ranks import RankAnswer
 from pipemorph_trainer.agent.messages import ControlClient, RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
@@ -268,6 +269,13 @@ class MeteredControl:
         if plan is not None:
             self._plans[plan.version] = plan
         return plan
+
+    def answers(self) -> list[RankAnswer]:
+        return self._inner.answers()
+
+    @property
+    def connections(self) -> int:
+        return self._inner.connections
 
     @property
     def ops_asked(self) -> int:

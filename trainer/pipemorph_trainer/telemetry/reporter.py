@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from time import monotonic
-from typing import Literal
 
 from pipemorph.api.mesh import Coordinate
+from pipemorph.control.observe.rank_monitor import RankMonitor
 from pipemorph.planning import Route
 from pipemorph.wire import (
     IterationSample,
@@ -16,11 +17,12 @@ from pipemorph.wire import (
     StageProfile,
     TransportSample,
 )
-from pipemorph_trainer.agent import AgentHandle, connect, start_agent, start_part_agent
+from pipemorph.wire.ranks import RankReport, State
+from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.links.message import Direction
+from pipemorph_trainer.links.message import Direction, SenderLoad
 from pipemorph_trainer.telemetry.processors import RunQueue
 from pipemorph_trainer.telemetry.rails import RailWatch
 from pipemorph_trainer.topology.world import World
@@ -30,7 +32,6 @@ LOOK_SECONDS = 1.0
 """Least seconds between two looks at the transports of links."""
 REFRESH_SECONDS = 60.0
 """Interval in which those of all links are reported again, since the ingest may have restarted."""
-State = Literal["starting", "training", "finished", "failed"]
 
 
 class TransportWatch:
@@ -91,10 +92,12 @@ class TransportWatch:
 
 
 class Reporter:
-    """Publishes link samples, profiles and finished iterations of one rank.
+    """Judges the link samples of one rank, and sends its agent what has changed, with profiles and
+    finished iterations.
 
     ``rails``: of the engine, such as ``rxe0 port 1``; None without an engine. ``crowding``: of this
-    host's processors, see :class:`~pipemorph.wire.StageProfile`.
+    host's processors, see :class:`~pipemorph.wire.StageProfile`. ``load``: what notes say of this
+    rank.
     """
 
     def __init__(
@@ -102,17 +105,24 @@ class Reporter:
         coordinate: Coordinate,
         control: ControlClient,
         ends: list[LinkEnd],
+        *,
         rails: Collection[str] | None = None,
         crowding: float | None = None,
+        load: SenderLoad | None = None,
     ) -> None:
         self._coordinate, self._control, self._ends = coordinate, control, ends
         # Under torchrun alone, with no metrics either: to make reports would only take time.
         self._nobody_listens = type(control) is NoControl
+        self._monitor = RankMonitor(coordinate.mesh, coordinate.rank)
+        self._connections = 0
         self._left_over: list[LinkSample] = []
         self._published_at = 0.0
         self._run_queue, self._crowding = RunQueue(), crowding
+        self._load = load if load is not None else SenderLoad()
         self._rails = RailWatch(coordinate.stage, coordinate.column, used=rails)
         self._transports = TransportWatch(ends, coordinate.column)
+        self._sent: tuple[State, int] | None = None
+        """State, and on rank 0 the applied plan, of the newest report."""
         self.state: State = "starting"
         self.iteration = 0
         self.applied = 0
@@ -133,11 +143,8 @@ class Reporter:
             self._left_over.append(left)
 
     def between_ops(self) -> None:
-        """Publish new link samples, at most every :data:`PUBLISH_SECONDS`."""
-        if self._nobody_listens:
-            return
-        now = monotonic()
-        if now - self._published_at >= PUBLISH_SECONDS and any(e.recorder for e in self._ends):
+        """Judge new link samples, at most every :data:`PUBLISH_SECONDS`."""
+        if not self._nobody_listens and monotonic() - self._published_at >= PUBLISH_SECONDS:
             self.publish()
 
     def wants_ops(self, iteration: int) -> bool:
@@ -154,16 +161,14 @@ class Reporter:
         ops: OpsTrace | None = None,
         message: str | None = None,
     ) -> None:
-        """Publish now, with all link samples so far."""
-        self._published_at = monotonic()
-        links, self._left_over = self._left_over, []
+        """Judge all link samples so far, and publish what has changed."""
+        now = self._published_at = monotonic()
+        windows, self._left_over = self._left_over, []
         if self._nobody_listens:
             for end in self._ends:
                 end.recorder.drain()
             return
         waited = self._run_queue.waited()
-        if profile is not None and self._crowding is not None:
-            profile = profile.model_copy(update={"crowding": self._crowding})
         for end in self._ends:
             if not end.recorder:
                 continue
@@ -171,48 +176,65 @@ class Reporter:
                 end.refresh_clock()
             sample = end.recorder.drain(waited)
             if sample is not None:
-                links.append(sample)
-        self._control.publish(
-            RankTelemetry(
-                rank=self._coordinate.rank,
-                stage=self._coordinate.stage,
-                replica=self._coordinate.column,
+                windows.append(sample)
+        if profile is not None and self._crowding is not None:
+            profile = profile.model_copy(update={"crowding": self._crowding})
+        for answer in self._control.answers():
+            self._monitor.hear(answer, now)
+        if self._control.connections != self._connections:
+            self._connections = self._control.connections
+            self._monitor.connected()
+        self._monitor.observe(windows, now, profiles=() if profile is None else (profile,))
+        self._load.waited, self._load.inflated = waited or 0.0, self._monitor.inflated
+        rails, transports = self._rails.take(), self._transports.take()
+        telemetry = RankTelemetry(
+            stage=self._coordinate.stage,
+            state=self.state,
+            iteration=self.iteration,
+            applied_plan_version=self.applied,
+            prepared_plan_version=self.prepared,
+            links=windows,
+            profile=profile,
+            offloaded=offloaded,
+            reduction=reduction,
+            rails=rails,
+            ports=self._rails.ports,
+            transports=transports,
+        )
+        rank = self._coordinate.rank
+        sent = (self.state, self.applied if rank == 0 else 0)
+        if reduction is not None and reduction.replica != reduction.group:
+            reduction = None  # The first rank of the group reports it.
+        given = (finished, reduction, ops, message)
+        has_news = sent != self._sent or bool(rails or transports) or given != (None,) * len(given)
+        connected = self._connections > 0
+        if has_news or (connected and self._monitor.due(now)):
+            self._sent = sent
+            report = RankReport(
+                rank=rank,
                 state=self.state,
                 iteration=self.iteration,
                 applied_plan_version=self.applied,
-                prepared_plan_version=self.prepared,
-                links=links,
-                profile=profile,
                 finished_iteration=finished,
-                offloaded=offloaded,
                 reduction=reduction,
-                rails=self._rails.take(),
+                rails=rails,
                 ports=self._rails.ports,
-                transports=self._transports.take(),
+                transports=transports,
                 ops=ops,
                 message=message[:1024] if message else None,
+                **(self._monitor.take(now) if connected else {}),
             )
-        )
+            telemetry = replace(telemetry, report=report)
+        self._control.publish(telemetry)
 
 
-def join_agent(
-    context: TrainerContext, world: World, part_ranks: int
-) -> tuple[ControlClient, AgentHandle | None]:
-    """Connect this rank to its agent, if the job has one. Rank 0 starts the job's agent and owns
-    it; with ``part_ranks`` above 0, so does the first rank of every other part with the part's."""
+def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, AgentHandle | None]:
+    """Connect this rank to the job's agent, if it has one. Rank 0 starts the agent and owns it."""
     if context.ingest_url is None:
         return NoControl(), None
     agent, where = None, ("", 0)  # Ranks that have not started an agent have no address of one.
     if world.coordinate.rank == 0:
-        agent = start_agent(context, world.coordinate.mesh, part_ranks=part_ranks)
+        agent = start_agent(context, world.coordinate.mesh)
         where = (agent.host, agent.port)
     host, port = world.share(where, tuple[str, int])
-    if part_ranks:
-        first = context.rank % part_ranks == 0
-        if first and agent is None:
-            agent = start_part_agent(
-                context, world.coordinate.mesh, part_ranks=part_ranks, upstream=(host, port)
-            )
-        mine = (agent.host, agent.port) if agent is not None else ("", 0)
-        host, port = world.tell_all(mine, tuple[str, int])[context.rank - context.rank % part_ranks]
     return connect(context, host, port), agent

@@ -13,16 +13,16 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
-from pipemorph.wire import LinkState, ReductionHealth, StageState, StragglersView
-from pipemorph.wire.parts import Pace
+from pipemorph.wire import Health, LinkState, ReductionHealth, StageState, StragglersView
 
-PACE_MOVED = 0.025
-"""Relative change of a rank's pace that is worth telling."""
 MATERIAL = 1 / 16
 """Relative change of a delay that the host has to know at once: one of a quarter may ask for
 another plan, and it need not be since the last report."""
 NOTICEABLE, PLANNED = 0.05, 0.01
 """Relative changes of a time, and of one that plans are made of, that are worth telling at all."""
+
+ENOUGH_PROFILES = 5, 9
+"""Iterations in the medians of a rank from which it is compared with others, and with its past."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -65,7 +65,6 @@ class News(Generic[K, V]):
 
     ``differs(told, new)``: whether a value is news to a host that has been ``told`` another one.
     ``ends``: whether a value is the last of its key: nothing is kept of it once it has been told.
-    ``first``: how soon the host has to know of a value of a new key.
     """
 
     def __init__(
@@ -75,10 +74,9 @@ class News(Generic[K, V]):
         differs: Callable[[V, V], Change],
         *,
         ends: Callable[[V], bool] = lambda _: False,
-        first: Change = Change.NOW,
     ) -> None:
         self._adapter: TypeAdapter[V] = TypeAdapter(kind)
-        self._key, self._differs, self._ends, self._first = key, differs, ends, first
+        self._key, self._differs, self._ends = key, differs, ends
         self._values: dict[K, V] = {}
         self._told: dict[K, V] = {}
         self._now: dict[K, None] = {}
@@ -88,6 +86,10 @@ class News(Generic[K, V]):
     def __len__(self) -> int:
         """Number of news."""
         return len(self._now) + len(self._later)
+
+    def has(self, key: K) -> bool:
+        """Whether there is a value of a key."""
+        return key in self._values
 
     @property
     def urgent(self) -> bool:
@@ -104,7 +106,7 @@ class News(Generic[K, V]):
     def _sort(self, key: K) -> None:
         """Put a key where its newest value belongs; it keeps its place if that is the same."""
         value, told = self._values[key], self._told.get(key)
-        change = self._first if told is None else self._differs(told, value)
+        change = Change.NOW if told is None else self._differs(told, value)
         if change is not Change.NOW:
             self._now.pop(key, None)
         if change is not Change.LATER:
@@ -149,27 +151,27 @@ class News(Generic[K, V]):
         self._now, self._later = dict.fromkeys(self._values), {}
 
 
-def direction_differs(told: LinkState, new: LinkState, min_delay: float) -> Change:
+def link_differs(told: LinkState, new: LinkState, min_delay: float) -> Change:
     """``min_delay``: seconds below which a change of a delay is noise."""
-    if new.health != told.health or bool(new.recent) != bool(told.recent):
-        return Change.NOW
-    if new.failed_over != told.failed_over:
-        return Change.NOW
-    least = max(min_delay / 4, MATERIAL * told.delay)
-    moved = max(abs(new.delay - told.delay), abs(new.transfer - told.transfer))
-    if moved > least or (told.in_doubt and not new.in_doubt):
-        return Change.NOW
-    return Change.NONE if new == told else Change.LATER
-
-
-def link_differs(told: LinkState, new: LinkState) -> Change:
-    if new.health != told.health:
-        return Change.NOW
+    for name in ("health", "failed_over", "route", "transport"):
+        if getattr(new, name) != getattr(told, name):
+            return Change.NOW
+    if new.health is not Health.HEALTHY:
+        least = max(min_delay / 4, MATERIAL * told.delay)
+        moved = max(abs(new.delay - told.delay), abs(new.transfer - told.transfer))
+        if bool(new.recent) != bool(told.recent):
+            return Change.NOW
+        if moved > least or (told.in_doubt and not new.in_doubt):
+            return Change.NOW
+        return Change.NONE if new == told else Change.LATER
     same = new.since_iteration == told.since_iteration
-    same = same and new.failed_over == told.failed_over
     same = same and abs(new.confidence - told.confidence) <= NOTICEABLE
-    moved = abs(new.wire_time - told.wire_time) > PLANNED * told.wire_time
-    return Change.LATER if moved or not same else Change.NONE
+    same = same and all(
+        abs(base - told.bases.get(route, 0.0)) <= PLANNED * base
+        for route, base in new.bases.items()
+    )
+    moved = abs(new.wire_time - told.wire_time)
+    return Change.NONE if same and moved <= PLANNED * told.wire_time else Change.LATER
 
 
 def stage_differs(told: StageState, new: StageState) -> Change:
@@ -180,8 +182,10 @@ def stage_differs(told: StageState, new: StageState) -> Change:
             return Change.LATER
         if before is not None and abs(now - before) > PLANNED * scale:
             return Change.LATER
-    exact = ("activation_bytes", "input_bytes", "peak_memory", "crowding")
+    exact = ("activation_bytes", "input_bytes", "peak_memory", "crowding", "clock")
     if any(getattr(told, name) != getattr(new, name) for name in exact):
+        return Change.LATER
+    if any(told.profiles < enough <= new.profiles for enough in ENOUGH_PROFILES):
         return Change.LATER
     copy = _near(told.offload_copy or 0.0, new.offload_copy or 0.0)
     return Change.NONE if copy else Change.LATER
@@ -211,12 +215,6 @@ def stragglers_differ(told: StragglersView, new: StragglersView) -> Change:
     ]
     same = all(map(_near, *times)) if len(times[0]) == len(times[1]) else False
     return Change.NONE if same else Change.LATER
-
-
-def pace_differs(told: Pace, new: Pace) -> Change:
-    same = (told.settled, told.clock) == (new.settled, new.clock)
-    moved = abs(new.seconds - told.seconds) > PACE_MOVED * told.seconds
-    return Change.LATER if moved or not same else Change.NONE
 
 
 def unlike(told: object, new: object) -> Change:

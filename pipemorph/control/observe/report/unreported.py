@@ -9,11 +9,8 @@ from typing import Any, TypeVar
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.report.news import (
     Budget,
-    Change,
     News,
-    direction_differs,
     link_differs,
-    pace_differs,
     reduction_differs,
     stage_differs,
     stragglers_differ,
@@ -36,7 +33,6 @@ from pipemorph.wire import (
     WireModel,
 )
 from pipemorph.wire.messages import MOST_EVENTS, MOST_ITERATIONS, MOST_STAGES
-from pipemorph.wire.parts import MOST_PACES, Pace, PartReport, RouteBases
 
 NEWEST_ITERATIONS, ITERATIONS_KEPT = 16, 4096
 HEADROOM_BYTES = 512
@@ -54,13 +50,13 @@ class Unreported:
         self.directions: News[Key, LinkState] = News(
             LinkState,
             lambda row: row.key,
-            lambda told, new: direction_differs(told, new, min_delay()),
+            lambda told, new: link_differs(told, new, min_delay()),
             ends=lambda row: row.health is Health.HEALTHY,
         )
         self.links: News[int, LinkState] = News(
             LinkState,
             lambda row: row.link,
-            link_differs,
+            lambda told, new: link_differs(told, new, min_delay()),
             ends=lambda row: row.health is Health.UNKNOWN,
         )
         self.stages: News[int, StageState] = News(StageState, lambda row: row.stage, stage_differs)
@@ -72,15 +68,9 @@ class Unreported:
         self.stragglers: News[None, StragglersView] = News(
             StragglersView, lambda _: None, stragglers_differ
         )
-        self.paces: News[tuple[int, int], Pace] = News(
-            Pace, lambda row: (row.stage, row.column), pace_differs
-        )
-        self.bases: News[str, RouteBases] = News(
-            RouteBases, lambda row: row.route, unlike, first=Change.LATER
-        )
         self._kinds: tuple[News[Any, Any], ...] = (
             self.directions, self.links, self.stages, self.reductions, self.rails,
-            self.transports, self.stragglers, self.paces, self.bases,
+            self.transports, self.stragglers,
         )  # fmt: skip
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._told_iterations: deque[IterationSample] = deque(maxlen=NEWEST_ITERATIONS)
@@ -116,8 +106,6 @@ class Unreported:
         transports = self.transports.take(budget, 1)
         stragglers = self.stragglers.take(budget, 1)
         events = _fit(budget, self._unsaid_events())
-        paces = self.paces.take(budget, MOST_PACES)
-        bases = self.bases.take(budget, len(self.bases))
         if len(iterations) == NEWEST_ITERATIONS:
             iterations += _fit(budget, finished[NEWEST_ITERATIONS:MOST_ITERATIONS])
         iterations.sort(key=lambda sample: sample.index)
@@ -132,8 +120,6 @@ class Unreported:
             "stragglers": stragglers[0] if stragglers else None,
             "events": events,
         }
-        if isinstance(empty, PartReport):
-            found |= {"paces": paces, "bases": bases}
         return empty.model_copy(update=found)
 
     def _unsaid_events(self) -> list[EventReport]:
@@ -141,7 +127,7 @@ class Unreported:
         return [EventReport(iteration=e.iteration, text=e.text) for e in unsaid[:MOST_EVENTS]]
 
     def told(self, report: LinkHealthReport) -> None:
-        """Note that a report has been sent by a part, or accepted by the host."""
+        """Note that the host has accepted a report."""
         sent = {id(sample) for sample in report.iterations}
         self._iterations = deque(
             (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
@@ -160,9 +146,6 @@ class Unreported:
             self.transports.delivered([report.transports])
         if report.stragglers is not None:
             self.stragglers.delivered([report.stragglers])
-        if isinstance(report, PartReport):
-            self.paces.delivered(report.paces)
-            self.bases.delivered(report.bases)
 
     def keep(self, iterations: Sequence[IterationSample]) -> None:
         """Keep the newest that the host has, in case it forgets them."""

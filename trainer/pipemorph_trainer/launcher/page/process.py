@@ -36,7 +36,7 @@ from pipemorph.watch.build import MOST_AVAILABLE
 from pipemorph.watch.document import Recovered
 from pipemorph.wire import HandIn, LinkHealthReport, OpsTrace
 from pipemorph.wire.page import MOST_MESSAGE_BYTES, OpsWanted, PageFeed, PageHello
-from pipemorph_trainer.agent import frames, lines
+from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.page_feed import SOCKET_VARIABLE
 
 log = logging.getLogger("pipemorph.page")
@@ -236,7 +236,7 @@ async def follow(job: FollowedJob, path: str, page: WatchServer) -> None:
         asking = asyncio.create_task(_request_ops(job, agent, page))
         try:
             while True:
-                body = await lines.read(reader, MOST_MESSAGE_BYTES)
+                body = await frames.read(reader, MOST_MESSAGE_BYTES)
                 _take(job, frames.decode(PageFeed, body))
         except (OSError, EOFError):
             pass  # It has ended.

@@ -50,7 +50,7 @@ def record_arrival(
     message that a fault holds back is exactly the time for which it was held, or longer if it
     arrived later. ``noted_at``: when its note arrived, if that went the same way.
     """
-    _, _, _, present, posted_at, start, not_before, held_back = note
+    _, _, _, present, posted_at, start, not_before, held_back, waited, inflated = note
     if present == NOTHING:
         return  # It was sent without its bytes.
     offset = clock.offset
@@ -64,4 +64,5 @@ def record_arrival(
     latency = None
     if noted_at is not None:
         latency = max(noted_at - offset - start, held_back)
+    recorder.sent_by(waited, inflated=inflated)
     recorder.add(usable - start, queue, nbytes, exact, latency)

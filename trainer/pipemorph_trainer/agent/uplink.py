@@ -1,13 +1,14 @@
 """The agent's connection to the ingest: sends reports and receives directives.
 
-There are three loops. One observes what the ranks have told, every 50 ms. One posts a report when
-the host has to know something at once, at most 20 a second, and else once a second or as seldom as
-the host asks for, so that silence indicates a fault. The third keeps a long poll open, so that a
-directive arrives as soon as it is made. Both answers may bring a directive; the higher plan version
-wins. With it comes a snapshot of the job's controller, which the agent holds unread: an ingest that
-does not know the job, as after the crash of another, is handed it. Answers of a lower term than one
-before are of an ingest that leads no more, and are refused. If the ingest is unreachable, the last
-two retry with backoff forever, and the ranks keep their plan. A standby of the ingest answers 503
+There are three loops. One lets the observer look at what ranks have reported, every 50 ms. One
+posts a report when the host has to know something at once, at most 20 a second, and else once a
+second or as seldom as the host asks for, so that silence indicates a fault. The third keeps a long
+poll open, so that a directive arrives as soon as it is made. Both answers may bring a directive;
+the higher plan version wins. With it comes a snapshot of the job's controller, which the agent
+holds unread: an ingest that does not know the job, as after the crash of another, is handed it.
+Answers of a lower term than one before are of an ingest that leads no more, and are refused. If the
+ingest is unreachable, the last two retry with backoff forever, and the ranks keep their plan.
+A standby of the ingest answers 503
 and says when to try again: the next connection leads to the leader.
 """
 
@@ -39,11 +40,14 @@ from pipemorph.wire import (
     LinkHealthReport,
     revision_of,
 )
-from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.agent.uplinks.observing import Observing, wait
 
 log = logging.getLogger("pipemorph.agent")
 
+OBSERVE_SECONDS = 0.05
+GATHER_SECONDS = 0.003
+"""Wait after the first report of a rank, so that ranks that report together are judged together."""
+IDLE_SECONDS = 1.0
+"""Between two looks when ranks report nothing."""
 REPORT_INTERVAL_SECONDS = 0.05
 POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
@@ -60,7 +64,7 @@ FAILURES = (NoAnswer, Refused)
 
 
 class Uplink:
-    """Lets ``observer`` observe what ``merger`` has, sends its reports, and calls ``on_directive``
+    """Lets ``observer`` look at what it has heard, sends its reports, and calls ``on_directive``
     once per new directive. ``on_observed`` is called after each look, ``on_report`` with each
     report before it is sent."""
 
@@ -72,7 +76,6 @@ class Uplink:
         job: str,
         attempt: int,
         token_file: Path | None,
-        merger: TelemetryMerger,
         observer: Observer,
         on_directive: Callable[[Directive], None],
         on_observed: Callable[[], None] = lambda: None,
@@ -83,7 +86,7 @@ class Uplink:
         self._client = HttpClient(url, token_file, os.environ.get("PIPEMORPH_CA_FILE") or None)
         self._namespace, self._job, self._attempt = namespace, job, attempt
         self._observer = observer
-        self._observing = Observing(merger, observer, self.observed)
+        self._heard = asyncio.Event()
         self._on_directive, self._on_observed = on_directive, on_observed
         self._on_report = on_report
         # Above those of an earlier agent of the attempt, which sent far less than one report per
@@ -100,11 +103,17 @@ class Uplink:
         self._post_lock = asyncio.Lock()
 
     def notify(self) -> None:
-        """Observe soon: the merger has something."""
-        self._observing.notify()
+        """Look soon: the observer has heard a rank."""
+        self._heard.set()
+
+    def observe(self, *, refresh: bool = False) -> None:
+        """Look now, and report soon if that is due. ``refresh``: look at everything."""
+        self._heard.clear()
+        self._observer.observe(time.time(), refresh=refresh)
+        self.observed()
 
     def observed(self) -> None:
-        """Report soon if that is due: the observer has seen something."""
+        """Report soon if that is due."""
         self._on_observed()
         if self._observer.due(time.time()):
             self._due.set()
@@ -112,12 +121,21 @@ class Uplink:
     @property
     def has_news(self) -> bool:
         """Whether anything is left to be reported."""
-        return self._observing.has_news
+        return self._heard.is_set() or self._observer.has_news
+
+    async def _observe_loop(self) -> None:
+        while True:
+            await wait(self._heard, IDLE_SECONDS)
+            await asyncio.sleep(GATHER_SECONDS)
+            started = time.monotonic()
+            self.observe()
+            left = OBSERVE_SECONDS - (time.monotonic() - started)
+            await asyncio.sleep(max(0.0, left))
 
     async def run(self) -> None:
         """Report and poll until cancelled."""
         async with self._client, asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._observing.run())
+            tasks.create_task(self._observe_loop())
             tasks.create_task(self._report_loop())
             tasks.create_task(self._poll_loop())
 
@@ -126,7 +144,7 @@ class Uplink:
         of it was sent."""
         with contextlib.suppress(TimeoutError, *FAILURES):
             async with asyncio.timeout(timeout), self._client:
-                self._observing.observe(refresh=True)
+                self.observe(refresh=True)
                 await self._post()
                 while self._observer.has_news:
                     await self._post()
@@ -203,7 +221,8 @@ class Uplink:
                 self._sequence = max(self._sequence, _last_taken(answer.body))
             envelope = _envelope(answer)
             self._check_term(envelope)
-            self._observer.delivered(report, envelope, time.time())
+            self._observer.delivered(report, envelope)
+            self._on_observed()
             if self._observer.due(time.time()):
                 self._due.set()
             self._take(envelope)
@@ -280,3 +299,11 @@ def _envelope(answer: Answer) -> DirectiveEnvelope:
         return DirectiveEnvelope.model_validate_json(answer.body)
     except ValidationError as error:
         raise Refused(f"its answer is of another release: {one_line(str(error))}") from None
+
+
+async def wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, or so long. Unlike ``asyncio.wait_for`` before Python 3.12, this can be
+    cancelled in the very moment in which the event comes."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
