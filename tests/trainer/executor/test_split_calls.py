@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipemorph_trainer import register_function
 from pipemorph_trainer.errors import SplitError
-from pipemorph_trainer.executor.split import calls
+from pipemorph_trainer.executor.split import StageRunner, calls
 from pipemorph_trainer.executor.split.deferred import run_weight_work
 from pipemorph_trainer.executor.split.sinks import Sink
 
@@ -30,7 +30,7 @@ def catching(module: nn.Module, *, verify: bool = False) -> Iterator[Sink]:
     """As while an op of a stage runs."""
     sink = Sink(module, verify=verify)
     sink.own_all()
-    with calls.patched(), sink.catch():
+    with calls.patched(), sink:
         yield sink
 
 
@@ -292,6 +292,50 @@ def test_attention_defers_its_projections() -> None:
             return out
 
     deferred(Own(), [torch.randn(2, 5, 8)], torch.randn(2, 5, 8))
+
+
+class Conv1D(nn.Module):
+    """The linear layer of GPT-2."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n_in, n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return out.view(*x.shape[:-1], out.size(-1))
+
+
+class LanguageModel(nn.Module):
+    """The layers of GPT-2 or Llama, with an embedding that is the head as well."""
+
+    def __init__(self, layer: Callable[[int, int], nn.Module], norm: Callable[[int], nn.Module]):
+        super().__init__()
+        self.embedding = nn.Embedding(96, 64)
+        self.norms = nn.ModuleList(norm(64) for _ in range(3))
+        self.qkv, self.out, self.up, self.down = (
+            layer(64, 192), layer(64, 64), layer(64, 256), layer(256, 64),
+        )  # fmt: skip
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+        x = self.norms[2](x + self.down(nn.functional.silu(self.up(self.norms[1](x)))))
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama"])
+def test_nearly_all_of_a_language_model_waits(kind: str) -> None:
+    if kind == "GPT-2":
+        model = LanguageModel(Conv1D, nn.LayerNorm)
+    else:
+        model = LanguageModel(lambda i, o: nn.Linear(i, o, bias=False), nn.RMSNorm)
+    runner = StageRunner(model, is_first=True, is_last=False, microbatches=1)
+    (out,) = runner.forward(0, (torch.randint(0, 96, (2, 9)),))
+    runner.backward(0, (torch.randn(out.shape),))
+    assert runner.report().deferred_share > 0.99, runner.report().lines()
 
 
 # --- what is left alone -------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -447,13 +446,13 @@ _taken: dict[str, str] = {}
 """Functions that others have replaced, and with what, each reported once."""
 
 
-@contextmanager
-def patched() -> Iterator[None]:
+class patched:
     """Context in which the functions are ours, in the whole process."""
-    patch()
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        patch()
+
+    def __exit__(self, *_: object) -> None:
         unpatch()
 
 
@@ -465,8 +464,7 @@ def patch() -> None:
         if _users > 1:
             return
         for (place, name), (original, ours) in _replaced.items():
-            now = getattr(place, name)
-            if now is original:
+            if (now := getattr(place, name)) is original:
                 setattr(place, name, ours)
             elif now is not ours and name not in _taken:
                 _taken[name] = f"{getattr(now, '__module__', '')}.{getattr(now, '__name__', now)}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -167,14 +166,12 @@ class Sink:
                 if parameter is not None and not accumulator_held(parameter):
                     each.excluded = ""
 
-    @contextmanager
-    def catch(self) -> Iterator[None]:
-        """Context of an op in which calls with the stage's parameters may leave work to W."""
+    def __enter__(self) -> None:
+        """Begin an op in which calls with the stage's parameters may leave work to W."""
         _catching.append(self)
-        try:
-            yield
-        finally:
-            _catching.remove(self)
+
+    def __exit__(self, *_: object) -> None:
+        _catching.remove(self)
 
     def catch_for_good(self) -> None:
         if self not in _catching:

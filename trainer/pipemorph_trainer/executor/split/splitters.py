@@ -71,7 +71,7 @@ class Deferring(Splitter):
         return self.sink.tolerance
 
     def forward(self, *args: Any) -> Flight:
-        with calls.patched(), self.sink.catch():
+        with calls.patched(), self.sink:
             return super().forward(*args)
 
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
@@ -80,7 +80,7 @@ class Deferring(Splitter):
         flight.work = []
         if tensors:
             # Patched here, too, since activation checkpointing calls the functions again.
-            with calls.patched(), self.sink.catch():
+            with calls.patched(), self.sink:
                 self.walk(tensors)
                 self.sink.open()
                 try:
