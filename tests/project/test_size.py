@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 96_350,
-    "product code lines": 70_500,
+    "product lines": 95_600,
+    "product code lines": 69_860,
     "test lines": 102_350,
     "benchmark lines": 6_230,
-    "public classes": 714,
-    "modules": 435,
+    "public classes": 698,
+    "modules": 428,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }
