@@ -55,6 +55,11 @@ NAMES: Mapping[str, str] = {
 }
 """Names of ``pipemorph_trainer``."""
 
+PROBLEM_FIELDS: Mapping[str, str] = {
+    "slots": "leave it out; a sender keeps what its receiver has no room for",
+}
+"""Fields of the entries of a problem file."""
+
 COMMANDS: Mapping[str, str] = {
     "links": "use top JOB or explain JOB",
 }

@@ -24,10 +24,11 @@ using namespace nb::literals;
 namespace pipemorph::planner {
 namespace {
 
-using CostsTuple = std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
-                              std::vector<double>, std::vector<int>, std::vector<int>,
-                              std::vector<bool>, std::vector<double>, std::vector<double>,
-                              std::vector<int>, std::vector<double>, std::vector<double>>;
+using CostsTuple =
+    std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
+               std::vector<double>, std::vector<int>, std::vector<int>, std::vector<bool>,
+               std::vector<double>, std::vector<double>, std::vector<int>, std::vector<double>,
+               std::vector<double>, std::vector<std::vector<int>>>;
 using Ran = std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
@@ -36,10 +37,24 @@ void expect(bool holds, const char* message) {
     if (!holds) throw nb::value_error(message);
 }
 
+void check_placed(const std::vector<std::vector<int>>& stages_of, size_t stages) {
+    std::vector<int> seen(stages);
+    for (const auto& mine : stages_of) {
+        expect(mine.size() <= 64, "expected at most 64 stages on a rank");
+        for (const int stage : mine) {
+            expect(stage >= 0 && static_cast<size_t>(stage) < stages,
+                   "expected stages of the problem");
+            ++seen[stage];
+        }
+    }
+    expect(std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; }),
+           "expected each stage on one rank");
+}
+
 Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> warmup = {}) {
     Costs costs;
     auto& [n, took, delay, transfer, queues, outstanding, half_duplex, leaving, returning,
-           device_limits, after, before] = given;
+           device_limits, after, before, stages_of] = given;
     costs.microbatches = n;
     costs.stages = static_cast<int>(took[kForward].size());
     for (int kind = 0; kind <= kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
@@ -62,10 +77,13 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
         expect(times.size() == stages, "expected an op time of each kind per stage");
     expect(costs.caps.size() == stages, "expected an in-flight cap per stage");
     expect(costs.leaving.size() == stages && costs.returning.size() == stages &&
-               costs.device_limits.size() == stages && costs.after.size() == stages &&
-               costs.before.size() == stages,
-           "expected times to leave and return, a device limit, and what precedes and follows the"
-           " ops per stage");
+               costs.device_limits.size() == stages,
+           "expected times to leave and return and a device limit per stage");
+    check_placed(stages_of, stages);
+    costs.place(std::move(stages_of));
+    expect(costs.after.size() == costs.stages_of.size() &&
+               costs.before.size() == costs.stages_of.size(),
+           "expected what precedes and follows the ops per rank");
     expect(costs.warmup.empty() || costs.warmup.size() == stages, "expected a warm-up per stage");
     expect(costs.delay.size() == links && costs.transfer.size() == links &&
                costs.queues.size() == links && costs.outstanding.size() == links &&
@@ -78,30 +96,14 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     return costs;
 }
 
-void check_placed(const std::vector<std::vector<int>>& stages_of, const Costs& costs) {
-    std::vector<int> seen(costs.stages);
-    for (const auto& stages : stages_of)
-        for (const int stage : stages) {
-            expect(stage >= 0 && stage < costs.stages, "expected stages of the problem");
-            ++seen[stage];
-        }
-    expect(std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; }),
-           "expected each stage on one rank");
-    const auto codes = [](const auto& stages) { return stages.size() <= 64; };
-    expect(std::all_of(stages_of.begin(), stages_of.end(), codes),
-           "expected at most 64 stages on a rank");
-}
-
-// Every stage on one rank, and per kind no more ops than microbatches: what the core indexes by.
-Order to_ranks(const std::vector<nb::bytes>& ranks, const std::vector<std::vector<int>>& stages_of,
-               const Costs& costs) {
-    check_placed(stages_of, costs);
-    expect(ranks.size() == stages_of.size(), "expected ops for every rank");
+// Only ops of the rank's stages, per kind no more than microbatches: what the core indexes by.
+Order to_ranks(const std::vector<nb::bytes>& ranks, const Costs& costs) {
+    expect(ranks.size() == costs.stages_of.size(), "expected ops for every rank");
     Order order;
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
         const auto* data = static_cast<const unsigned char*>(ranks[rank].data());
         order.emplace_back(data, data + ranks[rank].size());
-        std::vector<std::array<int, kKinds>> done(stages_of[rank].size());
+        std::vector<std::array<int, kKinds>> done(costs.stages_of[rank].size());
         for (const unsigned char code : order.back()) {
             expect(size_t{code} >> 2 < done.size(), "expected ops of the rank's own stages");
             auto& ops = done[code >> 2];
@@ -127,12 +129,11 @@ std::pair<std::vector<std::vector<double>>, std::vector<std::vector<double>>> ar
     return {std::move(found[kForward]), std::move(found[kBackward])};
 }
 
-Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
-             const std::vector<std::vector<int>>& stages_of, DelayAt delay_at,
+Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks, DelayAt delay_at,
              DelayAt transfer_at) {
     const Costs costs = to_costs(given);
-    const Order order = to_ranks(ranks, stages_of, costs);
-    InOrder execution(costs, stages_of);
+    const Order order = to_ranks(ranks, costs);
+    InOrder execution(costs);
     if (delay_at)
         execution.run(order, std::move(delay_at), std::move(transfer_at));
     else
@@ -153,63 +154,29 @@ Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
             std::move(free),  std::move(above), std::move(below)};
 }
 
-double makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
-                const std::vector<std::vector<int>>& stages_of) {
+double makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks) {
     const Costs costs = to_costs(given);
-    const Order order = to_ranks(ranks, stages_of, costs);
+    const Order order = to_ranks(ranks, costs);
     const nb::gil_scoped_release release;
-    return InOrder(costs, stages_of).run(order);
+    return InOrder(costs).run(order);
 }
 
-// What an execution that chooses on its way has run.
-template <class Execution>
-Ran to_ran(const Execution& execution) {
-    auto [above, below] = arrivals_of(execution.core());
-    Ran all{{}, {}, {}, {}, std::move(above), std::move(below)};
-    for (const auto& ran : execution.ran()) {
-        std::get<0>(all).emplace_back(ran.codes.data(), ran.codes.size());
-        std::get<1>(all).push_back(ran.start);
-        std::get<2>(all).push_back(ran.end);
-        std::get<3>(all).push_back(ran.free);
-    }
-    return all;
-}
-
-Rules to_rules(const Costs& costs, bool exact_warmup, std::vector<bool> fused,
-               std::vector<int> slots) {
+// What running the first ready op runs, and the end of the iteration.
+std::pair<std::vector<nb::bytes>, double> online(const CostsTuple& given, std::vector<int> caps,
+                                                 std::vector<int> warmup, bool exact_warmup,
+                                                 std::vector<bool> fused) {
+    const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
     expect(!costs.warmup.empty(), "expected a warm-up per stage");
     expect(fused.size() == costs.caps.size(), "expected for every stage whether it is fused");
-    expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
-    return {costs.warmup, costs.caps, exact_warmup, std::move(fused), std::move(slots)};
-}
-
-Ran online(const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
-           bool exact_warmup, std::vector<bool> fused, std::vector<int> slots,
-           const std::vector<std::vector<int>>& stages_of, DelayAt delay_at, DelayAt transfer_at) {
-    const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
-    const Rules rules = to_rules(costs, exact_warmup, std::move(fused), std::move(slots));
-    check_placed(stages_of, costs);
-    FirstReady execution(costs, rules, stages_of);
-    execution.run(std::move(delay_at), std::move(transfer_at));
-    return to_ran(execution);
-}
-
-// What online dispatch runs, without its times: its order, and the end of the iteration.
-std::pair<std::vector<nb::bytes>, double> online_order(
-    const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup, bool exact_warmup,
-    std::vector<bool> fused, std::vector<int> slots,
-    const std::vector<std::vector<int>>& stages_of) {
-    const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
-    const Rules rules = to_rules(costs, exact_warmup, std::move(fused), std::move(slots));
-    check_placed(stages_of, costs);
-    FirstReady execution(costs, rules, stages_of);
+    const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused)};
+    FirstReady execution(costs, rules);
     {
         const nb::gil_scoped_release release;
         execution.run();
     }
     std::vector<nb::bytes> order;
     double makespan = 0.0;
-    for (size_t rank = 0; rank < stages_of.size(); ++rank) {
+    for (size_t rank = 0; rank < costs.stages_of.size(); ++rank) {
         const auto& ran = execution.ran()[rank];
         order.emplace_back(ran.codes.data(), ran.codes.size());
         if (!ran.end.empty()) makespan = std::max(makespan, ran.end.back() + costs.after[rank]);
@@ -217,10 +184,9 @@ std::pair<std::vector<nb::bytes>, double> online_order(
     return {std::move(order), makespan};
 }
 
-void check_whole(const Order& order, const std::vector<std::vector<int>>& stages_of,
-                 const Costs& costs) {
-    for (size_t rank = 0; rank < stages_of.size(); ++rank)
-        for (size_t place = 0; place < stages_of[rank].size(); ++place) {
+void check_whole(const Order& order, const Costs& costs) {
+    for (size_t rank = 0; rank < order.size(); ++rank)
+        for (size_t place = 0; place < costs.stages_of[rank].size(); ++place) {
             const auto count = [&](int kind) {
                 return std::count(order[rank].begin(), order[rank].end(),
                                   static_cast<unsigned char>(4 * place + kind));
@@ -235,79 +201,85 @@ void check_whole(const Order& order, const std::vector<std::vector<int>>& stages
 
 // The order and what limits ops out of turn, checked.
 Guide to_guide(const std::vector<nb::bytes>& order, const std::vector<std::vector<int>>& waits,
-               std::vector<int> slots, const std::vector<std::vector<int>>& stages_of,
                const Costs& costs) {
-    expect(waits.size() == stages_of.size(), "expected for every rank where it waits");
-    expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
-    Guide guide{to_ranks(order, stages_of, costs), {}, costs.caps, std::move(slots)};
-    check_whole(guide.order, stages_of, costs);
+    expect(waits.size() == costs.stages_of.size(), "expected for every rank where it waits");
+    Guide guide{to_ranks(order, costs), waits, costs.caps};
+    check_whole(guide.order, costs);
     for (size_t rank = 0; rank < waits.size(); ++rank)
         for (const int position : waits[rank])
             expect(position >= 0 && static_cast<size_t>(position) < guide.order[rank].size(),
                    "expected waits at positions of the rank's order");
-    guide.waits = waits;
     return guide;
 }
 
 Ran guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
-           const std::vector<std::vector<int>>& waits, std::vector<int> caps,
-           std::vector<int> slots, const std::vector<std::vector<int>>& stages_of, DelayAt delay_at,
+           const std::vector<std::vector<int>>& waits, std::vector<int> caps, DelayAt delay_at,
            DelayAt transfer_at) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, std::move(slots), stages_of, costs);
-    Guided execution(costs, guide, stages_of);
+    const Guide guide = to_guide(order, waits, costs);
+    Guided execution(costs, guide);
     execution.run(std::move(delay_at), std::move(transfer_at));
-    return to_ran(execution);
+    auto [above, below] = arrivals_of(execution.core());
+    Ran all{{}, {}, {}, {}, std::move(above), std::move(below)};
+    for (const auto& ran : execution.ran()) {
+        std::get<0>(all).emplace_back(ran.codes.data(), ran.codes.size());
+        std::get<1>(all).push_back(ran.start);
+        std::get<2>(all).push_back(ran.end);
+        std::get<3>(all).push_back(ran.free);
+    }
+    return all;
 }
 
 double guided_makespan(const CostsTuple& given, const std::vector<nb::bytes>& order,
-                       const std::vector<std::vector<int>>& waits, std::vector<int> caps,
-                       std::vector<int> slots, const std::vector<std::vector<int>>& stages_of) {
+                       const std::vector<std::vector<int>>& waits, std::vector<int> caps) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, std::move(slots), stages_of, costs);
+    const Guide guide = to_guide(order, waits, costs);
     const nb::gil_scoped_release release;
-    Guided execution(costs, guide, stages_of);
+    Guided execution(costs, guide);
     execution.run();
     return execution.makespan();
 }
 
 std::vector<std::vector<int>> waits_of(const CostsTuple& given, const std::vector<nb::bytes>& order,
-                                       const std::vector<int>& peaks,
-                                       const std::vector<std::vector<int>>& stages_of) {
+                                       const std::vector<int>& peaks) {
     const Costs costs = to_costs(given);
     expect(peaks.size() == costs.caps.size(), "expected for every stage how many are in flight");
-    const Order ranks = to_ranks(order, stages_of, costs);
-    check_whole(ranks, stages_of, costs);
+    const Order ranks = to_ranks(order, costs);
+    check_whole(ranks, costs);
     const nb::gil_scoped_release release;
-    return planned_waits(costs, ranks, stages_of, peaks);
+    return planned_waits(costs, ranks, peaks);
 }
 
 std::array<double, 2> jittered_makespans(const CostsTuple& given,
                                          const std::vector<nb::bytes>& order,
                                          const std::vector<std::vector<int>>& waits,
-                                         std::vector<int> caps, std::vector<int> slots,
-                                         const std::vector<std::vector<int>>& stages_of,
-                                         double most, int draws) {
+                                         std::vector<int> caps, double most, int draws) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, std::move(slots), stages_of, costs);
+    const Guide guide = to_guide(order, waits, costs);
     expect(most > 0.0 && draws > 0, "expected draws of a lateness above 0");
     const nb::gil_scoped_release release;
-    return jittered(costs, guide, stages_of, most, draws);
+    return jittered(costs, guide, most, draws);
 }
 
-bool valid(int microbatches, const std::vector<nb::bytes>& stages,
-           const std::vector<std::vector<int>>& numbers, const std::vector<int>& caps,
-           const std::vector<int>& device_limits) {
-    expect(numbers.size() == stages.size() && caps.size() == stages.size() &&
-               device_limits.size() == stages.size(),
-           "expected numbers and limits for every stage");
+bool valid(int microbatches, const std::vector<std::vector<int>>& stages_of,
+           const std::vector<nb::bytes>& ranks, const std::vector<std::vector<int>>& numbers,
+           const std::vector<int>& caps, const std::vector<int>& device_limits) {
+    check_placed(stages_of, caps.size());
+    expect(ranks.size() == stages_of.size() && numbers.size() == stages_of.size() &&
+               device_limits.size() == caps.size(),
+           "expected ops and numbers for every rank and limits for every stage");
     Order order;
-    for (size_t stage = 0; stage < stages.size(); ++stage) {
-        const auto* data = static_cast<const unsigned char*>(stages[stage].data());
-        order.emplace_back(data, data + stages[stage].size());
-        expect(numbers[stage].size() == order.back().size(), "expected a number for every op");
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+        const auto* data = static_cast<const unsigned char*>(ranks[rank].data());
+        order.emplace_back(data, data + ranks[rank].size());
+        const auto own = [&](unsigned char code) {
+            return size_t{code} >> 2 < stages_of[rank].size();
+        };
+        expect(std::all_of(order.back().begin(), order.back().end(), own),
+               "expected ops of the rank's own stages");
+        expect(numbers[rank].size() == order.back().size(), "expected a number for every op");
     }
-    return is_valid(microbatches, order, numbers, caps, device_limits);
+    return is_valid(microbatches, stages_of, order, numbers, caps, device_limits);
 }
 
 Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
@@ -363,24 +335,22 @@ double tight_lower_bound(const CostsTuple& given, std::vector<int> caps, double 
 NB_MODULE(_planner, module) {
     namespace planner = pipemorph::planner;
     module.doc() = "Executes schedules, and the search of the pipemorph policy.";
-    module.def("in_order", &planner::in_order, "costs"_a, "ranks"_a, "stages_of"_a,
-               "delay_at"_a.none(), "transfer_at"_a.none());
-    module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a, "stages_of"_a);
+    module.def("in_order", &planner::in_order, "costs"_a, "ranks"_a, "delay_at"_a.none(),
+               "transfer_at"_a.none());
+    module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a);
     module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
-               "fused"_a, "slots"_a, "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
-    module.def("online_order", &planner::online_order, "costs"_a, "caps"_a, "warmup"_a,
-               "exact_warmup"_a, "fused"_a, "slots"_a, "stages_of"_a);
-    module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a, "slots"_a,
-               "stages_of"_a, "delay_at"_a.none(), "transfer_at"_a.none());
+               "fused"_a);
+    module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a,
+               "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("guided_makespan", &planner::guided_makespan, "costs"_a, "order"_a, "waits"_a,
-               "caps"_a, "slots"_a, "stages_of"_a);
-    module.def("waits", &planner::waits_of, "costs"_a, "order"_a, "peaks"_a, "stages_of"_a);
+               "caps"_a);
+    module.def("waits", &planner::waits_of, "costs"_a, "order"_a, "peaks"_a);
     module.def("jittered", &planner::jittered_makespans, "costs"_a, "order"_a, "waits"_a, "caps"_a,
-               "slots"_a, "stages_of"_a, "most"_a, "draws"_a);
+               "most"_a, "draws"_a);
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
                "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
-    module.def("is_valid", &planner::valid, "microbatches"_a, "stages"_a, "numbers"_a, "caps"_a,
-               "device_limits"_a);
+    module.def("is_valid", &planner::valid, "microbatches"_a, "stages_of"_a, "ranks"_a, "numbers"_a,
+               "caps"_a, "device_limits"_a);
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);
     module.def("tight_lower_bound", &planner::tight_lower_bound, "costs"_a, "caps"_a, "makespan"_a,
                "effort"_a);

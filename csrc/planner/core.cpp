@@ -2,36 +2,16 @@
 
 namespace pipemorph::planner {
 
-std::vector<std::vector<int>> one_stage_each(int stages) {
-    std::vector<std::vector<int>> stages_of(stages);
-    for (int i = 0; i < stages; ++i) stages_of[i] = {i};
-    return stages_of;
-}
-
-std::vector<int> places(const std::vector<std::vector<int>>& stages_of) {
-    size_t stages = 0;
-    for (const auto& mine : stages_of) stages += mine.size();
-    std::vector<int> found(stages);
-    for (const auto& mine : stages_of)
-        for (size_t place = 0; place < mine.size(); ++place)
-            found[mine[place]] = static_cast<int>(place);
-    return found;
-}
-
-Core::Core(const Costs& costs, std::vector<std::vector<int>> stages_of)
+Core::Core(const Costs& costs)
     : costs_(costs),
       delay_(&costs.delay),
-      stages_of_(std::move(stages_of)),
-      rank_of_(costs.stages),
       arrivals_(costs.stages, costs.microbatches),
       shared_(costs.delay.size()),
       wires_(2 * costs.delay.size()),
       agenda_(ranks()),
-      running_(stages_of_.size()),
-      idle_(stages_of_.size()),
-      now_(stages_of_.size()) {
-    for (int rank = 0; rank < ranks(); ++rank)
-        for (const int stage : stages_of_[rank]) rank_of_[stage] = rank;
+      running_(ranks()),
+      idle_(ranks()),
+      now_(ranks()) {
     for (auto& done : done_) done.resize(costs.stages);
     for (int stage = 0; stage < costs.stages; ++stage)
         for (const int kind : {kForward, kBackward, kWeight, kFused}) {
@@ -45,6 +25,7 @@ Core::Core(const Costs& costs, std::vector<std::vector<int>> stages_of)
                 its.output = arrivals_.row(kBackward, stage);
             } else if (its.to >= 0) {
                 its.link = std::min(stage, its.to);
+                its.within_rank = costs.within_rank(its.link);
                 its.outstanding = costs.outstanding[its.link];
                 its.queues = costs.queues[its.link];
                 its.half_duplex = costs.half_duplex[its.link];

@@ -103,15 +103,10 @@ class Agenda {
     std::vector<int> winner_;
 };
 
-// Stage i on rank i.
-std::vector<std::vector<int>> one_stage_each(int stages);
-// Where each stage is among the stages of its rank: the high bits of the codes of its ops.
-std::vector<int> places(const std::vector<std::vector<int>>& stages_of);
-
 // One iteration. Keeps its memory between runs.
 class Core {
   public:
-    Core(const Costs& costs, std::vector<std::vector<int>> stages_of);
+    explicit Core(const Costs& costs);
     Core(const Core&) = delete;
     Core& operator=(const Core&) = delete;
 
@@ -124,7 +119,7 @@ class Core {
     }
 
     const Costs& costs() const { return costs_; }
-    int ranks() const { return static_cast<int>(stages_of_.size()); }
+    int ranks() const { return costs_.ranks(); }
     int last_stage() const { return costs_.stages - 1; }
     int done(int kind, int stage) const { return *way(kind, stage).done; }
     // Of the forward from above and of the gradient from below; kNever until it is sent.
@@ -134,18 +129,14 @@ class Core {
     }
     // The op that `code` of an order stands for, now.
     Op decode(int rank, unsigned char code) const {
-        const Way& its = way(code & 3, stages_of_[rank][code >> 2]);
+        const Way& its = way(code & 3, costs_.stages_of[rank][code >> 2]);
         return {its.stage, its.kind, *its.done};
+    }
+    unsigned char code(const Op& op) const {
+        return static_cast<unsigned char>(4 * costs_.chunk_of[op.stage] + op.kind);
     }
     // When the link takes the op's message; 0 where nothing limits it or there is none.
     double clear(const Op& op) const { return clear(way(op.kind, op.stage), op.microbatch); }
-    // Wakes the rank of a stage at `at`, if it waits for longer.
-    template <bool kEnds = true>
-    void wake(int stage, double at) {
-        const int rank = rank_of_[stage];
-        if (idle_[rank] && at < agenda_.at(rank)) agenda_.set<kEnds>(rank, at, false);
-    }
-
     // Whether arrivals follow from the sender alone, so that they are known as soon as an op has
     // begun.
     bool foresees() const { return !delay_at_ && !costs_.shares_queues(); }
@@ -220,7 +211,7 @@ class Core {
             const int rank = todo_.back();
             todo_.pop_back();
             idle_[rank] = true;  // here: not in todo_
-            const std::vector<int>& stages = stages_of_[rank];
+            const std::vector<int>& stages = costs_.stages_of[rank];
             double now = now_[rank];
             auto& row = row_of(rank);
             const unsigned char* codes = row.codes;
@@ -266,7 +257,7 @@ class Core {
         int stage, kind;
         int to = -1, link = 0;  // the stage that gets the messages, -1 for none
         int outstanding = 0, queues = 0;
-        bool half_duplex = false;
+        bool half_duplex = false, within_rank = false;
         double took = 0.0, transfer = 0.0;
         int* done = nullptr;
         // Arrivals by microbatch: of what the ops wait for, and of what they send. The last stage
@@ -277,16 +268,20 @@ class Core {
     };
 
     const Way& way(int kind, int stage) const { return ways_[4 * stage + kind]; }
-    // Only problems with one stage per rank state it, and a rank may have no stage.
-    double begins(int rank) const {
-        return static_cast<size_t>(rank) < costs_.before.size() ? costs_.before[rank] : 0.0;
-    }
+    double begins(int rank) const { return costs_.before.empty() ? 0.0 : costs_.before[rank]; }
     void reset();
     void set_tail(const Times* tail);
 
+    // Wakes the rank of a stage at `at`, if it waits for longer.
+    template <bool kEnds>
+    void wake(int stage, double at) {
+        const int rank = costs_.rank_of[stage];
+        if (idle_[rank] && at < agenda_.at(rank)) agenda_.set<kEnds>(rank, at, false);
+    }
+
     // Has the rank of a stage visited, once, by run_as_known.
     void queue(int stage) {
-        const int rank = rank_of_[stage];
+        const int rank = costs_.rank_of[stage];
         if (!idle_[rank]) return;
         idle_[rank] = false;
         todo_.push_back(rank);
@@ -309,7 +304,8 @@ class Core {
     // microbatch order; with half duplex both directions share the queues, first come, first
     // served.
     double send(const Way& its, int m, double now) {
-        if (its.to < 0 || !(its.half_duplex || delay_at_)) return announce(its, m, now);
+        if (its.to < 0 || its.within_rank || !(its.half_duplex || delay_at_))
+            return announce(its, m, now);
         const double delay = delay_at_ ? delay_at_(its.link, now) : (*delay_)[its.link];
         const double transfer = transfer_at_ ? transfer_at_(its.link, now) : its.transfer;
         if (!its.half_duplex)
@@ -343,8 +339,6 @@ class Core {
     const Costs& costs_;
     const std::vector<double>* delay_;
     DelayAt delay_at_, transfer_at_;
-    std::vector<std::vector<int>> stages_of_;
-    std::vector<int> rank_of_;
     Times arrivals_;
     std::vector<int> done_[kKinds];
     std::vector<Way> ways_;                      // into arrivals_, done_ and wires_

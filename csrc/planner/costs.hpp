@@ -32,8 +32,25 @@ struct Costs {
     std::vector<double> leaving;     // per stage: how much longer an F is if its activations leave
     std::vector<double> returning;   // per stage: and a backward, if they have left
     std::vector<int> device_limits;  // per stage: microbatches on the device; 0: all stay
-    std::vector<double> after;       // per stage: what follows its last op, for the search alone
-    std::vector<double> before;      // per stage: when it may begin; empty: at 0
+    std::vector<double> after;       // per rank: what follows its last op
+    std::vector<double> before;      // per rank: when it may begin; empty: at 0
+    std::vector<std::vector<int>> stages_of;  // per rank; an op's chunk is a place in it
+    std::vector<int> rank_of, chunk_of;       // per stage
+
+    // Puts the stages on ranks.
+    void place(std::vector<std::vector<int>> ranks) {
+        stages_of = std::move(ranks);
+        rank_of.assign(stages, 0);
+        chunk_of.assign(stages, 0);
+        for (size_t rank = 0; rank < stages_of.size(); ++rank)
+            for (size_t chunk = 0; chunk < stages_of[rank].size(); ++chunk) {
+                rank_of[stages_of[rank][chunk]] = static_cast<int>(rank);
+                chunk_of[stages_of[rank][chunk]] = static_cast<int>(chunk);
+            }
+    }
+    int ranks() const { return static_cast<int>(stages_of.size()); }
+    // Whether a link joins two stages of one rank: its messages take no time.
+    bool within_rank(int link) const { return rank_of[link] == rank_of[link + 1]; }
 
     bool shares_queues() const {
         return std::find(half_duplex.begin(), half_duplex.end(), true) != half_duplex.end();
@@ -63,8 +80,9 @@ struct Times {
     }
 };
 
-// Per rank, its ops in run order: the kind, plus 4 times the position of the op's stage among the
-// stages of the rank. Each kind of a stage runs in microbatch order, so this is the whole schedule.
+// Per rank, its ops in run order: the kind, plus 4 times the chunk, which is the place of the op's
+// stage among those of the rank. Each kind of a stage runs in microbatch order, so this is the
+// whole schedule.
 using Order = std::vector<std::vector<unsigned char>>;
 
 }  // namespace pipemorph::planner

@@ -6,18 +6,16 @@
 
 namespace pipemorph::planner {
 
-Guided::Guided(const Costs& costs, const Guide& guide, std::vector<std::vector<int>> stages_of)
+Guided::Guided(const Costs& costs, const Guide& guide)
     : guide_(guide),
-      stages_of_(std::move(stages_of)),
-      place_of_(places(stages_of_)),
-      core_(costs, stages_of_),
+      core_(costs),
       stages_(costs.stages),
-      ranks_(stages_of_.size()),
-      ran_(stages_of_.size()) {
+      ranks_(costs.stages_of.size()),
+      ran_(costs.stages_of.size()) {
     std::vector<std::array<int, kKinds>> done(costs.stages);
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
         for (const unsigned char code : guide.order[rank]) {
-            const int of = stages_of_[rank][code >> 2], kind = code & 3;
+            const int of = costs.stages_of[rank][code >> 2], kind = code & 3;
             const int counted = kind == kFused ? int{kBackward} : kind;
             Stage& stage = stages_[of];
             auto& ops = ranks_[rank].ops;
@@ -84,14 +82,10 @@ Choice Guided::choose(const Core& core, int rank, double now) {
         }
     };
     const int n = core.costs().microbatches;
-    for (const int stage : stages_of_[rank]) {
+    for (const int stage : core.costs().stages_of[rank]) {
         const int f = core.done(kForward, stage), b = core.done(kBackward, stage),
                   w = core.done(kWeight, stage);
-        if (f < n) {
-            const bool full = !guide_.slots.empty() && stage < core.last_stage() &&
-                              f - core.done(kForward, stage + 1) >= guide_.slots[stage];
-            consider(stage, kForward, f, f - w < guide_.caps[stage] && !full);
-        }
+        if (f < n) consider(stage, kForward, f, f - w < guide_.caps[stage]);
         if (b < f) {
             const int backward = stages_[stage].backward[b];
             if (backward == kBackward || w == b) consider(stage, backward, b, true);
@@ -100,15 +94,6 @@ Choice Guided::choose(const Core& core, int rank, double now) {
     }
     if (first < std::numeric_limits<int>::max()) return {true, found};
     return {false, {}, until};
-}
-
-void Guided::began(Core& core, int rank, const Op& op, double now, double end) {
-    FirstReady::Ran& ran = ran_[rank];
-    ran.codes.push_back(static_cast<unsigned char>(4 * place_of_[op.stage] + op.kind));
-    ran.start.push_back(now);
-    ran.end.push_back(end);
-    // Its input is used now, which frees a slot.
-    if (!guide_.slots.empty() && op.kind == kForward && op.stage > 0) core.wake(op.stage - 1, now);
 }
 
 namespace {
@@ -136,15 +121,14 @@ double Guided::makespan() const {
 }
 
 std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& order,
-                                            const std::vector<std::vector<int>>& stages_of,
                                             const std::vector<int>& peaks) {
-    InOrder ran(costs, stages_of);
+    InOrder ran(costs);
     ran.run(order);
     const Core& core = ran.core();
     const int n = costs.microbatches;
     std::vector<std::vector<int>> found(order.size());
     for (size_t rank = 0; rank < order.size(); ++rank) {
-        const std::vector<int>& mine = stages_of[rank];
+        const std::vector<int>& mine = costs.stages_of[rank];
         std::vector<std::vector<int>> backwards(mine.size());  // the kind of each
         for (const unsigned char code : order[rank])
             if (const int kind = code & 3; kind == kBackward || kind == kFused)
@@ -185,20 +169,13 @@ std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& ord
     return found;
 }
 
-std::array<double, 2> jittered(const Costs& costs, const Guide& guide,
-                               const std::vector<std::vector<int>>& stages_of, double most,
-                               int draws) {
-    InOrder in_order(costs, stages_of);
-    Guided guided(costs, guide, stages_of);
-    std::vector<bool> within(costs.delay.size());  // which links join stages of one rank
-    for (const auto& mine : stages_of)
-        for (const int stage : mine)
-            if (std::find(mine.begin(), mine.end(), stage + 1) != mine.end()) within[stage] = true;
+std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws) {
+    InOrder in_order(costs);
+    Guided guided(costs, guide);
     std::array<double, 2> sum{};
     for (int draw = 0; draw < draws; ++draw) {
         const DelayAt delay_at = [&](int link, double sent) {
-            const double late = within[link] ? 0.0 : most * drawn(sent, most, link, draw);
-            return costs.delay[link] + late;
+            return costs.delay[link] + most * drawn(sent, most, link, draw);
         };
         sum[0] += in_order.run(guide.order, delay_at);
         guided.run(delay_at);

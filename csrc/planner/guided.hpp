@@ -9,18 +9,16 @@
 
 namespace pipemorph::planner {
 
-// A plan's order, and what limits ops out of their turn; one entry per rank, `caps` per stage,
-// `slots` per link.
+// A plan's order, and what limits ops out of their turn; one entry per rank, `caps` per stage.
 struct Guide {
     Order order;
     std::vector<std::vector<int>> waits;  // positions before which nothing runs in their turn
     std::vector<int> caps;                // F out of turn only while fewer are in flight
-    std::vector<int> slots;  // ... only while fewer of its messages are unused; empty: no limit
 };
 
 class Guided {
   public:
-    Guided(const Costs& costs, const Guide& guide, std::vector<std::vector<int>> stages_of);
+    Guided(const Costs& costs, const Guide& guide);
 
     void run(DelayAt delay_at = nullptr, DelayAt transfer_at = nullptr);
 
@@ -31,7 +29,11 @@ class Guided {
 
     // As the core's chooser.
     Choice choose(const Core& core, int rank, double now);
-    void began(Core& core, int rank, const Op& op, double now, double end);
+    void began(Core& core, int rank, const Op& op, double now, double end) {
+        ran_[rank].codes.push_back(core.code(op));
+        ran_[rank].start.push_back(now);
+        ran_[rank].end.push_back(end);
+    }
     void ended(int rank, double free) { ran_[rank].free.push_back(free); }
 
   private:
@@ -47,8 +49,6 @@ class Guided {
     };
 
     const Guide& guide_;
-    std::vector<std::vector<int>> stages_of_;
-    std::vector<int> place_of_;
     Core core_;
     std::vector<Stage> stages_;
     std::vector<Rank> ranks_;
@@ -59,13 +59,10 @@ class Guided {
 // message, if messages take as long as `costs` says: per rank, the positions of these ops. `peaks`:
 // most microbatches in flight, by stage. The same as in pipemorph/planning/simulation/waits.py.
 std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& order,
-                                            const std::vector<std::vector<int>>& stages_of,
                                             const std::vector<int>& peaks);
 
 // Mean makespans of the order itself and of guided dispatch, over `draws` iterations in which each
 // message between ranks comes up to `most` late, at random by the moment of its send.
-std::array<double, 2> jittered(const Costs& costs, const Guide& guide,
-                               const std::vector<std::vector<int>>& stages_of, double most,
-                               int draws);
+std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws);
 
 }  // namespace pipemorph::planner

@@ -2,12 +2,9 @@
 
 namespace pipemorph::planner {
 
-InOrder::InOrder(const Costs& costs) : InOrder(costs, one_stage_each(costs.stages)) {}
-
-InOrder::InOrder(const Costs& costs, const std::vector<std::vector<int>>& stages_of)
-    : core_(costs, stages_of), rows_(stages_of.size()) {
+InOrder::InOrder(const Costs& costs) : core_(costs), rows_(costs.stages_of.size()) {
     size_t stride = 0;  // ops of a rank, at most
-    for (const auto& stages : stages_of)
+    for (const auto& stages : costs.stages_of)
         stride = std::max(stride, kKinds * costs.microbatches * stages.size());
     for (auto* times : {&start_, &end_, &free_}) times->resize(stride * rows_.size());
     microbatch_.resize(start_.size());
@@ -54,7 +51,6 @@ double InOrder::finish(bool finished) const {
     for (size_t rank = 0; rank < rows_.size(); ++rank) {
         const Row& row = rows_[rank];
         if (!finished || !row.finished()) return kNever;
-        // Only problems with one stage per rank have tails, and a rank may have no stage.
         if (row.size)
             makespan = std::max(makespan, row.end[row.size - 1] + core_.costs().after[rank]);
     }

@@ -9,7 +9,6 @@ namespace pipemorph::planner {
 class InOrder {
   public:
     explicit InOrder(const Costs& costs);
-    InOrder(const Costs& costs, const std::vector<std::vector<int>>& stages_of);
     InOrder(const InOrder&) = delete;
     InOrder& operator=(const InOrder&) = delete;
 

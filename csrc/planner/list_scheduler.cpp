@@ -78,10 +78,7 @@ struct Chooser {
 }  // namespace
 
 MostUrgent::MostUrgent(const Costs& costs)
-    : costs_(costs),
-      core_(costs, one_stage_each(costs.stages)),
-      order_(costs.stages),
-      left_(costs.stages) {
+    : costs_(costs), core_(costs), order_(costs.stages), left_(costs.stages) {
     for (auto& row : order_) row.reserve(static_cast<size_t>(kKinds) * costs.microbatches);
 }
 

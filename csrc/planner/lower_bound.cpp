@@ -103,7 +103,7 @@ Times heads(const Costs& costs, const std::vector<int>& caps) {
 Times tails(const Costs& costs, const std::vector<int>& caps) {
     const int n = costs.microbatches, stages = costs.stages;
     Times times(stages, n + 1);
-    for (int i = 0; i < stages; ++i) times.row(kWeight, i)[n] = costs.after[i];
+    for (int i = 0; i < stages; ++i) times.row(kWeight, i)[n] = costs.after[costs.rank_of[i]];
     std::vector<double> down(stages), up(stages);  // by way of the messages of microbatch m + 1
     for (int m = n - 1; m >= 0; --m) {
         const int left = n - m;
@@ -116,7 +116,7 @@ Times tails(const Costs& costs, const std::vector<int>& caps) {
             // F that wait for W of this microbatch or a later one.
             const int held = std::max(0, left - caps[i]);
             const double freed = held ? forward[m + caps[i]] : 0.0;
-            const double rest = costs.after[i];
+            const double rest = costs.after[costs.rank_of[i]];
             weight[m] =
                 std::max(w + std::max(weight[m + 1], freed), left * w + held * (f + b) + rest);
             const double above =
@@ -140,7 +140,7 @@ Times tails(const Costs& costs, const std::vector<int>& caps) {
             // On this stage: everything from here on; up to the last B; up to the last F.
             const double last_backward = backward[n - 1] - b;
             const double last_forward = m < n - 1 ? forward[n - 1] - f : 0.0;
-            forward[m] = std::max({after, left * (f + b + w) + costs.after[i],
+            forward[m] = std::max({after, left * (f + b + w) + costs.after[costs.rank_of[i]],
                                    left * (f + b) + held * w + last_backward,
                                    left * f + held * (b + w) + last_forward});
         }
@@ -151,14 +151,15 @@ Times tails(const Costs& costs, const std::vector<int>& caps) {
 double machine_bound(const Costs& costs, const Times& head, const Times& tail) {
     double best = 0.0;
     std::vector<Job> jobs;
-    for (int i = 0; i < costs.stages; ++i) {
+    for (const auto& mine : costs.stages_of) {
         jobs.clear();
-        for (int kind = 0; kind < kKinds; ++kind) {
-            const double took = costs.took[kind][i];
-            const double *start = head.row(kind, i), *from = tail.row(kind, i);
-            for (int m = 0; m < costs.microbatches; ++m)
-                jobs.push_back({start[m], from[m] - took, took});
-        }
+        for (const int i : mine)
+            for (int kind = 0; kind < kKinds; ++kind) {
+                const double took = costs.took[kind][i];
+                const double *start = head.row(kind, i), *from = tail.row(kind, i);
+                for (int m = 0; m < costs.microbatches; ++m)
+                    jobs.push_back({start[m], from[m] - took, took});
+            }
         best = std::max(best, one_machine(jobs));
     }
     return best;

@@ -2,16 +2,7 @@
 
 namespace pipemorph::planner {
 
-FirstReady::FirstReady(const Costs& costs, const Rules& rules,
-                       std::vector<std::vector<int>> stages_of)
-    : rules_(rules),
-      stages_of_(std::move(stages_of)),
-      place_of_(places(stages_of_)),
-      core_(costs, stages_of_),
-      ran_(stages_of_.size()) {}
-
-void FirstReady::run(DelayAt delay_at, DelayAt transfer_at) {
-    core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
+void FirstReady::run() {
     if (core_.foresees())
         core_.run_in_time<true>(*this);
     else
@@ -20,7 +11,7 @@ void FirstReady::run(DelayAt delay_at, DelayAt transfer_at) {
 
 Choice FirstReady::choose(const Core& core, int rank, double now) const {
     const int n = core.costs().microbatches;
-    const std::vector<int>& mine = stages_of_[rank];
+    const std::vector<int>& mine = core.costs().stages_of[rank];
     double until = kNever;
 
     for (auto each = mine.rbegin(); each != mine.rend(); ++each) {
@@ -39,9 +30,7 @@ Choice FirstReady::choose(const Core& core, int rank, double now) const {
         const int stage = *each, f = core.done(kForward, stage);
         const bool held =
             rules_.exact_warmup && core.done(kBackward, stage) == 0 && f >= rules_.warmup[stage];
-        const bool full = !rules_.slots.empty() && stage < core.last_stage() &&
-                          f - core.done(kForward, stage + 1) >= rules_.slots[stage];
-        if (f == n || f - core.done(kWeight, stage) >= rules_.caps[stage] || held || full ||
+        if (f == n || f - core.done(kWeight, stage) >= rules_.caps[stage] || held ||
             !core.fits(stage, kForward, f))
             continue;
         // An F waits for a free send before it starts, so that another op may run first.
@@ -55,15 +44,6 @@ Choice FirstReady::choose(const Core& core, int rank, double now) const {
         if (const int w = core.done(kWeight, *each); w < core.done(kBackward, *each))
             return {true, {*each, kWeight, w}};
     return {false, {}, until};
-}
-
-void FirstReady::began(Core& core, int rank, const Op& op, double now, double end) {
-    Ran& ran = ran_[rank];
-    ran.codes.push_back(static_cast<unsigned char>(4 * place_of_[op.stage] + op.kind));
-    ran.start.push_back(now);
-    ran.end.push_back(end);
-    // Its input is used now, which frees a slot.
-    if (!rules_.slots.empty() && op.kind == kForward && op.stage > 0) core.wake(op.stage - 1, now);
 }
 
 }  // namespace pipemorph::planner

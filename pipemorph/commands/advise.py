@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from pipemorph.commands.emit import emit
-from pipemorph.planning.analysis.advice import Advice, Option, advise
+from pipemorph.planning.advice import Advice, Option, advise
 from pipemorph.planning.problem import Problem, load_problem
 from pipemorph.terminal import RenderableType, render, table
 

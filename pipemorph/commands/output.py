@@ -14,7 +14,6 @@ from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv
 from pipemorph.planning.ir import dashed
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.simulation.simulator import Simulation
 
 FORMATS = ("json", "text", "html", "png", "csv", "csv-comms")
@@ -40,30 +39,21 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
 
 
-Ran = Simulation | InterleavedSimulation
-
-
-def write(fields: dict[str, Any], ran: Ran, problem: Problem, args: argparse.Namespace) -> None:
+def write(
+    fields: dict[str, Any], ran: Simulation, problem: Problem, args: argparse.Namespace
+) -> None:
     """Write the requested output. Raises :class:`InputError` if ``--out`` cannot be written."""
     output = format_of(args)
     if output == "json":
         emit((json.dumps(fields) + "\n").encode(), args.out)
         return
     if output in ("csv", "csv-comms"):
-        if isinstance(ran, Simulation):
-            order, rows = InterleavedSchedule.of(ran.schedule()), ran.stages
-        else:
-            order = ran.schedule
-            rows = tuple(tuple(op for _, op in ops) for ops in ran.by_rank())
-        text = dump_csv(order)
+        text = dump_csv(ran.schedule)
         if output == "csv-comms":
-            text = dump_comms_csv(order, [[op.end for op in ops] for ops in rows])
+            text = dump_comms_csv(ran.schedule, ran.ran.end)
         emit(text.encode(), args.out)
         return
-    if isinstance(ran, Simulation):
-        timeline = Timeline.of_simulation(ran, problem, title=headline(fields))
-    else:
-        timeline = Timeline.of_interleaved(ran, problem, title=headline(fields))
+    timeline = Timeline.of_simulation(ran, problem, title=headline(fields))
     match output:
         case "text":
             emit((render_text(timeline) + "\n").encode(), args.out)

@@ -8,11 +8,10 @@ from typing import Any
 
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
-from pipemorph.planning.formats.plan_json import report, report_interleaved
-from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.formats.plan_json import report
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
-from pipemorph.planning.problem import Problem, load_problem, shown
+from pipemorph.planning.problem import load_problem, shown
 from pipemorph.removed import DISPATCHES, POLICIES, refuse_removed
 
 
@@ -49,15 +48,6 @@ def run(args: argparse.Namespace) -> int:
     policy = Policy(args.policy) if args.policy else problem.policy
     dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
     problem = problem.model_copy(update={"dispatch": dispatch})
-    several = problem.ranks is not None and problem.ranks != problem.stage_count
-    if policy.interleaved or (several and policy is Policy.PIPEMORPH):
-        _plan_interleaved(problem, policy, args)
-        return 0
-    if several:
-        raise InputError(
-            f"ranks is {problem.ranks}; policy {policy.value} has one stage per rank, and stages"
-            f" has {problem.stage_count} entries"
-        )
     planned = plan(problem, policy, tight_bound=True)
     problem, simulation = planned.problem, planned.simulation
     write(
@@ -74,20 +64,6 @@ def run(args: argparse.Namespace) -> int:
         args,
     )
     return 0
-
-
-def _plan_interleaved(problem: Problem, policy: Policy, args: argparse.Namespace) -> None:
-    planned = plan_interleaved(problem, policy)
-    problem, ran = planned.problem, planned.simulation
-    fields = report_interleaved(
-        ran,
-        problem,
-        policy=policy,
-        lower_bound=min(planned.lower_bound, ran.objective(problem)),
-        planning_seconds=planned.planning_seconds,
-        dispatch=problem.dispatch,
-    )
-    write(fields, ran, problem, args)
 
 
 def parse_warmup(text: str) -> list[int]:

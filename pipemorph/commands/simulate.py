@@ -7,11 +7,9 @@ from typing import Any
 
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
-from pipemorph.planning.formats.plan_json import LoadedPlan, load_plan, report, report_interleaved
-from pipemorph.planning.interleaved import interleaved_bound
+from pipemorph.planning.formats.plan_json import load_plan, report
 from pipemorph.planning.ir import Dispatch
-from pipemorph.planning.problem import Problem, load_problem
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
+from pipemorph.planning.problem import load_problem
 from pipemorph.planning.simulation.lower_bound import lower_bound
 from pipemorph.planning.simulation.simulator import check_fits, simulate
 from pipemorph.removed import DISPATCHES, refuse_removed
@@ -42,20 +40,18 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_plan(args.plan)
     problem = load_problem(args.problem)
     dispatch = Dispatch(args.dispatch) if args.dispatch else loaded.dispatch
-    if loaded.interleaved is not None:
-        _simulate_interleaved(loaded, loaded.interleaved, problem, dispatch, args)
-        return 0
-    assert loaded.schedule is not None
+    schedule = loaded.schedule
     if loaded.device_limits is not None:
-        check_fits(loaded.schedule, problem)
+        check_fits(schedule, problem)
         problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
-    simulation = simulate(loaded.schedule, problem, dispatch, waits=loaded.waits)
+    simulation = simulate(schedule, problem, dispatch, waits=loaded.waits)
+    bound = lower_bound(problem, schedule.placement)
     write(
         report(
             simulation,
             problem,
             policy=loaded.policy,
-            lower_bound=min(lower_bound(problem), simulation.objective(problem)),
+            lower_bound=min(bound, simulation.objective(problem)),
             planning_seconds=loaded.planning_seconds,
             dispatch=dispatch,
         ),
@@ -64,25 +60,3 @@ def run(args: argparse.Namespace) -> int:
         args,
     )
     return 0
-
-
-def _simulate_interleaved(
-    loaded: LoadedPlan,
-    order: InterleavedSchedule,
-    problem: Problem,
-    dispatch: Dispatch,
-    args: argparse.Namespace,
-) -> None:
-    if loaded.device_limits is not None:
-        check_fits(order.per_stage(), problem)
-        problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
-    ran = simulate_interleaved(order, problem, dispatch, waits=loaded.waits)
-    fields = report_interleaved(
-        ran,
-        problem,
-        policy=loaded.policy,
-        lower_bound=min(interleaved_bound(problem, ran.placement), ran.objective(problem)),
-        planning_seconds=loaded.planning_seconds,
-        dispatch=dispatch,
-    )
-    write(fields, ran, problem, args)

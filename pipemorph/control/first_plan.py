@@ -23,8 +23,6 @@ from pipemorph.planning import (
     plan,
 )
 from pipemorph.planning.analysis.jitter import as_fast_guided
-from pipemorph.planning.interleaved import plan_interleaved
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, interleaved_waits
 from pipemorph.planning.simulation.waits import Waits, planned_waits
 
 QUICK_CELLS = 4096
@@ -36,10 +34,6 @@ def planning_rules(spec: JobSpec) -> JobSpec:
     """The spec without the fields that no plan depends on, such as the pod template: it is sent to
     other processes."""
     return spec.model_copy(update={"template": None, "placement": None})
-
-
-FirstSchedule = Schedule | InterleavedSchedule
-"""The latter for several stages per rank."""
 
 
 def initial_routes(spec: JobSpec) -> tuple[Route, ...]:
@@ -78,29 +72,25 @@ def initial_problem(spec: JobSpec) -> Problem:
         raise InputError(one_line(message)) from None
 
 
-def _made(problem: Problem) -> FirstSchedule:
-    return (plan_interleaved if problem.ranks is not None else plan)(problem).schedule
-
-
 @lru_cache(maxsize=64)
-def _schedule(problem: Problem) -> FirstSchedule:
+def _schedule(problem: Problem) -> Schedule:
     """Cached: a host needs the same schedule to check a job and to control it. Schedules are never
     modified."""
-    return _made(problem)
+    return plan(problem).schedule
 
 
 @lru_cache(maxsize=2)
-def _schedule_for_others(problem: Problem) -> FirstSchedule:
+def _schedule_for_others(problem: Problem) -> Schedule:
     """Cached only briefly: the largest schedules take 10 MB and are not used in this process. Equal
     jobs often come one after the other."""
-    return _made(problem)
+    return plan(problem).schedule
 
 
-_shared: WeakValueDictionary[Problem, FirstSchedule] = WeakValueDictionary()
+_shared: WeakValueDictionary[Problem, Schedule] = WeakValueDictionary()
 """Schedules in use: equal jobs share one."""
 
 
-def share(problem: Problem, schedule: FirstSchedule) -> FirstSchedule:
+def share(problem: Problem, schedule: Schedule) -> Schedule:
     """Use ``schedule``, which may come from another process, for ``problem``, unless this process
     has one already. Returns the one that is used."""
     return _shared.setdefault(problem, schedule)
@@ -116,7 +106,7 @@ def is_shared(spec: JobSpec) -> bool:
     return initial_problem(spec) in _shared
 
 
-def initial_schedule(spec: JobSpec) -> FirstSchedule:
+def initial_schedule(spec: JobSpec) -> Schedule:
     """Schedule of plan 0. Raises :class:`~pipemorph.errors.InputError` if the spec allows none,
     such as a fixed warm-up above an in-flight limit."""
     problem = initial_problem(spec)
@@ -124,7 +114,7 @@ def initial_schedule(spec: JobSpec) -> FirstSchedule:
     return found if found is not None else share(problem, _schedule(problem))
 
 
-def schedule_for_others(spec: JobSpec) -> FirstSchedule:
+def schedule_for_others(spec: JobSpec) -> Schedule:
     """:func:`initial_schedule` for another process. This process does not keep the result."""
     return _schedule_for_others(initial_problem(spec))
 
@@ -144,15 +134,10 @@ def initial_plan(spec: JobSpec) -> Plan:
     if _may_go_guided(spec) and _goes_guided(problem, initial_routes(spec)):
         dispatch = Dispatch.GUIDED
     waits = _waits(problem) if dispatch is Dispatch.GUIDED else ()
-    turns: tuple[tuple[int, ...], ...] = ()
-    if isinstance(schedule, InterleavedSchedule):
-        turns = schedule.turns
-        schedule = schedule.per_stage()
     return Plan(
         version=0,
         policy=spec.schedule.policy_kind,
         schedule=schedule,
-        turns=turns,
         routes=initial_routes(spec),
         in_flight_limits=in_flight_limits(spec),
         dispatch=dispatch,
@@ -171,10 +156,7 @@ def _may_go_guided(spec: JobSpec) -> bool:
 
 @lru_cache(maxsize=64)
 def _waits(problem: Problem) -> Waits:
-    schedule = _known(problem)
-    if isinstance(schedule, InterleavedSchedule):
-        return interleaved_waits(schedule, problem)
-    return planned_waits(schedule, problem)
+    return planned_waits(_known(problem), problem)
 
 
 @lru_cache(maxsize=64)
@@ -186,5 +168,5 @@ def _goes_guided(problem: Problem, routes: tuple[Route, ...]) -> bool:
     return as_fast_guided(_known(problem), real, _waits(problem))
 
 
-def _known(problem: Problem) -> FirstSchedule:
+def _known(problem: Problem) -> Schedule:
     return _shared.get(problem) or _schedule(problem)

@@ -21,6 +21,7 @@ from pipemorph.control.snapshot import Snapshot
 from pipemorph.control.snapshot_codec import unpack
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import Plan, Route
+from pipemorph.planning.ir import dashed
 from pipemorph.wire import AdaptationRecord, Directive, HandIn, PlanMessage
 
 
@@ -108,7 +109,13 @@ def _check_plan(name: str, sent: PlanMessage, spec: JobSpec) -> None:
         raise InputError(f"{name}.own: replicas {others[:8]} are not some of {every.stop}")
     for part in (sent, *(own.plan for own in sent.own)):
         _check_shape(name, part, spec)
-    plan = sent.plan()
+    plan, placed = sent.plan(), spec.parallelism.mesh.placed
+    for each in plan.each:
+        if each.schedule.placement != placed:
+            raise InputError(
+                f"{name}: the stages are on ranks {dashed(each.schedule.placement)}; the job has"
+                f" them on {dashed(placed)}"
+            )
     if broken := runnable(plan):
         raise InputError(one_line(f"{name}: {broken}"))
     for each_plan in plan.each:
@@ -132,15 +139,16 @@ def _check_record(record: AdaptationRecord, version: int, spec: JobSpec) -> None
 def _check_shape(where: str, sent: PlanMessage, spec: JobSpec) -> None:
     """Check what needs no decoding, before anything large is made of it."""
     stages, schedule = spec.parallelism.stages, spec.schedule
+    ranks = spec.parallelism.mesh.sizes["pp"]
     lists: Iterable[tuple[str, int, int, int]] = (
-        ("stages", len(sent.stages), stages, stages),
+        ("ranks", len(sent.ranks), ranks, ranks),
         ("routes", len(sent.routes), stages - 1, stages - 1),
         ("in_flight_limits", len(sent.in_flight_limits), stages, stages),
         ("warmup", len(sent.warmup), stages, stages),
         ("device_limits", len(sent.device_limits), 0, stages),
         ("recompute", len(sent.recompute), 0, stages),
-        ("waits", len(sent.waits), 0, stages),
-        ("turns", len(sent.turns), 0, spec.parallelism.mesh.sizes["pp"]),
+        ("waits", len(sent.waits), 0, ranks),
+        ("placement", len(sent.placement), 0 if ranks == stages else stages, stages),
     )
     for name, found, none, some in lists:
         if found not in (none, some):

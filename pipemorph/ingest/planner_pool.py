@@ -27,13 +27,13 @@ from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.layouts import moves, relayout
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.first_plan import (
-    FirstSchedule,
     check_schedule,
     planning_rules,
     schedule_for_others,
 )
 from pipemorph.control.planner_worker import Argument, Result, begin, call
 from pipemorph.errors import InputError
+from pipemorph.planning import Schedule
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -256,11 +256,11 @@ class FirstPlanner:
         self._turn = asyncio.Lock()
         self._process = PlannerProcess()
 
-    async def __call__(self, spec: JobSpec, *, wanted: bool = True) -> FirstSchedule | None:
+    async def __call__(self, spec: JobSpec, *, wanted: bool = True) -> Schedule | None:
         """A job's initial schedule; None if not ``wanted``, to check only that one exists. Raises
         :class:`~pipemorph.errors.InputError` if the spec allows none, and :class:`PlannerLost` if
         the caller should retry."""
-        make: Callable[[JobSpec], FirstSchedule | None] = (
+        make: Callable[[JobSpec], Schedule | None] = (
             schedule_for_others if wanted else check_schedule
         )
         try:

@@ -38,7 +38,7 @@ def _data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any
             {
                 "name": timeline.name(i),
                 "ops": [[op.kind.value, op.microbatch, at(op.start), at(op.end)] for op in ops],
-                "of": timeline.stage_of[i] if timeline.stage_of else None,
+                "of": timeline.stage_of(i),
                 "bubbles": [
                     [bubble.cause.value, at(bubble.start), at(bubble.end)]
                     for bubble in (timeline.bubbles[i] if timeline.bubbles else ())

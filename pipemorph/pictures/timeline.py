@@ -1,14 +1,13 @@
-"""The input of pictures: timed ops per stage, simulated or measured."""
+"""The input of pictures: timed ops per rank, simulated or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipemorph.planning.analysis.bubbles import Bubble, explain, explain_interleaved
-from pipemorph.planning.ir import OpKind
+from pipemorph.planning.analysis.bubbles import Bubble, explain
+from pipemorph.planning.ir import OpKind, stages_of
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.interleaved import InterleavedSimulation
 from pipemorph.planning.simulation.messages import Message
 from pipemorph.planning.simulation.simulator import Simulation, TimedOp
 
@@ -17,10 +16,10 @@ MILLISECOND = 1e-3
 
 @dataclass(frozen=True)
 class Timeline:
-    """Ops of each stage in run order, in seconds from a common zero.
+    """Ops of each rank in run order, in seconds from a common zero. ``stages``: by rank.
 
-    ``messages``: those whose delay to draw. ``bubbles`` and ``limits`` (in-flight caps): per stage,
-    empty if unknown.
+    ``messages``: those whose delay to draw. ``bubbles`` and ``limits`` (in-flight caps): per rank,
+    empty if unknown. ``placement``: only if ranks have several stages, the rank of each stage.
     """
 
     stages: Sequence[Sequence[TimedOp]]
@@ -29,9 +28,6 @@ class Timeline:
     bubbles: Sequence[Sequence[Bubble]] = ()
     limits: Sequence[int | None] = ()
     placement: Sequence[int] = ()
-    """Only if ranks have several stages: the rank of each stage. ``stages`` then has the ops of
-    each rank, and ``stage_of`` the stage of each op."""
-    stage_of: Sequence[Sequence[int]] = ()
 
     @property
     def begin(self) -> float:
@@ -45,29 +41,22 @@ class Timeline:
     def of_simulation(simulation: Simulation, problem: Problem, *, title: str = "") -> Timeline:
         """A simulated iteration."""
         bubbles, messages = explain(simulation, problem)
+        one = simulation.schedule.one_stage_each
         return Timeline(
-            [_timed(ops) for ops in simulation.stages],
+            [_timed(ops) for ops in simulation.ranks],
             title,
             _scaled(messages, problem),
             bubbles=_bubbles(bubbles),
-            limits=problem.in_flight_limits(),
+            limits=problem.in_flight_limits() if one else (),
+            placement=() if one else simulation.schedule.placement,
         )
 
-    @staticmethod
-    def of_interleaved(
-        ran: InterleavedSimulation, problem: Problem, *, title: str = ""
-    ) -> Timeline:
-        """A simulated iteration of ranks with several stages: one row per rank."""
-        bubbles, messages = explain_interleaved(ran)
-        rows = ran.by_rank()
-        return Timeline(
-            [_timed(op for _, op in row) for row in rows],
-            title,
-            _scaled(messages, problem),
-            bubbles=_bubbles(bubbles),
-            placement=ran.placement,
-            stage_of=[[stage for stage, _ in row] for row in rows],
-        )
+    def stage_of(self, row: int) -> list[int] | None:
+        """The stage of each op of a rank; None if ranks have one stage."""
+        if not self.placement:
+            return None
+        mine = stages_of(self.placement)[row]
+        return [mine[op.chunk] for op in self.stages[row]]
 
     def name(self, row: int) -> str:
         """Name of a row: a stage, or a rank with its stages."""

@@ -1,7 +1,7 @@
 """Schedules: representation, validation, planning and simulation."""
 
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
-from pipemorph.planning.planner import PlannedSchedule, link_on, plan, plan_for, problem_for
+from pipemorph.planning.planner import PlannedSchedule, link_on, plan, problem_for
 from pipemorph.planning.problem import Link, Problem, StageTimes, load_problem, parse_problem
 from pipemorph.planning.simulation.lower_bound import lower_bound
 from pipemorph.planning.simulation.simulator import (
@@ -39,7 +39,6 @@ __all__ = [
     "lower_bound",
     "parse_problem",
     "plan",
-    "plan_for",
     "predict",
     "predict_changing",
     "predict_period",

@@ -13,8 +13,9 @@ Costs = tuple[
     Sequence[float],  # per stage: time for which an F is longer if its activations leave
     Sequence[float],  # per stage: time for which a backward is longer if they have left
     Sequence[int],  # device limit per stage, 0 if no activations leave
-    Sequence[float],  # per stage: what follows its last op
-    Sequence[float],  # per stage: when it may begin
+    Sequence[float],  # per rank: what follows its last op
+    Sequence[float],  # per rank: when it may begin
+    Sequence[Sequence[int]],  # per rank: its stages, of which an op's chunk is one
 ]
 
 Rows = list[list[float]]
@@ -25,14 +26,13 @@ Ran = tuple[list[bytes], Rows, Rows, Rows, Rows, Rows]
 def in_order(
     costs: Costs,
     ranks: Sequence[bytes],
-    stages_of: Sequence[Sequence[int]],
     delay_at: Callable[[int, float], float] | None,
     transfer_at: Callable[[int, float], float] | None,
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.in_order`. Raises ValueError if the arguments
     do not fit together, as the others do."""
 
-def makespan(costs: Costs, ranks: Sequence[bytes], stages_of: Sequence[Sequence[int]]) -> float:
+def makespan(costs: Costs, ranks: Sequence[bytes]) -> float:
     """The end of the last op; infinity if ranks wait for each other. Releases the interpreter's
     lock, as :func:`search` does."""
 
@@ -42,62 +42,37 @@ def online(
     warmup: Sequence[int],
     exact_warmup: bool,
     fused: Sequence[bool],
-    slots: Sequence[int],
-    stages_of: Sequence[Sequence[int]],
-    delay_at: Callable[[int, float], float] | None,
-    transfer_at: Callable[[int, float], float] | None,
-) -> Ran:
-    """See :func:`pipemorph.planning.simulation.core.online`. ``slots``: empty for no limit."""
-
-def online_order(
-    costs: Costs,
-    caps: Sequence[int],
-    warmup: Sequence[int],
-    exact_warmup: bool,
-    fused: Sequence[bool],
-    slots: Sequence[int],
-    stages_of: Sequence[Sequence[int]],
 ) -> tuple[list[bytes], float]:
-    """The order that :func:`online` runs, and its end. Releases the interpreter's lock."""
+    """See :func:`pipemorph.planning.simulation.core.online`. Releases the interpreter's lock."""
 
 def guided(
     costs: Costs,
     order: Sequence[bytes],
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
-    slots: Sequence[int],
-    stages_of: Sequence[Sequence[int]],
     delay_at: Callable[[int, float], float] | None,
     transfer_at: Callable[[int, float], float] | None,
 ) -> Ran:
-    """See :func:`pipemorph.planning.simulation.core.guided`. ``slots``: empty for no limit."""
+    """See :func:`pipemorph.planning.simulation.core.guided`."""
 
 def guided_makespan(
     costs: Costs,
     order: Sequence[bytes],
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
-    slots: Sequence[int],
-    stages_of: Sequence[Sequence[int]],
 ) -> float:
     """The end of what :func:`guided` runs; infinity if ranks wait for each other. Releases the
     interpreter's lock."""
 
-def waits(
-    costs: Costs,
-    order: Sequence[bytes],
-    peaks: Sequence[int],
-    stages_of: Sequence[Sequence[int]],
-) -> list[list[int]]:
-    """See :func:`pipemorph.planning.simulation.waits.waits_of`. Releases the interpreter's lock."""
+def waits(costs: Costs, order: Sequence[bytes], peaks: Sequence[int]) -> list[list[int]]:
+    """See :func:`pipemorph.planning.simulation.waits.planned_waits`. ``peaks``: most microbatches
+    in flight by stage. Releases the interpreter's lock."""
 
 def jittered(
     costs: Costs,
     order: Sequence[bytes],
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
-    slots: Sequence[int],
-    stages_of: Sequence[Sequence[int]],
     most: float,
     draws: int,
 ) -> Sequence[float]:
@@ -119,7 +94,8 @@ def search(
 
 def is_valid(
     microbatches: int,
-    stages: Sequence[bytes],
+    stages_of: Sequence[Sequence[int]],
+    ranks: Sequence[bytes],
     numbers: Sequence[Sequence[int]],
     caps: Sequence[int],
     device_limits: Sequence[int],

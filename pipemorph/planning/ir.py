@@ -1,13 +1,15 @@
-"""Schedule IR: the ops of each stage, in order, and the plan that contains them.
+"""Schedule IR: the ops of each rank, in order, and the plan that contains them.
 
-The op list has no communication. An op has a kind and a microbatch, which determine the messages it
+The op list has no communication. An op has a kind, a microbatch and a chunk, which is the place of
+its stage among those of the rank, 0 where a rank has one stage. They determine the messages it
 waits for (F waits for the F upstream, B for the B downstream). Names follow the zero-bubble
 literature: F forward, B backward for the input, W backward for the weights, BW fused backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -47,7 +49,7 @@ class Policy(StrEnum):
     ONE_F_ONE_B = "1f1b"
     ZERO_BUBBLE = "zero-bubble"
     PIPEMORPH = "pipemorph"
-    # Several stages per rank; see pipemorph.planning.simulation.interleaved.
+    # Several stages per rank.
     ONE_F_ONE_B_INTERLEAVED = "1f1b-interleaved"
     ZERO_BUBBLE_V = "zero-bubble-v"
 
@@ -82,10 +84,11 @@ class Route(StrEnum):
 
 
 class Op(NamedTuple):
-    """One op of one stage: kind and microbatch (0 … N-1)."""
+    """One op of one rank: kind, microbatch (0 … N-1), and chunk: which of the rank's stages."""
 
     kind: OpKind
     microbatch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.microbatch}"
@@ -99,6 +102,8 @@ KIND_OF_LETTER = {letter: kind for kind, letter in LETTERS.items()}
 KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
 CODE = {kind: code for code, kind in enumerate(KINDS)}
 """An op's kind as a number, for simulators."""
+MAX_CHUNKS = 64
+"""Stages per rank. An op's code is a byte: that of its kind, plus 4 times its chunk."""
 _TAKES_UP = (1, 0, -1, -1)
 """By code, how many microbatches more are in flight after the op."""
 
@@ -106,7 +111,7 @@ _TAKES_UP = (1, 0, -1, -1)
 def in_flight_peak(ops: Iterable[Op]) -> int:
     """Most microbatches of a stage whose F has started and whose W (or BW) has not finished."""
     now = peak = 0
-    for kind, _ in ops:
+    for kind, *_ in ops:
         if kind is OpKind.F:
             now += 1
             peak = max(peak, now)
@@ -123,16 +128,86 @@ def dashed(values: Sequence[int], most: int = 8) -> str:
     return "-".join(shown)
 
 
+_WIRE_OP = re.compile(r"(\d*)(\D)", re.ASCII)
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Per-stage op order. ``stages[i]``: the ops of stage *i*, in order."""
+    """Per-rank op order. ``ranks[r]``: the ops of rank *r*, in order.
+
+    ``placement[s]``: the rank of stage *s*; a rank's chunks are its stages in the order of their
+    numbers. Empty: stage *i* is on rank *i*.
+    """
 
     microbatches: int
-    stages: tuple[tuple[Op, ...], ...]
+    ranks: tuple[tuple[Op, ...], ...]
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.placement:
+            object.__setattr__(self, "placement", tuple(range(len(self.ranks))))
+
+    @staticmethod
+    def placed(microbatches: int, ranks: Sequence[Sequence[tuple[int, OpKind, int]]]) -> Schedule:
+        """A schedule from ``(stage, kind, microbatch)`` of each rank's ops, in order. Raises
+        :class:`InputError` if a stage is on no rank or on two, or a rank has no stage or too
+        many."""
+        rank_of: dict[int, int] = {}
+        for rank, ops in enumerate(ranks):
+            if not ops:
+                raise InputError(f"rank {rank} has no ops; expected at least those of one stage")
+            for stage, *_ in ops:
+                if rank_of.setdefault(stage, rank) != rank:
+                    raise InputError(
+                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank};"
+                        " expected one rank"
+                    )
+        stages = range(len(rank_of))
+        for stage in stages:
+            if stage not in rank_of:
+                raise InputError(
+                    f"there are ops of {len(rank_of)} stages but none of stage {stage};"
+                    " expected stages numbered from 0 without gaps"
+                )
+        placement = tuple(rank_of[stage] for stage in stages)
+        for rank, mine in enumerate(stages_of(placement)):
+            if len(mine) > MAX_CHUNKS:
+                raise InputError(
+                    f"rank {rank} has {len(mine)} stages; at most {MAX_CHUNKS} are supported"
+                )
+        chunk_of = _chunks(placement)
+        return Schedule(
+            microbatches,
+            tuple(
+                tuple(Op(kind, microbatch, chunk_of[stage]) for stage, kind, microbatch in ops)
+                for ops in ranks
+            ),
+            placement,
+        )
 
     @property
     def stage_count(self) -> int:
-        return len(self.stages)
+        return len(self.placement)
+
+    @cached_property
+    def one_stage_each(self) -> bool:
+        """Whether stage *i* is the only one of rank *i*."""
+        return self.placement == tuple(range(len(self.ranks)))
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank: chunk *c* is the stage at position *c*."""
+        return stages_of(self.placement)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Op, ...], ...]:
+        """The ops of each stage, in order."""
+        if self.one_stage_each:
+            return self.ranks
+        return tuple(
+            tuple(op for op in self.ranks[rank] if op.chunk == chunk)
+            for rank, chunk in zip(self.placement, _chunks(self.placement), strict=True)
+        )
 
     def warmup(self) -> tuple[int, ...]:
         """``x_i``: forwards stage *i* runs before its first backward (B or BW)."""
@@ -153,20 +228,30 @@ class Schedule:
 
     @cached_property
     def codes(self) -> tuple[bytes, ...]:
-        """By stage, the :data:`CODE` of each op. Kept: it is predicted many times."""
-        return tuple(bytes([CODE[kind] for kind, _ in ops]) for ops in self.stages)
+        """By rank, the :data:`CODE` of each op plus 4 times its chunk. Kept: it is predicted many
+        times."""
+        return tuple(
+            bytes([CODE[kind] + 4 * chunk for kind, _, chunk in ops]) for ops in self.ranks
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[bytes, ...]:
+        """By stage, the :data:`CODE` of each op."""
+        if self.one_stage_each:
+            return self.codes
+        return tuple(bytes([CODE[op.kind] for op in ops]) for ops in self.stages)
 
     @cached_property
     def mixed(self) -> int | None:
         """The first stage with both fused and split backwards; None if there is none."""
         both = CODE[OpKind.B], CODE[OpKind.BW]
-        found = (i for i, codes in enumerate(self.codes) if all(each in codes for each in both))
+        found = (i for i, codes in enumerate(self.kinds) if all(each in codes for each in both))
         return next(found, None)
 
     @cached_property
     def fused(self) -> tuple[int, ...]:
         """Stages with fused backwards."""
-        return tuple(i for i, codes in enumerate(self.codes) if CODE[OpKind.BW] in codes)
+        return tuple(i for i, codes in enumerate(self.kinds) if CODE[OpKind.BW] in codes)
 
     def slackness(self) -> tuple[int, ...]:
         """``Δ_i = x_i - x_{i+1}``, one per link: the warm-up that absorbs delay on link *i*."""
@@ -174,52 +259,103 @@ class Schedule:
         return tuple(x[i] - x[i + 1] for i in range(len(x) - 1))
 
     def in_flight_peak(self) -> tuple[int, ...]:
-        """Most microbatches whose F has started and whose W (or BW) has not finished."""
+        """By stage, most microbatches whose F has started and whose W (or BW) has not finished."""
         return self._in_flight_peak
 
     @cached_property
     def _in_flight_peak(self) -> tuple[int, ...]:
-        return tuple(max(0, *accumulate(map(_TAKES_UP.__getitem__, codes))) for codes in self.codes)
+        return tuple(max(0, *accumulate(map(_TAKES_UP.__getitem__, codes))) for codes in self.kinds)
+
+    def to_plan(self) -> Plan:
+        """Plan 0 in this order: all links direct, and no limits."""
+        links, none = self.stage_count - 1, (None,) * self.stage_count
+        return Plan(0, Policy.PIPEMORPH, self, (Route.DIRECT,) * links, none)
 
     def encode(self) -> list[str]:
-        """The wire format: per stage one of :data:`LETTERS` for each op.
+        """The wire format: per rank one of :data:`LETTERS` for each op, after its chunk if that is
+        not 0.
 
-        Each kind of a valid schedule runs in microbatch order, so the kinds say all. 512 stages of
-        2048 microbatches take 3 MB, and a tenth of it compressed.
+        Each kind of a valid schedule runs in microbatch order on its stage, so this says all. 512
+        stages of 2048 microbatches take 3 MB, and a tenth of it compressed.
         """
-        return ["".join([LETTERS[kind] for kind, _ in ops]) for ops in self.stages]
+        return [
+            "".join([f"{chunk or ''}{LETTERS[kind]}" for kind, _, chunk in ops])
+            if any(op.chunk for op in ops)
+            else "".join([LETTERS[op.kind] for op in ops])
+            for ops in self.ranks
+        ]
 
     @staticmethod
-    def decode(microbatches: int, stages: Sequence[str]) -> Schedule:
-        """Inverse of :meth:`encode`. Raises :class:`InputError` that names a stage and an op."""
-        longest = min(microbatches, max(map(len, stages), default=0))
-        # All stages share these: a large plan has millions of ops.
-        ops = {
-            letter: [Op(kind, m) for m in range(longest)] for letter, kind in KIND_OF_LETTER.items()
-        }
-        return Schedule(microbatches, tuple(_decode(i, text, ops) for i, text in enumerate(stages)))
-
-
-def _decode(stage: int, text: str, ops: Mapping[str, Sequence[Op]]) -> tuple[Op, ...]:
-    found: list[Op] = []
-    forwards = backwards = weights = 0
-    for position, letter in enumerate(text):
-        if letter not in ops:
+    def decode(microbatches: int, ranks: Sequence[str], placement: Sequence[int] = ()) -> Schedule:
+        """Inverse of :meth:`encode`. Raises :class:`InputError` that names a rank and an op."""
+        if placement and set(placement) != set(range(len(ranks))):
             raise InputError(
-                f"stage {stage}, op {position} is {letter!r}; expected F, I (backward of the"
+                f"the stages are on ranks {dashed(placement)}; expected all of {len(ranks)} ranks"
+            )
+        chunks = list(map(len, stages_of(placement))) or [1] * len(ranks)
+        most = min(microbatches, max(map(len, ranks), default=0))
+        # All ranks share these: a large plan has millions of ops.
+        ops: dict[str, list[Op]] = {}
+        return Schedule(
+            microbatches,
+            tuple(_decode(i, text, chunks[i], most, ops) for i, text in enumerate(ranks)),
+            tuple(placement),
+        )
+
+
+def _decode(
+    rank: int, text: str, chunks: int, most: int, ops: dict[str, list[Op]]
+) -> tuple[Op, ...]:
+    """``ops``: by what stands for one, its ops of all microbatches, which is added to."""
+    found: list[Op] = []
+    done: dict[str, list[int]] = {}
+    """By the number of a chunk, how many F, B and W there are so far."""
+    for position, (number, letter) in enumerate(_WIRE_OP.findall(text + "." * text[-1:].isdigit())):
+        turns = done.get(number)
+        if turns is None:
+            if len(number) > 2 or number[:1] == "0" or int(number or 0) >= chunks:
+                raise InputError(
+                    f"rank {rank}, op {position} is of chunk {number[:9]}; the rank has {chunks}"
+                )
+            turns = done[number] = [0, 0, 0]
+        kind = KIND_OF_LETTER.get(letter)
+        if kind is None:
+            raise InputError(
+                f"rank {rank}, op {position} is {letter!r}; expected F, I (backward of the"
                 " inputs), W or B (the whole backward)"
             )
-        turn = forwards if letter == "F" else weights if letter == "W" else backwards
-        if turn >= len(ops[letter]):
+        turn = turns[0] if letter == "F" else turns[2] if letter == "W" else turns[1]
+        if turn >= most:
             raise InputError(
-                f"stage {stage}, op {position} is a {letter} of microbatch {turn}; the schedule has"
-                f" {len(ops[letter])} microbatches"
+                f"rank {rank}, op {position} is a {letter} of microbatch {turn}; the schedule has"
+                f" {most} microbatches"
             )
-        found.append(ops[letter][turn])
-        forwards += letter == "F"
-        backwards += letter in ("I", "B")
-        weights += letter in ("W", "B")
+        its = ops.get(number + letter)
+        if its is None:
+            its = ops[number + letter] = [Op(kind, m, int(number or 0)) for m in range(most)]
+        found.append(its[turn])
+        turns[0] += letter == "F"
+        turns[1] += letter in ("I", "B")
+        turns[2] += letter in ("W", "B")
     return tuple(found)
+
+
+def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank, from the rank of each stage."""
+    found: list[list[int]] = [[] for _ in range(max(placement, default=-1) + 1)]
+    for stage, rank in enumerate(placement):
+        found[rank].append(stage)
+    return tuple(map(tuple, found))
+
+
+def _chunks(placement: Sequence[int]) -> list[int]:
+    """The chunk of each stage."""
+    before: dict[int, int] = {}
+    found = []
+    for rank in placement:
+        found.append(before.get(rank, 0))
+        before[rank] = found[-1] + 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -231,10 +367,8 @@ class Plan:
     limit. ``routes[i]``: route of link *i*. ``device_limits[i]``: most microbatches whose
     activations may be on the device of stage *i* at a time; the others are in host memory
     (:mod:`pipemorph.planning.offload`), or dropped and computed again if ``recompute[i]``; None:
-    neither. ``turns[r]``: for ranks with several
-    stages, the stage of each op that rank *r* of a pipeline runs, in order: the next op of that
-    stage. Empty: one stage per rank. ``waits[i]``: for guided dispatch, positions of ops of stage
-    *i* before which nothing runs in their turn; empty: there are none. ``own``: data-parallel
+    neither. ``waits[r]``: for guided dispatch, positions of ops of rank
+    *r* before which nothing runs in their turn; empty: there are none. ``own``: data-parallel
     replicas that run another plan under this version, and that plan; all other replicas run this
     one. Only these run without ``own``.
     """
@@ -248,7 +382,6 @@ class Plan:
     warmup: tuple[int, ...] = field(default=())
     device_limits: tuple[int | None, ...] = field(default=())
     recompute: tuple[bool, ...] = field(default=())
-    turns: tuple[tuple[int, ...], ...] = ()
     waits: tuple[tuple[int, ...], ...] = ()
     own: tuple[tuple[tuple[int, ...], Plan], ...] = ()
 
@@ -323,7 +456,7 @@ class Plan:
 
         def acts(plan: Plan) -> tuple[object, ...]:
             return (
-                plan.schedule, plan.dispatch, plan.waits, plan.turns, plan.routes,
+                plan.schedule, plan.dispatch, plan.waits, plan.routes,
                 plan.device_limits, plan.recompute,
             )  # fmt: skip
 

@@ -82,7 +82,7 @@ class Residency:
 def copying(ops: Iterable[Op], limit: int | None) -> list[bool]:
     """In which ops of a stage a microbatch's activations leave or return, by position."""
     held = Residency(limit)
-    return [held.run(kind, microbatch) for kind, microbatch in ops]
+    return [held.run(op.kind, op.microbatch) for op in ops]
 
 
 class Left(NamedTuple):
@@ -117,7 +117,7 @@ def device_peak(ops: Iterable[Op], limit: int | None) -> int:
     """Most microbatches resident at any moment while a stage runs ``ops``."""
     held = Residency(limit)
     peak = 0
-    for kind, microbatch in ops:
+    for kind, microbatch, _ in ops:
         before = held.resident
         copies = held.run(kind, microbatch)
         # During an F or B its own microbatch is on the device, even if copied before or after.
@@ -130,34 +130,31 @@ def host_peak(ops: Iterable[Op], limit: int | None) -> int:
     """Most microbatches whose activations are away at any moment while a stage runs ``ops``."""
     held = Residency(limit)
     peak = 0
-    for kind, microbatch in ops:
-        held.run(kind, microbatch)
+    for op in ops:
+        held.run(op.kind, op.microbatch)
         peak = max(peak, held.away)
     return peak
 
 
 def rank_peaks(
-    ops: Iterable[tuple[int, OpKind, int]],
-    limits: Sequence[int | None],
-    units: Sequence[float],
+    schedule: Schedule, rank: int, limits: Sequence[int | None], units: Sequence[float]
 ) -> tuple[float, float]:
-    """Most memory of activations at any moment while a rank runs ``ops``, each ``(stage, kind,
-    microbatch)``: on the device, and away from it. Of several stages, what they hold at the same
-    moment.
+    """Most memory of activations at any moment while a rank runs its ops: on the device, and away
+    from it. Of several stages, what they hold at the same moment.
 
     ``limits[s]``: device limit of stage *s*; ``units[s]``: memory of one microbatch on it, in any
     unit.
     """
-    held: dict[int, Residency] = {}
+    mine = schedule.stages_of[rank]
+    held = [Residency(limits[stage]) for stage in mine]
     device = away = 0.0
-    for stage, kind, microbatch in ops:
-        mine = held.setdefault(stage, Residency(limits[stage]))
-        before = sum(each.resident * units[s] for s, each in held.items())
-        copies = mine.run(kind, microbatch)
+    for kind, microbatch, chunk in schedule.ranks[rank]:
+        before = sum(each.resident * units[s] for s, each in zip(mine, held, strict=True))
+        copies = held[chunk].run(kind, microbatch)
         # As in device_peak().
-        arrives = units[stage] if kind is OpKind.F or copies else 0.0
+        arrives = units[mine[chunk]] if kind is OpKind.F or copies else 0.0
         device = max(device, before + arrives)
-        away = max(away, sum(each.away * units[s] for s, each in held.items()))
+        away = max(away, sum(each.away * units[s] for s, each in zip(mine, held, strict=True)))
     return device, away
 
 

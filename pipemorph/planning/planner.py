@@ -1,4 +1,4 @@
-"""Makes a plan for a problem with one stage per rank."""
+"""Makes a plan for a problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from time import perf_counter
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Policy, Route, Schedule
 from pipemorph.planning.policies.classic import gpipe, one_f_one_b, zero_bubble
+from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
 from pipemorph.planning.problem import Link, Problem, StageTimes
+from pipemorph.planning.search.listed import best_listed
 from pipemorph.planning.search.search import search
 from pipemorph.planning.search.variants import Variant, best_variant, has_variants
 from pipemorph.planning.simulation.lower_bound import SAME, lower_bound, tight_lower_bound
@@ -68,16 +70,17 @@ def plan(
     Policy pipemorph chooses where to offload within the device limits, and which stages fuse their
     backwards if ``fused_backward`` is shorter than both parts; other policies keep the device
     limits unchanged. ``effort``: times the usual number of orders that it tries, where it tries no
-    variants of offload and fused backwards; it stops at a plan that is longer than the lower bound
-    by ``near`` at most, as a fraction. ``tight_bound``: where its plan is not proven shortest,
-    look for a larger ``lower_bound``, which does not change the plan and may take longer than it.
+    variants of offload and fused backwards, with one stage per rank; it stops at a plan that is
+    longer than the lower bound by ``near`` at most, as a fraction. ``tight_bound``: where its plan
+    is not proven shortest, look for a larger ``lower_bound``, which does not change the plan and
+    may take longer than it.
     Raises :class:`InputError` if the policy cannot plan the problem.
     """
     began, asked = perf_counter(), problem
     policy = problem.policy if policy is None else policy
-    if policy is Policy.PIPEMORPH and has_variants(problem):
+    if policy is Policy.PIPEMORPH and (problem.several or has_variants(problem)):
         bound = lower_bound(problem)
-        best = best_variant(problem)
+        best = best_listed(problem) if problem.several else best_variant(problem)
         problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
         found = search(problem, effort=effort, near=near)
@@ -85,7 +88,8 @@ def plan(
         is_makespan = problem.objective == "makespan"
         makespan = found.objective if is_makespan else predict(schedule, problem)
     else:
-        schedule, bound = _made_by_hand(problem, policy), lower_bound(problem)
+        schedule = _made_by_rule(problem, policy)
+        bound = lower_bound(problem, schedule.placement)
         makespan = predict(schedule, problem)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
     planned = PlannedSchedule(
@@ -96,7 +100,8 @@ def plan(
         lower_bound=bound,
         planning_seconds=perf_counter() - began,
     )
-    if tight_bound and policy is Policy.PIPEMORPH and planned.objective > bound * (1 + SAME):
+    unproven = planned.objective > bound * (1 + SAME)
+    if tight_bound and policy is Policy.PIPEMORPH and unproven and not problem.several:
         bound = max(bound, tight_lower_bound(asked, planned.objective))
         planned = replace(planned, lower_bound=bound)
     # Both are sums of the same times in different order: ignore rounding errors.
@@ -104,7 +109,14 @@ def plan(
     return replace(planned, lower_bound=planned.objective) if near else planned
 
 
-def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
+def _made_by_rule(problem: Problem, policy: Policy) -> Schedule:
+    if policy.interleaved and problem.warmup is not None:
+        raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} sets its own")
+    if problem.several and not policy.interleaved:
+        raise InputError(
+            f"ranks is {problem.ranks}; policy {policy.value} has one stage per rank, and stages"
+            f" has {problem.stage_count} entries: use pipemorph, 1f1b-interleaved or zero-bubble-v"
+        )
     match policy:
         case Policy.GPIPE:
             return gpipe(problem)
@@ -112,34 +124,12 @@ def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
             return one_f_one_b(problem)
         case Policy.ZERO_BUBBLE:
             return zero_bubble(problem)
-        case Policy.ONE_F_ONE_B_INTERLEAVED | Policy.ZERO_BUBBLE_V:
-            raise InputError(
-                f"policy {policy.value} puts several stages on a rank, plan() only one; use"
-                " pipemorph.planning.interleaved.plan_interleaved"
-            )
+        case Policy.ONE_F_ONE_B_INTERLEAVED:
+            return one_f_one_b_interleaved(problem)
+        case Policy.ZERO_BUBBLE_V:
+            return zero_bubble_v(problem)
         case _:
-            raise AssertionError(f"policy {policy.value} is not made by hand")
-
-
-def plan_for(
-    microbatches: int,
-    stages: Sequence[StageTimes],
-    delays: Sequence[float],
-    routes: Sequence[Route] | None = None,
-    *,
-    policy: Policy = Policy.PIPEMORPH,
-    queues: int = DELEGATED_QUEUES,
-    half_duplex: bool = False,
-) -> PlannedSchedule:
-    """Plan for measured op times and link delays; used by the adaptation controller.
-
-    ``stages`` and ``delays`` share one unit (seconds in the controller). ``routes[i]``: route of
-    link *i*, see :func:`link_on`; None plans for pure latency.
-    """
-    problem = problem_for(
-        microbatches, stages, delays, routes, queues=queues, half_duplex=half_duplex
-    )
-    return plan(problem, policy)
+            raise AssertionError(f"policy {policy.value} has no rule")
 
 
 def problem_for(
@@ -153,9 +143,11 @@ def problem_for(
     half_duplex: bool = False,
     several: bool = False,
 ) -> Problem:
-    """The problem that :func:`plan_for` plans, to predict other schedules for it. ``transfers[i]``:
-    how long a message occupies link *i* before it travels for ``delays[i]``. ``several``: see
-    :func:`link_on`."""
+    """The problem for measured op times and link delays; used by the adaptation controller.
+
+    ``stages`` and ``delays`` share one unit (seconds in the controller). ``routes[i]``: route of
+    link *i*, see :func:`link_on`; None plans for pure latency. ``transfers[i]``: how long a message
+    occupies link *i* before it travels for ``delays[i]``. ``several``: see :func:`link_on`."""
     if routes is None:
         links = [Link(delay=delay) for delay in delays]
     else:

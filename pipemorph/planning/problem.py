@@ -13,9 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement
+from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement, place_stages
 from pipemorph.planning.offload import recompute_reach
-from pipemorph.removed import DISPATCHES, POLICIES, removal
+from pipemorph.removed import DISPATCHES, POLICIES, PROBLEM_FIELDS, removal
 
 MAX_CELLS = 512 * 2048
 """Most stages × microbatches. Far above any real pipeline; small enough that a typo in
@@ -143,9 +143,7 @@ class Link(_Model):
     sends of one direction that have not arrived: a further send blocks the *compute* of its stage
     until the oldest has arrived (head-of-line blocking).
 
-    With ``half_duplex`` both directions share queues and rate, first come, first served. ``slots``
-    limits the forward messages that stage *i+1* has not begun to use; guided dispatch runs a
-    forward out of turn only while a slot is free. Static dispatch ignores it.
+    With ``half_duplex`` both directions share queues and rate, first come, first served.
 
     A direct route is ``queues=1, outstanding=2``, plus ``half_duplex`` if a pair of ranks has one
     communicator for both directions. A delegated route has ``queues=8`` and no limit on sends,
@@ -159,7 +157,6 @@ class Link(_Model):
     queues: Messages | None = None
     outstanding: Messages | None = None
     half_duplex: bool = False
-    slots: Messages | None = None
 
     @model_validator(mode="after")
     def _shares_something(self) -> Link:
@@ -232,6 +229,22 @@ class Problem(_Model):
     @property
     def stage_count(self) -> int:
         return len(self.stages)
+
+    @property
+    def several(self) -> bool:
+        """Whether ranks have several stages."""
+        return self.ranks not in (None, self.stage_count)
+
+    @property
+    def placed(self) -> tuple[int, ...]:
+        """The rank of each stage. Raises :class:`InputError` if the ranks do not divide the
+        stages."""
+        stages, ranks = self.stage_count, self.ranks
+        if ranks is None or ranks == stages:
+            return tuple(range(stages))
+        if stages % ranks:
+            raise InputError(f"ranks is {ranks}; expected a number that divides {stages} stages")
+        return place_stages(stages, ranks, self.placement)
 
     def in_flight_limits(self) -> tuple[int | None, ...]:
         """``K_i`` per stage; None: no cap."""
@@ -427,6 +440,8 @@ def describe(error: ValidationError) -> str:
         return f"{name}: {shown(found)} {message}" if name else message
     if kind == "missing":
         return f"{name} is missing"
+    if kind == "extra_forbidden" and (gone := removal(PROBLEM_FIELDS, str(first["loc"][-1]))):
+        return f"{name} {gone}"
     if kind == "enum":
         gone = removal({"policy": POLICIES, "dispatch": DISPATCHES}.get(name, {}), str(found))
         if gone is not None:

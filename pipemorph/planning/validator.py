@@ -3,8 +3,7 @@
 1. Each stage runs each microbatch's F once, and its B and W once or its BW once.
 2. F before B before W, and each kind in microbatch order. Every ``.grad`` then sums
    W_0 … W_{N-1} in one order, which keeps results bitwise equal across schedules.
-3. No deadlock: with ``a_i(k)`` the forwards before the k-th backward on stage *i*,
-   ``a_i(k) ≥ a_{i+1}(k)``. This is necessary and sufficient when sends are buffered.
+3. No deadlock: run in their orders with sends that are buffered, no rank waits forever.
 4. The in-flight caps are kept.
 5. The device limits are kept on stages that offload activations.
 """
@@ -20,14 +19,11 @@ from pipemorph.planning.offload import Residency
 
 
 class ScheduleError(InputError):
-    """An invalid schedule. ``stage`` and ``position`` locate the offending op."""
+    """An invalid schedule. ``place``, a stage or a rank, and ``position`` locate the op."""
 
-    def __init__(
-        self, stage: int, position: int | None, message: str, *, place: str = "stage"
-    ) -> None:
-        where = f"{place} {stage}" if position is None else f"{place} {stage}, position {position}"
+    def __init__(self, place: str, position: int | None, message: str) -> None:
+        where = place if position is None else f"{place}, position {position}"
         super().__init__(f"{where}: {message}")
-        self.stage = stage
         self.position = position
 
 
@@ -41,87 +37,81 @@ def validate(
     ``in_flight_limits[i]``: ``K_i``, None for no cap. ``device_limits[i]``: ``D_i``, None for a
     stage without offload; empty if no stage offloads.
     """
+    stages = schedule.stage_count
     if schedule.microbatches < 1:
         raise InputError(f"a schedule needs at least 1 microbatch, not {schedule.microbatches}")
-    if not schedule.stages:
+    if not stages:
         raise InputError("a schedule needs at least one stage")
-    if in_flight_limits is not None and len(in_flight_limits) != schedule.stage_count:
-        raise InputError(
-            f"{len(in_flight_limits)} in-flight limits for {schedule.stage_count} stages"
-        )
-    if len(device_limits) not in (0, schedule.stage_count):
-        raise InputError(f"{len(device_limits)} device limits for {schedule.stage_count} stages")
-    if _is_valid(schedule, in_flight_limits, device_limits):
+    caps = (None,) * stages if in_flight_limits is None else in_flight_limits
+    devices = device_limits or (None,) * stages
+    for name, limits in (("in-flight", caps), ("device", devices)):
+        if len(limits) != stages:
+            raise InputError(f"{len(limits)} {name} limits for {stages} stages")
+    if _is_valid(schedule, caps, devices):
         return
-    forwards_before = [
-        check_stage(i, ops, schedule.microbatches) for i, ops in enumerate(schedule.stages)
-    ]
-    _check_deadlock(schedule, forwards_before)
-    if in_flight_limits is not None:
-        for i, limit in enumerate(in_flight_limits):
-            if limit is not None:
-                check_cap(i, schedule.stages[i], limit)
-    for i, limit in enumerate(device_limits):
-        if limit is not None:
-            check_device(i, schedule.stages[i], limit)
+    for i, ops in enumerate(schedule.stages):
+        _check_stage(i, ops, schedule.microbatches)
+        if (cap := caps[i]) is not None:
+            _check_cap(i, ops, cap)
+        if (device := devices[i]) is not None:
+            _check_device(i, ops, device)
+    _check_deadlock(schedule)
 
 
 def _is_valid(
-    schedule: Schedule,
-    in_flight_limits: Sequence[int | None] | None,
-    device_limits: Sequence[int | None],
+    schedule: Schedule, caps: Sequence[int | None], devices: Sequence[int | None]
 ) -> bool:
     """Whether a schedule is known to be valid: the walk that finds the op which is not takes a
     hundred times as long."""
-    caps = in_flight_limits or (None,) * schedule.stage_count
-    devices = device_limits or (None,) * schedule.stage_count
     if any(limit is not None and limit < 1 for limit in (*caps, *devices)):
         return False
-    counts = [len(ops) for ops in schedule.stages]
     # A limit above the ops of a stage is none, however large.
+    most = max(map(len, schedule.ranks))
     return _planner.is_valid(
         schedule.microbatches,
+        schedule.stages_of,
         schedule.codes,
-        [[op.microbatch for op in ops] for ops in schedule.stages],
-        [min(cap or 0, count) for cap, count in zip(caps, counts, strict=True)],
-        [min(limit or 0, count) for limit, count in zip(devices, counts, strict=True)],
+        [[op.microbatch for op in ops] for ops in schedule.ranks],
+        [min(cap or 0, most) for cap in caps],
+        [min(limit or 0, most) for limit in devices],
     )
 
 
-def check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> list[int]:
-    """Check rules 1 and 2 on one stage; return ``a(k)``, forwards before the k-th backward."""
+def _check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> None:
+    """Check rules 1 and 2 on one stage."""
     forwards = backwards = weights = 0
-    forwards_before: list[int] = []
     for position, op in enumerate(ops):
-        kind, m = op
+        kind, m = op.kind, op.microbatch
         if kind is OpKind.F:
             _check_turn(stage, position, op, forwards, microbatches)
             forwards += 1
         elif kind is OpKind.B or kind is OpKind.BW:
             _check_turn(stage, position, op, backwards, microbatches)
             if m >= forwards:
-                raise ScheduleError(stage, position, f"found {op}; expected F{m} before it")
+                raise _broken(stage, position, f"found {op}; expected F{m} before it")
             backwards += 1
-            forwards_before.append(forwards)
             if kind is OpKind.BW:
                 if weights != m:
-                    raise ScheduleError(
+                    raise _broken(
                         stage, position, f"found {op}; expected W{weights} first: {_ORDER}"
                     )
                 weights += 1
         else:
             _check_turn(stage, position, op, weights, microbatches)
             if m >= backwards:
-                raise ScheduleError(stage, position, f"found {op}; expected B{m} before it")
+                raise _broken(stage, position, f"found {op}; expected B{m} before it")
             weights += 1
     for done, kinds in ((forwards, "F"), (backwards, "B"), (weights, "W")):
         if done != microbatches:
-            raise ScheduleError(
+            raise _broken(
                 stage,
                 None,
                 f"the ops end after {done} of {microbatches} {kinds}; expected {kinds}{done}",
             )
-    return forwards_before
+
+
+def _broken(stage: int, position: int | None, message: str) -> ScheduleError:
+    return ScheduleError(f"stage {stage}", position, message)
 
 
 _ORDER = "each kind runs once per microbatch, in microbatch order"
@@ -134,47 +124,52 @@ def _check_turn(stage: int, position: int, op: Op, turn: int, microbatches: int)
         expected = f"no more of this kind; the schedule has {microbatches} microbatches"
     else:
         expected = f"{op.kind.value}{turn}: {_ORDER}"
-    raise ScheduleError(stage, position, f"found {op}; expected {expected}")
+    raise _broken(stage, position, f"found {op}; expected {expected}")
 
 
-def _check_deadlock(schedule: Schedule, forwards_before: Sequence[Sequence[int]]) -> None:
-    for i in range(schedule.stage_count - 1):
-        here, below = forwards_before[i], forwards_before[i + 1]
-        for k, (mine, needed) in enumerate(zip(here, below, strict=True)):
-            if mine < needed:
-                position = backward_position(schedule.stages[i], k)
-                raise ScheduleError(
-                    i,
-                    position,
-                    f"found {schedule.stages[i][position]} after {mine} F; expected at least"
-                    f" {needed} F before it, as many as stage {i + 1} runs before its"
-                    f" {_backward(schedule.stages[i + 1], k)}, or the two wait for each other",
-                )
+def _check_deadlock(schedule: Schedule) -> None:
+    """Raise :class:`ScheduleError` that names an op that waits forever, if there is one. The ops of
+    each stage must be in an order that it can run."""
+    done = [{OpKind.F: 0, OpKind.B: 0, OpKind.W: 0} for _ in schedule.placement]
+    at = [0] * len(schedule.ranks)
+
+    def advance(rank: int) -> bool:
+        if at[rank] == len(schedule.ranks[rank]):
+            return False
+        kind, microbatch, chunk = schedule.ranks[rank][at[rank]]
+        stage = schedule.stages_of[rank][chunk]
+        counted = OpKind.B if kind is OpKind.BW else kind
+        source = stage - 1 if kind is OpKind.F else stage + 1
+        receives = counted is not OpKind.W and 0 <= source < len(done)
+        if receives and done[source][counted] <= microbatch:
+            return False
+        done[stage][counted] += 1
+        at[rank] += 1
+        return True
+
+    while any(advance(rank) for rank in range(len(at))):
+        pass
+    for rank, (position, ops) in enumerate(zip(at, schedule.ranks, strict=True)):
+        if position < len(ops):
+            op = ops[position]
+            stage = schedule.stages_of[rank][op.chunk]
+            source = stage - 1 if op.kind is OpKind.F else stage + 1
+            whose = "" if schedule.one_stage_each else f" of stage {stage}"
+            raise ScheduleError(
+                f"stage {stage}" if schedule.one_stage_each else f"rank {rank}",
+                position,
+                f"{op}{whose} waits forever for microbatch {op.microbatch} of stage {source}",
+            )
 
 
-def backward_position(ops: Sequence[Op], k: int) -> int:
-    """Position of the k-th B or BW in ``ops``."""
-    seen = 0
-    for position, op in enumerate(ops):
-        if op.kind is OpKind.B or op.kind is OpKind.BW:
-            if seen == k:
-                return position
-            seen += 1
-    raise IndexError(k)
-
-
-def _backward(ops: Sequence[Op], k: int) -> Op:
-    return ops[backward_position(ops, k)]
-
-
-def check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
+def _check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
     """Raise :class:`ScheduleError` at the first F that exceeds the cap of a stage."""
     in_flight = 0
     for position, op in enumerate(ops):
         if op.kind is OpKind.F:
             in_flight += 1
             if in_flight > limit:
-                raise ScheduleError(
+                raise _broken(
                     stage,
                     position,
                     f"found {op} with {limit} microbatches in flight; expected a W before it,"
@@ -184,15 +179,15 @@ def check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
             in_flight -= 1
 
 
-def check_device(stage: int, ops: Sequence[Op], limit: int) -> None:
+def _check_device(stage: int, ops: Sequence[Op], limit: int) -> None:
     """Raise :class:`ScheduleError` at the first op that exceeds the device limit of a stage. The
     ops must satisfy the other rules."""
-    check_device_limit(stage, limit)
+    _check_device_limit(stage, limit)
     held = Residency(limit)
     for position, op in enumerate(ops):
         if not held.fits(op.kind, op.microbatch):
             what = "" if op.kind is OpKind.F else ", whose activations are in host memory,"
-            raise ScheduleError(
+            raise _broken(
                 stage,
                 position,
                 f"found {op}{what} with {held.resident} microbatches on the device; expected a W"
@@ -201,61 +196,52 @@ def check_device(stage: int, ops: Sequence[Op], limit: int) -> None:
         held.run(op.kind, op.microbatch)
 
 
-def check_device_limit(stage: int, limit: int | None) -> None:
+def _check_device_limit(stage: int, limit: int | None) -> None:
     """Raise :class:`ScheduleError` for a limit below 1, within which no F could run."""
     if limit is not None and limit < 1:
-        raise ScheduleError(stage, None, f"device_limit is {limit}; expected at least 1")
+        raise _broken(stage, None, f"device_limit is {limit}; expected at least 1")
 
 
 def validate_waits(schedule: Schedule, waits: Sequence[Sequence[int]]) -> None:
-    """Raise :class:`ScheduleError` unless ``waits[i]`` are positions of ops of stage *i*; empty
-    for none on any stage."""
-    if len(waits) not in (0, schedule.stage_count):
-        raise InputError(
-            f"waits has {len(waits)} entries; expected one per stage, {schedule.stage_count}"
-        )
-    for i, positions in enumerate(waits):
-        size = len(schedule.stages[i])
+    """Raise :class:`ScheduleError` unless ``waits[r]`` are positions of ops of rank *r*; empty
+    for none on any rank."""
+    ranks = len(schedule.ranks)
+    if len(waits) not in (0, ranks):
+        raise InputError(f"waits has {len(waits)} entries; expected one per rank, {ranks}")
+    for rank, positions in enumerate(waits):
+        size = len(schedule.ranks[rank])
         for position in positions:
             if not 0 <= position < size:
                 raise ScheduleError(
-                    i, None, f"waits has position {position}; the stage has {size} ops"
+                    f"rank {rank}", None, f"waits has position {position}; the rank has {size} ops"
                 )
 
 
 def validate_online(
     warmup: Sequence[int],
     in_flight_limits: Sequence[int | None],
-    slots: Sequence[int | None] | None = None,
     device_limits: Sequence[int | None] = (),
 ) -> None:
     """Raise :class:`ScheduleError` if running ready ops could deadlock.
 
-    ``slots[i]``: most forward messages of link *i* that the receiver has not begun to use; None for
-    no limit. Deadlock is impossible if x is non-increasing, ``x_i ≤ min(K_0 … K_i)``, and link *i*
-    has at least ``max(1, Δ_i)`` slots. A device limit of at least 1 adds no condition: whenever it
-    forbids an op, a W can run (:mod:`pipemorph.planning.offload`).
+    Deadlock is impossible if x is non-increasing and ``x_i ≤ min(K_0 … K_i)``. A device limit of at
+    least 1 adds no condition: whenever it forbids an op, a W can run
+    (:mod:`pipemorph.planning.offload`).
     """
     for i, held in enumerate(device_limits):
-        check_device_limit(i, held)
+        _check_device_limit(i, held)
     cap: int | None = None
     for i, x in enumerate(warmup):
         limit = in_flight_limits[i]
         if limit is not None:
             cap = limit if cap is None else min(cap, limit)
         if x < 1:
-            raise ScheduleError(i, None, f"warm-up is {x}; expected at least 1")
+            raise _broken(i, None, f"warm-up is {x}; expected at least 1")
         if i and x > warmup[i - 1]:
-            raise ScheduleError(
+            raise _broken(
                 i, None, f"warm-up is {x}; expected at most {warmup[i - 1]}, that of stage {i - 1}"
             )
         if cap is not None and x > cap:
-            raise ScheduleError(
+            raise _broken(
                 i, None, f"warm-up is {x}; expected at most {cap}, the smallest cap up to here"
-            )
-    for i, held in enumerate(slots or ()):
-        needed = max(1, warmup[i] - warmup[i + 1])
-        if held is not None and held < needed:
-            raise ScheduleError(
-                i, None, f"link {i} has {held} forward slots; expected at least {needed}"
             )

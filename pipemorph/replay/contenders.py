@@ -13,7 +13,6 @@ from pipemorph.control import AdaptationRecord
 from pipemorph.control.decide.forecast import MOST_EFFORT
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
-from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.replay.links import (
     DispatchChoice,
@@ -242,21 +241,14 @@ class Oracle:
             for link, delay, transfer in zip(well.links, delays, transfers, strict=True)
         )
         problem = with_reductions(well.model_copy(update={"links": links}), dict(late))
-        if _has_several(problem):
-            return plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes)
         return plan(problem, effort=MOST_EFFORT).to_plan(0, routes)
-
-
-def _has_several(problem: Problem) -> bool:
-    """Whether ranks have several stages."""
-    return problem.ranks not in (None, problem.stage_count)
 
 
 def _fixed(problem: Problem) -> dict[str, Policy]:
     """The contenders that never change their plan. With several stages per rank there is one made
     by a rule, that of the placement."""
     rules = {"1f1b": Policy.ONE_F_ONE_B, "zero-bubble": Policy.ZERO_BUBBLE}
-    if _has_several(problem):
+    if problem.several:
         rules = {"1f1b": Policy.ONE_F_ONE_B_INTERLEAVED}
         if problem.placement == "v":
             rules = {"zero-bubble": Policy.ZERO_BUBBLE_V}
@@ -265,8 +257,6 @@ def _fixed(problem: Problem) -> dict[str, Policy]:
 
 def _plan(problem: Problem, policy: Policy) -> Plan:
     routes = (Route.DIRECT,) * len(problem.links)
-    if _has_several(problem):
-        return plan_interleaved(problem, policy).to_plan(0, routes)
     return plan(problem, policy).to_plan(0, routes)
 
 

@@ -18,16 +18,12 @@ from pipemorph.planning import (
     Simulation,
     StageTimes,
     link_on,
+    simulate,
 )
-from pipemorph.planning.ir import place_stages
 from pipemorph.planning.problem import transfer_ms
 from pipemorph.planning.simulation.costs import DelayAt
-from pipemorph.planning.simulation.interleaved import (
-    InterleavedSchedule,
-    simulate_interleaved,
-)
 from pipemorph.planning.simulation.messages import Message, deliver
-from pipemorph.planning.simulation.simulator import following, simulate_changing
+from pipemorph.planning.simulation.simulator import following
 from pipemorph.replay.trace import LinkTrace, TracedLink
 
 DispatchChoice = Dispatch | Literal["auto"]
@@ -80,18 +76,14 @@ class Links:
         self._rates = narrow or any(self._transfers)
         self._may_fail = any(state.down for states in trace.states for state in states.values())
         self._problem, self._trace = problem, trace
-        self.rank_of = ranks_of(problem)
+        rank_of = problem.placed
         for states in trace.states:
             for i in states:
-                if self.within(i):
+                if rank_of[i] == rank_of[i + 1]:
                     raise InputError(
                         f"the trace has a state of link {i}, whose stages are both on rank"
-                        f" {self.rank_of[i]}: no message of it leaves the rank"
+                        f" {rank_of[i]}: no message of it leaves the rank"
                     )
-
-    def within(self, link: int) -> bool:
-        """Whether both ends of a link are on one rank."""
-        return self.rank_of[link] == self.rank_of[link + 1]
 
     def sizes(self, stage: int) -> tuple[int | None, int | None]:
         """Bytes of a microbatch's activations and of its inputs that lead to the stage's
@@ -104,7 +96,7 @@ class Links:
     def under(self, routes: Sequence[Route]) -> Problem:
         """The problem with links as they are without a fault, for messages on ``routes``, and with
         what delegating takes of the ops at their ends."""
-        several = len(set(self.rank_of)) < len(self.rank_of)
+        several = self._problem.several
         links = [
             link_on(route, base, several=several).model_copy(update={"transfer": transfer})
             for route, base, transfer in zip(routes, self._base, self._transfers, strict=True)
@@ -116,11 +108,6 @@ class Links:
             for stage, count in zip(self._problem.stages, ends, strict=True)
         ]
         return self._problem.model_copy(update={"links": tuple(links), "stages": tuple(stages)})
-
-    def bubble_fraction(self, ran: Simulation) -> float:
-        """Idle time of the ranks over ranks × makespan."""
-        busy = (1.0 - ran.bubble_fraction) * len(ran.stages)
-        return max(0.0, 1.0 - busy / len(set(self.rank_of)))
 
     def late(self, iteration: int, began: float) -> Mapping[int, float]:
         """Seconds by which reductions end later in an iteration that begins ``began`` seconds after
@@ -134,7 +121,7 @@ class Links:
 
     def pace(self) -> Pace:
         """Of another trainer that begins."""
-        return Pace(self._problem, self.rank_of)
+        return Pace(self._problem)
 
     def changed(self, iteration: int, now: float) -> Mapping[int, TracedLink]:
         """The links that are not well."""
@@ -203,7 +190,10 @@ class Links:
             def held_at(link: int, sent: float, held: Held = held) -> float:
                 return delay_at(link, sent) + held.get((link, sent), 0.0)
 
-            ran = _simulate(plan, problem, held_at, transfer_at, before)
+            ran = simulate(
+                plan.schedule, problem, plan.dispatch, waits=plan.waits,
+                delay_at=held_at, transfer_at=transfer_at, before=before,
+            )  # fmt: skip
             if not self._may_fail:
                 return ran
             found = self._lost(ran, plan, iteration, began, held, can_fail_over=gone is not None)
@@ -243,7 +233,7 @@ class Links:
         leaving = sorted(
             (self.left(m, iteration, began) - held.get((m.link, m.sent), 0.0), m)
             for m in deliver(ran).messages
-            if plan.routes[m.link] is Route.DIRECT and not self.within(m.link)
+            if plan.routes[m.link] is Route.DIRECT
         )
         found = Lost({}, {})
         for leaves, message in leaving:
@@ -278,25 +268,6 @@ class Links:
         return None if self._trace.down_until(link, float(iteration)) is None else math.inf
 
 
-def _simulate(
-    plan: Plan,
-    problem: Problem,
-    delay_at: DelayAt,
-    transfer_at: DelayAt | None,
-    before: Sequence[float] | None,
-) -> Simulation:
-    if plan.turns:
-        order = InterleavedSchedule.of_plan(plan)
-        return simulate_interleaved(
-            order, problem, plan.dispatch, waits=plan.waits,
-            delay_at=delay_at, transfer_at=transfer_at, before=before,
-        ).simulation  # fmt: skip
-    return simulate_changing(
-        plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at, before=before,
-        waits=plan.waits,
-    )  # fmt: skip
-
-
 def failed_over(plan: Plan, gone: Mapping[int, float]) -> Plan:
     """What a trainer makes of a plan that has given up the direct routes of some links."""
     if not gone:
@@ -317,12 +288,10 @@ def with_reductions(problem: Problem, late: Mapping[int, float]) -> Problem:
 
 class Pace:
     """Makes iterations follow each other: all ranks begin the next one when the last rank has
-    ended, or, without a barrier, each when it has ended itself. ``rank_of``: of each stage."""
+    ended, or, without a barrier, each when it has ended itself."""
 
-    def __init__(self, problem: Problem, rank_of: Sequence[int]) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.barrier = problem.objective == "makespan"
-        ranks = range(max(rank_of) + 1)
-        self._stages_of = [[s for s, at in enumerate(rank_of) if at == rank] for rank in ranks]
         self.before: list[float] | None = None
         """When each rank may begin the next iteration, counted from its begin on rank 0."""
 
@@ -331,22 +300,8 @@ class Pace:
         follows."""
         if self.barrier:
             return ran.makespan
-        after = ran.after or (0.0,) * len(ran.stages)
-        free = [[max(ran.free[s][-1] for s in mine)] for mine in self._stages_of]
-        tails = [max(after[s] for s in mine) for mine in self._stages_of]
-        took, self.before = following(free, tails)
+        took, self.before = following(ran.ran.free, ran.after)
         return took
-
-
-def ranks_of(problem: Problem) -> tuple[int, ...]:
-    """The rank of each stage. Raises :class:`InputError` if ranks do not share the stages
-    evenly."""
-    count, ranks = problem.stage_count, problem.ranks
-    if ranks is None or ranks == count:
-        return tuple(range(count))
-    if count % ranks:
-        raise InputError(f"ranks is {ranks}; expected a number that divides {count} stages")
-    return place_stages(count, ranks, problem.placement)
 
 
 def job_spec(problem: Problem, dispatch: DispatchChoice, replicas: int = 1) -> JobSpec:
@@ -382,8 +337,8 @@ def job_spec(problem: Problem, dispatch: DispatchChoice, replicas: int = 1) -> J
     if replicas > 1:
         problem.check_makespan("a replay of replicas")
     parallelism: dict[str, object] = {"stages": problem.stage_count, "replicas": replicas}
-    ranks = len(set(ranks_of(problem)))
-    if ranks < problem.stage_count:
+    ranks = len(set(problem.placed))
+    if problem.several:
         each = {"stagesPerRank": problem.stage_count // ranks, "stagePlacement": problem.placement}
         parallelism |= each
     return JobSpec.model_validate(

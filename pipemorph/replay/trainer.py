@@ -18,7 +18,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.replan import propose
 from pipemorph.control.observe.observer import Observer
-from pipemorph.planning import Op, OpKind, Plan, Route, Simulation
+from pipemorph.planning import OpKind, Plan, Route, Simulation
 from pipemorph.planning.offload import copying
 from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
@@ -115,9 +115,7 @@ class AdaptiveTrainer:
             seconds=seconds,
             loss=None,
             plan_version=self._plan.version,
-            bubble_fraction=fmean(
-                links.bubble_fraction(each) for links, each in zip(self._links, ran, strict=True)
-            ),
+            bubble_fraction=fmean(each.bubble_fraction for each in ran),
             barrier=self._pace.barrier,
         )
         profiles = [
@@ -160,8 +158,6 @@ class AdaptiveTrainer:
         before: dict[_Series, float] = {}
         latencies: dict[tuple[int, _Series], float] = {}
         for message in deliver(ran).messages:
-            if links.within(message.link):
-                continue
             leaves, sent = links.left(message, iteration, began), message.sent
             route = plan.routes[message.link]
             given_up = gone.get(message.link, INF) - began
@@ -210,16 +206,7 @@ class AdaptiveTrainer:
         if self._telemetry == "exact" or route is Route.DELEGATED:
             return message.arrived, True
         stage = message.link + 1 if message.forward else message.link
-        rank_of = self._links[0].rank_of
-        ops = sorted(
-            (
-                op
-                for ops, mine in zip(ran.stages, rank_of, strict=True)
-                if mine == rank_of[stage]
-                for op in ops
-            ),
-            key=lambda op: op.start,
-        )
+        ops = ran.ranks[ran.schedule.placement[stage]]
         running = ops[max(0, bisect_right(ops, message.arrived, key=lambda op: op.start) - 1)]
         if running.start <= message.arrived < running.end:
             return running.end, False
@@ -271,7 +258,7 @@ class AdaptiveTrainer:
         took: dict[OpKind, list[float]] = {}
         ops = ran.stages[stage]
         forward = _mean([op.end - op.start for op in ops if op.kind is OpKind.F])
-        order = [Op(op.kind, op.microbatch) for op in ops]
+        order = ran.schedule.stages[stage]
         for op, away in zip(ops, copying(order, plan.device_limits[stage]), strict=True):
             again = forward if away and op.kind is not OpKind.F else 0.0
             took.setdefault(op.kind, []).append(op.end - op.start - again)

@@ -131,12 +131,12 @@ class OwnPlan(WireModel):
 
 
 class PlanMessage(WireModel):
-    """A :class:`~pipemorph.planning.ir.Plan` on the wire; one op string per stage."""
+    """A :class:`~pipemorph.planning.ir.Plan` on the wire; one op string per rank."""
 
     version: Count
     policy: Policy
     microbatches: Annotated[int, Field(ge=1)]
-    stages: list[str]
+    ranks: list[str]
     routes: list[Route]
     in_flight_limits: list[int | None]
     warmup: list[int]
@@ -146,10 +146,10 @@ class PlanMessage(WireModel):
     recompute: list[bool] = Field(default_factory=list)
     """Whether a stage drops activations beyond its device limit and runs the forward again, instead
     of moving them to host memory. One per stage; empty: none does."""
-    turns: list[list[Count]] = Field(default_factory=list)
-    """For ranks with several stages, the stages of each rank's ops in order; else empty."""
+    placement: list[Count] = Field(default_factory=list)
+    """For ranks with several stages, the rank of each stage; else empty."""
     waits: list[list[Count]] = Field(default_factory=list)
-    """For guided dispatch, per stage the positions of ops before which nothing runs in their turn;
+    """For guided dispatch, per rank the positions of ops before which nothing runs in their turn;
     empty if there are none."""
     own: list[OwnPlan] = Field(default_factory=list, max_length=MAX_PLANS - 1)
     """Replicas with a plan of their own; empty: all run this one."""
@@ -160,14 +160,14 @@ class PlanMessage(WireModel):
             version=plan.version,
             policy=plan.policy,
             microbatches=plan.schedule.microbatches,
-            stages=plan.schedule.encode(),
+            ranks=plan.schedule.encode(),
             routes=list(plan.routes),
             in_flight_limits=list(plan.in_flight_limits),
             warmup=list(plan.warmup),
             dispatch=plan.dispatch,
             device_limits=list(plan.device_limits) if any(plan.device_limits) else [],
             recompute=list(plan.recompute) if plan.recomputing else [],
-            turns=[list(stages) for stages in plan.turns],
+            placement=[] if plan.schedule.one_stage_each else list(plan.schedule.placement),
             waits=[list(positions) for positions in plan.waits] if any(plan.waits) else [],
             own=[
                 OwnPlan(replicas=list(replicas), plan=PlanMessage.of(each))
@@ -186,14 +186,13 @@ class PlanMessage(WireModel):
         return Plan(
             version=self.version,
             policy=self.policy,
-            schedule=Schedule.decode(self.microbatches, self.stages),
+            schedule=Schedule.decode(self.microbatches, self.ranks, self.placement),
             routes=tuple(self.routes),
             in_flight_limits=tuple(self.in_flight_limits),
             dispatch=self.dispatch,
             warmup=tuple(self.warmup),
             device_limits=tuple(self.device_limits),
             recompute=tuple(self.recompute),
-            turns=tuple(map(tuple, self.turns)),
             waits=tuple(map(tuple, self.waits)),
             own=tuple((tuple(each.replicas), each.plan.plan()) for each in self.own),
         )

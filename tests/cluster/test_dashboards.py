@@ -150,8 +150,12 @@ def hear(rank: RankMetrics, turn: int) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     rank = RankMetrics("gpt", 1, 0)
     order = Schedule(1, ((Op(OpKind.F, 0), Op(OpKind.B, 0), Op(OpKind.W, 0)),)).encode()[0]
-    stage = RankStage(stage=1, ops=order)
-    rank.plan(RankPlan(version=0, digest="0" * 8, microbatches=1, stage_count=2, stages=(stage,)))
+    rank.plan(
+        RankPlan(
+            version=0, digest="0" * 8, microbatches=1, stage_count=2, ops=order,
+            stages=(RankStage(stage=1),),
+        )
+    )  # fmt: skip
     served = [start_http_server(0, "127.0.0.1", registry) for registry in (REGISTRY, rank.registry)]
     # As the chart's ServiceMonitor and PodMonitor label them.
     labels = {"pod": "ingest-0"}, {"namespace": JOB[0], "pod": "gpt-1"}

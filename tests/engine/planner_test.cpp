@@ -23,15 +23,26 @@ Costs random_costs(Rng& rng, bool split) {
         costs.leaving.push_back(split ? 0.0 : rng.below(3));
         costs.returning.push_back(split ? 0.0 : rng.below(3));
         costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
-        costs.after.push_back(rng.below(3));
-        // The search knows no such thing.
-        if (!split) costs.before.push_back(rng.below(3) ? 0.0 : rng.below(30));
         if (!i) continue;
         costs.delay.push_back(rng.below(10));
         costs.transfer.push_back(rng.below(3));
         costs.queues.push_back(rng.below(4));
         costs.outstanding.push_back(rng.below(3));
         costs.half_duplex.push_back(costs.queues.back() && rng.below(3) == 0);
+    }
+    // All stages on two ranks, or each on its own.
+    std::vector<std::vector<int>> stages_of(costs.stages);
+    for (int i = 0; i < costs.stages; ++i) stages_of[i] = {i};
+    // The search and the bound know one stage per rank.
+    if (!split && rng.below(2) && costs.stages > 1) {
+        stages_of.assign(2, {});
+        for (int i = 0; i < costs.stages; ++i) stages_of[i % 2].push_back(i);
+    }
+    costs.place(std::move(stages_of));
+    for (int rank = 0; rank < costs.ranks(); ++rank) {
+        costs.after.push_back(rng.below(3));
+        // The search knows no such thing.
+        if (!split) costs.before.push_back(rng.below(3) ? 0.0 : rng.below(30));
     }
     return costs;
 }
@@ -57,20 +68,10 @@ std::vector<unsigned char> random_ops(Rng& rng, int n, bool fused) {
     return ops;
 }
 
-// All stages on two ranks, or each on its own.
-std::vector<std::vector<int>> random_ranks(Rng& rng, const Costs& costs) {
-    std::vector<std::vector<int>> stages_of = one_stage_each(costs.stages);
-    if (rng.below(2) && costs.stages > 1) {
-        stages_of.assign(2, {});
-        for (int i = 0; i < costs.stages; ++i) stages_of[i % 2].push_back(i);
-    }
-    return stages_of;
-}
-
 // The stages of a rank one after the other.
-Order random_order(Rng& rng, const Costs& costs, const std::vector<std::vector<int>>& stages_of) {
+Order random_order(Rng& rng, const Costs& costs) {
     Order order;
-    for (const auto& stages : stages_of) {
+    for (const auto& stages : costs.stages_of) {
         auto& row = order.emplace_back();
         for (size_t place = 0; place < stages.size(); ++place)
             for (const int code : random_ops(rng, costs.microbatches, rng.below(3) == 0))
@@ -87,9 +88,8 @@ TEST(planner_both_ways_to_execute_an_order_agree) {
     for (int round = 0; round < 400; ++round) {
         Costs costs = random_costs(rng, false);
         for (size_t link = 0; link < costs.delay.size(); ++link) costs.half_duplex[link] = false;
-        const std::vector<std::vector<int>> stages_of = random_ranks(rng, costs);
-        const Order order = random_order(rng, costs, stages_of);
-        InOrder known(costs, stages_of), in_time(costs, stages_of);
+        const Order order = random_order(rng, costs);
+        InOrder known(costs), in_time(costs);
         const double makespan = known.run(order);
         CHECK(in_time.run(order, [&](int link, double) { return costs.delay[link]; }) == makespan);
         for (int rank = 0; rank < known.core().ranks(); ++rank) {
@@ -117,15 +117,11 @@ TEST(planner_online_dispatch_runs_every_op) {
         }
         rules.caps = costs.caps;
         rules.exact_warmup = rng.below(2);
-        if (rng.below(2))
-            for (int i = 0; i + 1 < costs.stages; ++i)
-                rules.slots.push_back(std::max(1, rules.warmup[i] - rules.warmup[i + 1]));
-        const std::vector<std::vector<int>> stages_of = random_ranks(rng, costs);
-        FirstReady execution(costs, rules, stages_of);
+        FirstReady execution(costs, rules);
         execution.run();
-        for (size_t rank = 0; rank < stages_of.size(); ++rank) {
+        for (size_t rank = 0; rank < costs.stages_of.size(); ++rank) {
             size_t ops = 0;
-            for (const int i : stages_of[rank])
+            for (const int i : costs.stages_of[rank])
                 ops += (rules.fused[i] ? 2 : kKinds) * costs.microbatches;
             CHECK(execution.ran()[rank].codes.size() == ops);
             CHECK(execution.ran()[rank].free.size() == ops);
@@ -140,28 +136,25 @@ TEST(planner_guided_dispatch_ends_if_its_order_does) {
         Costs costs = random_costs(rng, false);
         // A random order may hold more on the device than it may.
         costs.device_limits.assign(costs.stages, 0);
-        const std::vector<std::vector<int>> stages_of = random_ranks(rng, costs);
         Guide guide;
-        guide.order = random_order(rng, costs, stages_of);
+        guide.order = random_order(rng, costs);
         for (const auto& ops : guide.order) {
             guide.waits.emplace_back();
             for (size_t at = 0; at < ops.size(); ++at)
                 if (rng.below(4) == 0) guide.waits.back().push_back(static_cast<int>(at));
         }
         guide.caps = costs.caps;
-        if (rng.below(2))
-            for (int i = 0; i + 1 < costs.stages; ++i) guide.slots.push_back(1 + rng.below(3));
-        InOrder in_order(costs, stages_of);
+        InOrder in_order(costs);
         if (in_order.run(guide.order) == kNever) continue;
         ++ended;
-        Guided execution(costs, guide, stages_of);
+        Guided execution(costs, guide);
         execution.run([&](int, double) { return rng.below(40) / 2.0; });
-        for (size_t rank = 0; rank < stages_of.size(); ++rank) {
+        for (size_t rank = 0; rank < costs.stages_of.size(); ++rank) {
             CHECK(execution.ran()[rank].codes.size() == guide.order[rank].size());
             CHECK(execution.ran()[rank].free.size() == guide.order[rank].size());
         }
         CHECK(execution.makespan() < kNever);
-        for (const double mean : jittered(costs, guide, stages_of, 5.0, 2)) CHECK(mean < kNever);
+        for (const double mean : jittered(costs, guide, 5.0, 2)) CHECK(mean < kNever);
     }
     CHECK(ended > 50 && ended < 400);
 }

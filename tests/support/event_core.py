@@ -39,11 +39,10 @@ class _Core:
     def __init__(
         self,
         costs: Costs,
-        stages_of: Sequence[Sequence[int]],
         delay_at: DelayAt | None,
         transfer_at: DelayAt | None,
     ) -> None:
-        n, stages = costs.microbatches, costs.stage_count
+        n, stages, stages_of = costs.microbatches, costs.stage_count, costs.stages_of
         self.costs, self.delay_at, self.transfer_at = costs, delay_at, transfer_at
         self.last = stages - 1
         self.ranks = len(stages_of)
@@ -84,8 +83,7 @@ class _Core:
     def run(self, choose: _Chooser) -> Ran:
         """Run until nothing can."""
         running: list[_Op | None] = [None] * self.ranks
-        # A rank may have no stage.
-        begins = [*self.costs.before, *[0.0] * self.ranks]
+        begins = self.costs.before
         events = [(begins[rank], _CHOOSE, rank) for rank in range(self.ranks)]
         heapify(events)
         while events:
@@ -106,9 +104,6 @@ class _Core:
                 if op is not None:
                     running[rank] = op
                     heappush(events, (self._begin(rank, op, now), _END, rank))
-                    # A neighbour may wait until this op uses its message.
-                    if op.kind == F and op.stage:
-                        heappush(events, (now, _CHOOSE, self.rank_of[op.stage - 1]))
                 elif again < INF:
                     heappush(events, (again, _CHOOSE, rank))
         codes = [bytes(row) for row in self.codes]
@@ -118,7 +113,9 @@ class _Core:
         """Record an op; returns its end."""
         for kind in (B, W) if op.kind == BW else (op.kind,):
             self.done[kind][op.stage] += 1
-        took = self.costs.op_time(op.stage, KINDS[op.kind])
+        costs = self.costs
+        times = (costs.forward, costs.backward_input, costs.backward_weight, costs.whole_backward)
+        took = times[op.kind][op.stage]
         if self.residency[op.stage].run(KINDS[op.kind], op.microbatch):
             extra = self.costs.leaving if op.kind == F else self.costs.returning
             took += extra[op.stage]
@@ -146,13 +143,15 @@ class _Core:
         if to is None:
             return None
         queues = self.costs.queues[link]
-        delay = self.costs.delay[link] if self.delay_at is None else self.delay_at(link, now)
+        changes = self.rank_of[op.stage] != self.rank_of[to]
+        delay, transfer = self.costs.delay[link], self.costs.transfer[link]
+        if changes and self.delay_at is not None:
+            delay = self.delay_at(link, now)
+        if changes and self.transfer_at is not None:
+            transfer = self.transfer_at(link, now)
         history = self.shared[link] if self.costs.half_duplex[link] else row[: op.microbatch]
         busy = history[-queues] if queues and len(history) >= queues else now
         leaves = max(now, busy)
-        transfer = self.costs.transfer[link]
-        if self.transfer_at is not None:
-            transfer = self.transfer_at(link, now)
         if transfer:
             wire, way = self.wires[link], op.kind != F and not self.costs.half_duplex[link]
             wire[way] = leaves = max(leaves, wire[way]) + transfer
@@ -164,39 +163,32 @@ class _Core:
 def in_order(
     costs: Costs,
     codes: Sequence[bytes],
-    stages_of: Sequence[Sequence[int]],
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.in_order`."""
-    core = _Core(costs, stages_of, delay_at, transfer_at)
+    core = _Core(costs, delay_at, transfer_at)
 
     def choose(rank: int, now: float) -> tuple[_Op | None, float]:
         position = len(core.codes[rank])
         if position == len(codes[rank]):
             return None, INF
         code = codes[rank][position]
-        op = core.op(code, stages_of[rank][code // 4])
+        op = core.op(code, costs.stages_of[rank][code // 4])
         ready = core.arrived(op)
         return (op, now) if ready <= now else (None, ready)
 
     return core.run(choose)
 
 
-def online(
-    costs: Costs,
-    rules: Rules,
-    delay_at: DelayAt | None,
-    transfer_at: DelayAt | None,
-    stages_of: Sequence[Sequence[int]],
-) -> Ran:
+def online(costs: Costs, rules: Rules) -> tuple[list[bytes], float]:
     """See :func:`pipemorph.planning.simulation.core.online`: the first ready op of B, F, W, of two
     stages that of the later one."""
-    core = _Core(costs, stages_of, delay_at, transfer_at)
-    n, slots, done = costs.microbatches, rules.slots, core.done
+    core = _Core(costs, None, None)
+    n, done = costs.microbatches, core.done
 
     def choose(rank: int, now: float) -> tuple[_Op | None, float]:
-        later, again = list(enumerate(stages_of[rank]))[::-1], INF
+        later, again = list(enumerate(costs.stages_of[rank]))[::-1], INF
         for kind in (B, F):
             for place, i in later:
                 f, b, w = (done[each][i] for each in (F, B, W))
@@ -204,8 +196,7 @@ def online(
                     runs = b < f and f >= rules.warmup[i]
                 else:
                     held = rules.exact_warmup and b == 0 and f >= rules.warmup[i]
-                    full = slots is not None and i < core.last and f - done[F][i + 1] >= slots[i]
-                    runs = f < n and f - w < rules.caps[i] and not held and not full
+                    runs = f < n and f - w < rules.caps[i] and not held
                 if not runs:
                     continue
                 op = core.op(4 * place + (BW if kind == B and rules.fused[i] else kind), i)
@@ -223,7 +214,8 @@ def online(
                 return core.op(4 * place + W, i), now
         return None, again
 
-    return core.run(choose)
+    ran = core.run(choose)
+    return list(ran.codes), ran.makespan(costs.after)
 
 
 def guided(
@@ -231,12 +223,11 @@ def guided(
     guide: Guide,
     delay_at: DelayAt | None,
     transfer_at: DelayAt | None,
-    stages_of: Sequence[Sequence[int]],
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.guided`: of the ready ops the first in the
     plan's order."""
-    core = _Core(costs, stages_of, delay_at, transfer_at)
-    n, slots = costs.microbatches, guide.slots
+    core = _Core(costs, delay_at, transfer_at)
+    n, stages_of = costs.microbatches, costs.stages_of
     position = [[_positions(row, 4 * p) for p in range(len(mine))]
                 for row, mine in zip(guide.codes, stages_of, strict=True)]  # fmt: skip
     backwards = [[[code % 4 for code in row if code in (4 * p + B, 4 * p + BW)]
@@ -250,9 +241,8 @@ def guided(
         for place, i in enumerate(stages_of[rank]):
             f, b, w = (core.done[kind][i] for kind in (F, B, W))
             kinds = [F, backwards[rank][place][b] if b < n else B, W]
-            full = slots is not None and i < core.last and f - core.done[F][i + 1] >= slots[i]
             runs = (f < n, b < f and (kinds[B] == B or w == b), w < b)
-            early = (f - w < guide.caps[i] and not full, True, True)
+            early = (f - w < guide.caps[i], True, True)
             for kind, m in ((F, f), (B, b), (W, w)):
                 if m < n:
                     op = core.op(4 * place + kinds[kind], i)
@@ -282,30 +272,20 @@ def guided(
     return core.run(choose)
 
 
-def jittered(
-    costs: Costs, guide: Guide, stages_of: Sequence[Sequence[int]], most: float, draws: int
-) -> tuple[float, float]:
+def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float, float]:
     """See :func:`pipemorph.planning.simulation.core.jittered`."""
-    within = {stage for mine in stages_of for stage in mine if stage + 1 in mine}
     own = guided_ = 0.0
     for draw in range(draws):
 
         def delay_at(link: int, sent: float, draw: int = draw) -> float:
-            if link in within:
-                return costs.delay[link]
             mixed = int(min(sent / most * 1e6, 9e18)) * 0x9E3779B1
             mixed = (mixed + link * 0x85EBCA6B + draw * 0xC2B2AE35) % 2**32
             mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D % 2**32
             mixed = (mixed ^ mixed >> 12) * 0x297A2D39 % 2**32
             return costs.delay[link] + most * ((mixed ^ mixed >> 15) / 2**32)
 
-        static = in_order(costs, guide.codes, stages_of, delay_at)
-        ready = guided(costs, guide, delay_at, None, stages_of)
-        sums = [
-            max(row[-1] + after for row, after in zip(ran.end, costs.after, strict=False))
-            for ran in (static, ready)
-        ]
-        own, guided_ = own + sums[0], guided_ + sums[1]
+        own += in_order(costs, guide.codes, delay_at).makespan(costs.after)
+        guided_ += guided(costs, guide, delay_at, None).makespan(costs.after)
     return own / draws, guided_ / draws
 
 
@@ -320,20 +300,14 @@ def _positions(codes: bytes, place: int) -> list[list[int]]:
     return found
 
 
-def waits(
-    costs: Costs,
-    codes: Sequence[bytes],
-    stages_of: Sequence[Sequence[int]],
-    peaks: Sequence[int],
-) -> Waits:
-    """See :func:`pipemorph.planning.simulation.waits.waits_of`."""
-    ran = in_order(costs, codes, stages_of)
-    return tuple(_waits(costs, ran, rank, mine, peaks) for rank, mine in enumerate(stages_of))
+def waits(costs: Costs, codes: Sequence[bytes], peaks: Sequence[int]) -> Waits:
+    """See :func:`pipemorph.planning.simulation.waits.planned_waits`."""
+    ran = in_order(costs, codes)
+    return tuple(_waits(costs, ran, rank, peaks) for rank in range(len(codes)))
 
 
-def _waits(
-    costs: Costs, ran: Ran, rank: int, mine: Sequence[int], peaks: Sequence[int]
-) -> tuple[int, ...]:
+def _waits(costs: Costs, ran: Ran, rank: int, peaks: Sequence[int]) -> tuple[int, ...]:
+    mine = costs.stages_of[rank]
     n, codes, free = costs.microbatches, ran.codes[rank], ran.free[rank]
     backwards = [
         [code % 4 for code in codes if code in (4 * place + B, 4 * place + BW)]

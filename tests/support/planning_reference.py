@@ -8,8 +8,9 @@ from functools import cache
 from itertools import product
 
 from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate, validate
+from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.simulator import TimedOp, makespan_of
+from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.planning.validator import ScheduleError
 
 Key = tuple[int, OpKind, int]
@@ -26,7 +27,7 @@ def runs_to_the_end(schedule: Schedule) -> bool:
         for i, ops in enumerate(schedule.stages):
             if position[i] == len(ops):
                 continue
-            kind, m = ops[position[i]]
+            kind, m, _ = ops[position[i]]
             if kind is OpKind.F:
                 ready = i == 0 or (i - 1, "F", m) in done
             elif kind is OpKind.W:
@@ -44,7 +45,7 @@ def told_copies(ops: Sequence[Op], limit: int | None) -> list[bool]:
     """Which ops copy, told from where every microbatch is: nowhere, on the device or the host."""
     place: dict[int, str] = {}
     copies = []
-    for kind, m in ops:
+    for kind, m, _ in ops:
         copied = False
         if kind is OpKind.F:
             place[m] = "device"
@@ -68,7 +69,7 @@ def most_resident(ran: Sequence[TimedOp], limit: int | None) -> int:
     changes: list[tuple[float, int, int]] = []
     away: set[int] = set()
     for position, (op, copied) in enumerate(zip(ran, copies, strict=True)):
-        kind, m, _, _ = op
+        kind, m = op.kind, op.microbatch
         # Ops of no time still follow each other.
         start, end = (position, 1), (position, 2)
         if kind is OpKind.F:
@@ -101,7 +102,7 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
     arrival: dict[Key, float] = {}
     left: dict[Key, float] = {}
     for i, ops in enumerate(schedule.stages):
-        for kind, m in ops:
+        for kind, m, _ in ops:
             end[i, kind, m] = 0.0
             arrival[i, kind, m] = 0.0
     last = schedule.stage_count - 1
@@ -124,7 +125,7 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
             }
             free = 0.0
             copies = told_copies(ops, times.device_limit)
-            for (kind, m), copied in zip(ops, copies, strict=True):
+            for (kind, m, _), copied in zip(ops, copies, strict=True):
                 start = free
                 if kind is OpKind.F and i > 0:
                     start = max(start, arrival[i - 1, kind, m])
@@ -283,5 +284,5 @@ def shortest_of_all_orders(problem: Problem) -> float:
             if problem.objective == "period":
                 shortest = min(shortest, simulate(schedule, problem).period)
             else:
-                shortest = min(shortest, makespan_of(schedule, Costs.of(problem)))
+                shortest = min(shortest, core.makespan(Costs.of(problem), schedule.codes))
     return shortest

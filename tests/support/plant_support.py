@@ -17,7 +17,7 @@ from pipemorph.control import AdaptationRecord, Health, JobController, initial_p
 from pipemorph.control.decide.replan import propose
 from pipemorph.planning import OpKind, Plan, Route, StageTimes, problem_for, validate
 from pipemorph.planning.offload import device_peak
-from pipemorph.planning.simulation.simulator import following, simulate_changing
+from pipemorph.planning.simulation.simulator import following, simulate
 from pipemorph.wire import (
     IterationSample,
     LinkSample,
@@ -111,13 +111,13 @@ class Plant:
             self.plan.routes,
             queues=8,
         ).under(self.plan)
-        result = simulate_changing(
-            self.plan.schedule, problem, lambda link, _: felt[link], self.plan.dispatch,
+        result = simulate(
+            self.plan.schedule, problem, self.plan.dispatch, delay_at=lambda link, _: felt[link],
             before=self._before, waits=self.plan.waits,
         )  # fmt: skip
         seconds = result.makespan
         if not self.waits:
-            seconds, self._before = following(result.free, result.after)
+            seconds, self._before = following(result.ran.free, result.after)
         windows = max(2, int(seconds / 0.05))
         for _ in range(windows):
             self.now += seconds / windows

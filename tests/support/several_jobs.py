@@ -12,8 +12,7 @@ from torch import nn
 from trainer_jobs import Job, Record, assert_same, loss_fn, make_batch, make_stage, reference
 
 from pipemorph.planning import Dispatch, Link, Plan, Policy, Problem, Route, StageTimes
-from pipemorph.planning.interleaved import plan_interleaved
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule
+from pipemorph.planning import plan as plan_schedule
 from pipemorph_trainer import Options, Part, Pipeline, TrainerContext
 
 PLACEMENT = {"zero-bubble-v": "v", "1f1b-interleaved": "interleaved"}
@@ -42,13 +41,13 @@ def make_plan(
         ranks=ranks,
         placement=PLACEMENT.get(policy, placement),  # type: ignore[arg-type]
     )
-    planned = plan_interleaved(problem)
-    return planned.to_plan(version, routes or (Route.DIRECT,) * (stages - 1), dispatch)
+    return plan_schedule(problem).to_plan(
+        version, routes or (Route.DIRECT,) * (stages - 1), dispatch
+    )
 
 
 def placement_of(plan: Plan) -> str:
-    placed = InterleavedSchedule.of_plan(plan).placement()
-    ranks = len(plan.turns)
+    placed, ranks = plan.schedule.placement, len(plan.schedule.ranks)
     return "interleaved" if placed == tuple(s % ranks for s in range(len(placed))) else "v"
 
 
@@ -58,7 +57,7 @@ def train(
     """Like :func:`trainer_jobs.train`: a record per stage of this rank, and the order it ran in."""
     plan = job.initial
     assert plan is not None
-    ranks, placement = len(plan.turns), placement_of(plan)
+    ranks, placement = len(plan.schedule.ranks), placement_of(plan)
     place = context.coordinate(job.stages, job.stages // ranks, placement)  # type: ignore[arg-type]
 
     def build(part: Part) -> nn.Module:
@@ -137,8 +136,7 @@ def check(
     """Train on all ranks; compare with one process, and the order with the plan's: the same, or
     another one where dispatch varies and a link is late. ``run``: what a rank does in place of
     :func:`train`, at most ``seconds``; ``expected``: the one process."""
-    schedule = InterleavedSchedule.of_plan(plan)
-    stages = plan.schedule.stage_count
+    schedule, stages = plan.schedule, plan.schedule.stage_count
     job = Job(stages, schedule.microbatches, initial=plan, iterations=4, **more)
     found = run_ranks(
         len(schedule.ranks),
@@ -150,13 +148,14 @@ def check(
     )
     changed = 0
     last = max((new for _, new, _ in job.switches), key=lambda new: new.version, default=plan)
-    for rank, ops in enumerate(InterleavedSchedule.of_plan(last).ranks):
-        wanted = [f"{op.stage}{op.kind.value}{op.microbatch}" for op in ops]
+    for rank, ops in enumerate(last.schedule.ranks):
+        held = schedule.stages_of[rank]
+        wanted = [f"{held[op.chunk]}{op.kind.value}{op.microbatch}" for op in ops]
         for _, order in found[rank].values():
             assert sorted(order) == sorted(wanted)
             assert order == wanted or last.dispatch.varies
             changed += order != wanted
     assert not (last.dispatch.varies and job.faults) or changed, "what was late held up the rest"
-    records = [found[rank][stage][0] for stage, rank in enumerate(schedule.placement())]
+    records = [found[rank][stage][0] for stage, rank in enumerate(schedule.placement)]
     assert_same(records, expected(job))
     return records

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from trainer_jobs import Record, loss_fn, make_batch, make_stage
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, OpKind, Plan, Route
+from pipemorph.planning import Dispatch, OpKind, Plan, Route, Schedule
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent import receives
 
@@ -31,27 +32,26 @@ from pipemorph_trainer.agent import receives
 def reachable(plan: Plan, rank: int, ran: int) -> dict[tuple[int, bool], int]:
     """How many messages each stage has sent up and down (False, True), where ``rank`` has run so
     many ops and runs no more: the other ranks run all that they can."""
-    last = plan.schedule.stage_count - 1
-    at, done = [0] * len(plan.turns), [0] * (last + 1)
+    schedule, last = plan.schedule, plan.schedule.stage_count - 1
+    at = [0] * len(schedule.ranks)
     sent = {(stage, forward): 0 for stage in range(last + 1) for forward in (True, False)}
 
     def runs(each: int) -> bool:
-        most = ran if each == rank else len(plan.turns[each])
+        most = ran if each == rank else len(schedule.ranks[each])
         if at[each] == most:
             return False
-        stage = plan.turns[each][at[each]]
-        kind, microbatch = plan.schedule.stages[stage][done[stage]]
+        kind, microbatch, chunk = schedule.ranks[each][at[each]]
+        stage = schedule.stages_of[each][chunk]
         forward = kind is OpKind.F
         source = (stage - 1 if forward else stage + 1, forward)
         if kind is not OpKind.W and sent.get(source, last + 99) <= microbatch:
             return False
         at[each] += 1
-        done[stage] += 1
         if kind is not OpKind.W:
             sent[stage, forward] += 1
         return True
 
-    while any(runs(each) for each in range(len(plan.turns))):
+    while any(runs(each) for each in range(len(schedule.ranks))):
         pass
     return sent
 
@@ -68,8 +68,8 @@ def test_a_receive_is_posted_exactly_when_its_message_can_come(seed: int) -> Non
     plan = make_plan(
         policy, ranks, stages, microbatches, placement=placement, delay=rng.choice((0.0, 4.0))
     )
-    for rank, mine in enumerate(plan.turns):
-        found = receives.after_ops(plan.schedule, plan.turns, rank)
+    for rank, mine in enumerate(plan.schedule.ranks):
+        found = receives.after_ops(plan.schedule, rank)
         for ran in range(len(mine) + 1):
             sent = reachable(plan, rank, ran)
             for (stage, forward), ops in found.items():
@@ -81,15 +81,14 @@ def test_a_receive_is_posted_exactly_when_its_message_can_come(seed: int) -> Non
 def test_one_stage_per_rank_counts_the_same() -> None:
     """Messages of the link say no less there than ops of the rank."""
     plan = make_plan("zero-bubble-v", 2, 4, 4)
-    line = Plan(**{**vars(plan), "turns": ()})
-    turns = tuple((stage,) * len(ops) for stage, ops in enumerate(plan.schedule.stages))
+    stages = tuple(tuple(op._replace(chunk=0) for op in ops) for ops in plan.schedule.stages)
+    schedule = Schedule(4, stages)
+    line = replace(plan, schedule=schedule)
     for stage in range(1, 4):
-        ops = receives.after_ops(plan.schedule, turns, stage)[stage, True]
+        ops = receives.after_ops(schedule, stage)[stage, True]
         messages = receives.after_above(line, stage)
         backwards = [
-            at
-            for at, op in enumerate(plan.schedule.stages[stage], 1)
-            if op.kind in (OpKind.B, OpKind.BW)
+            at for at, op in enumerate(stages[stage], 1) if op.kind in (OpKind.B, OpKind.BW)
         ]
         assert ops == tuple(backwards[sent - 1] if sent else 0 for sent in messages)
 
@@ -137,7 +136,7 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
     first = make_plan("pipemorph", 2, 4, 6, placement=placement)
     routes = [Route.DELEGATED, Route.DIRECT, Route.DELEGATED]
     new = make_plan("pipemorph", 2, 4, 6, placement=placement, version=3, delay=3.0, routes=routes)
-    assert new.turns != first.turns
+    assert new.schedule.ranks != first.schedule.ranks
     records = check(first, run=on_device, switches=[(1, new, (0, 1))], engine="tcp", route="auto")
     # In the second iteration, if the other rank's word of it came in time.
     assert records[0].versions[::2] == [0, 3]

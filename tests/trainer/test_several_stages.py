@@ -82,7 +82,7 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
         # Link 1 is within rank 1: whatever its route is called.
         routes = [Route.DELEGATED, Route.DELEGATED, Route.DIRECT]
     new = make_plan("pipemorph", 2, 4, 6, placement=placement, version=3, delay=3.0, routes=routes)
-    assert new.turns != first.turns
+    assert new.schedule.ranks != first.schedule.ranks
     records = check(
         first, switches=[(1, new, (0, 1))], faults=[Fault(link=0, delay_ms=5.0)], engine="tcp",
         route="auto",

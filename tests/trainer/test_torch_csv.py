@@ -15,25 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from schedule_text import schedule_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipemorph.cli import main
-from pipemorph.planning import Link, OpKind, Policy, Problem, StageTimes, plan
+from pipemorph.planning import Link, Policy, Problem, Schedule, StageTimes, plan, simulate, validate
 from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv, parse_csv
-from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
-from pipemorph.planning.simulation.interleaved import (
-    InterleavedSchedule,
-    StageOp,
-    simulate_interleaved,
-    validate_interleaved,
-)
 from pipemorph_trainer import TrainerContext
 
-F, BW = OpKind.F, OpKind.BW
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 
 
@@ -66,7 +59,7 @@ def problem(stages: int, microbatches: int, delay: float = 0.0, **more: Any) -> 
     return Problem(microbatches=microbatches, stages=(TEN,) * stages, links=links, **more)
 
 
-def own_rows(schedule: InterleavedSchedule) -> list[list[str]]:
+def own_rows(schedule: Schedule) -> list[list[str]]:
     return [line.split(",") for line in dump_csv(schedule).splitlines()]
 
 
@@ -88,8 +81,7 @@ SINGLE = [
 def test_torch_takes_our_schedules(
     policy: Policy, delay: float | None, stages: int, microbatches: int, tmp_path: Path
 ) -> None:
-    schedule = plan(problem(stages, microbatches, delay=delay or 0.0), policy).schedule
-    ours = InterleavedSchedule.of(schedule)
+    ours = plan(problem(stages, microbatches, delay=delay or 0.0), policy).schedule
     file = tmp_path / "plan.csv"
     file.write_text(dump_csv(ours), newline="")
     runtime = torch_runtime(torch_schedules._PipelineScheduleRuntime, stages, stages, microbatches)
@@ -99,7 +91,6 @@ def test_torch_takes_our_schedules(
     back = tmp_path / "back.csv"
     runtime._dump_csv(str(back), format="compute_only")
     assert parse_csv(back.read_text()) == ours
-    assert parse_csv(back.read_text()).single() == schedule
 
 
 @pytest.mark.parametrize(
@@ -113,8 +104,8 @@ def test_interleaved_1f1b_is_torchs(
     ours = one_f_one_b_interleaved(problem(stages, microbatches, ranks=ranks))
     theirs = torch_runtime(torch_schedules.ScheduleInterleaved1F1B, ranks, stages, microbatches)
     assert own_rows(ours) == torch_rows(theirs)
-    assert ours.placement() == tuple(stage % ranks for stage in range(stages))
-    validate_interleaved(ours)
+    assert ours.placement == tuple(stage % ranks for stage in range(stages))
+    validate(ours)
     dumped = tmp_path / "torch.csv"
     theirs._dump_csv(str(dumped), format="compute_only")
     assert parse_csv(dumped.read_text()) == ours
@@ -128,7 +119,7 @@ def test_zero_bubble_v_is_torchs(ranks: int, microbatches: int, tmp_path: Path) 
     ours = zero_bubble_v(problem(stages, microbatches))
     theirs = torch_runtime(torch_schedules.ScheduleZBVZeroBubble, ranks, stages, microbatches)
     assert own_rows(ours) == torch_rows(theirs)
-    validate_interleaved(ours)
+    validate(ours)
     dumped = tmp_path / "torch.csv"
     theirs._dump_csv(str(dumped), format="compute_only")
     assert parse_csv(dumped.read_text()) == ours
@@ -148,15 +139,15 @@ def test_torchs_other_schedules_can_be_read(name: str, tmp_path: Path) -> None:
     read = parse_csv(file.read_text())
     if name == "ScheduleLoopedBFS":
         with pytest.raises(Exception, match="found BW7; expected BW0"):
-            validate_interleaved(read)
+            validate(read)
         return
-    ran = simulate_interleaved(read, problem(8, 8))
+    ran = simulate(read, problem(8, 8))
     assert ran.makespan >= 2 * 8 * 30
 
 
 def test_zero_bubble_v_has_no_bubble_but_the_fill() -> None:
     """Equal ops: each rank idles while it waits for its first op, and at most as long after."""
-    found = plan_interleaved(problem(8, 16, policy="zero-bubble-v"))
+    found = plan(problem(8, 16, policy="zero-bubble-v"))
     busy = 2 * 16 * 30
     assert found.simulation.makespan == busy + 3 * 10
     assert found.simulation.makespan == found.lower_bound
@@ -234,7 +225,7 @@ def test_torch_takes_our_sends_and_receives(
     theirs._load_csv(str(plain))
     ours._load_csv(str(whole), format="compute_comms")
     mine, its = lowered(ours), lowered(theirs)
-    placement = parse_csv(plain.read_text()).placement()
+    placement = parse_csv(plain.read_text()).placement
     compute = re.compile(r"\d+[FIWB]\d+")
     for rank, row in mine.items():
         assert sorted(row) == sorted(its[rank])
@@ -252,13 +243,7 @@ def test_torch_takes_our_sends_and_receives(
 def test_receives_are_where_their_messages_are_sent_in_the_plan() -> None:
     """Stage 0 takes 30 a forward and stage 1 takes 10: its own forwards are over long before the
     next message is sent. And where no op takes any time, a receive is still before its op."""
-    ops = InterleavedSchedule(
-        2,
-        (
-            tuple(StageOp(0, *each) for each in ((F, 0), (F, 1), (BW, 0), (BW, 1))),
-            tuple(StageOp(1, *each) for each in ((F, 0), (BW, 0), (F, 1), (BW, 1))),
-        ),
-    )
+    ops = schedule_of(2, ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
     rows = dump_comms_csv(ops, [[30, 60, 90, 120], [40, 50, 70, 80]]).splitlines()
     last = "1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0,1WAIT_SEND_B1"
     assert rows[1] == (f"1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,{last}")

@@ -25,7 +25,6 @@ from pipemorph.planning import (
 from pipemorph.planning import (
     plan as plan_schedule,
 )
-from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
@@ -230,8 +229,6 @@ class Settings:
         )
         first = Route.DELEGATED if self.route == "delegated" else Route.DIRECT
         routes = (first,) * (self.stages - 1)
-        if several:
-            return plan_interleaved(problem).to_plan(0, routes, self.dispatch)
         return plan_schedule(problem).to_plan(0, routes, self.dispatch)
 
 

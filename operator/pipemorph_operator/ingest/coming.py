@@ -11,7 +11,6 @@ from typing import Any
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.first_plan import (
-    FirstSchedule,
     initial_problem,
     is_quick,
     is_shared,
@@ -19,6 +18,7 @@ from pipemorph.control.first_plan import (
 )
 from pipemorph.errors import InputError
 from pipemorph.ingest import PlannerLost
+from pipemorph.planning import Schedule
 from pipemorph_operator.ingest.status.tracked import Key
 
 log = logging.getLogger("pipemorph.ingest")
@@ -28,7 +28,7 @@ PLAN_AGAIN_SECONDS = 5.0
 ARRIVAL_SECONDS = 4.0
 """How long a request waits for its job to be known: an agent waits for five seconds."""
 
-FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
+FirstPlanner = Callable[[JobSpec], Awaitable[Schedule | None]]
 """The interface of :class:`pipemorph.ingest.FirstPlanner`."""
 
 
@@ -127,7 +127,7 @@ class ComingJobs:
         self._take(key, self._jobs.pop(key).body)
         del held
 
-    async def _first_schedule(self, key: Key, spec: JobSpec) -> FirstSchedule | None:
+    async def _first_schedule(self, key: Key, spec: JobSpec) -> Schedule | None:
         """The job's first plan; None if there is none."""
         assert self._first_plan is not None
         while True:

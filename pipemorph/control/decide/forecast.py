@@ -27,7 +27,6 @@ from pipemorph.planning import (
     Policy,
     Problem,
     Route,
-    Schedule,
     StageTimes,
     lower_bound,
     plan,
@@ -39,16 +38,8 @@ from pipemorph.planning import (
     validate_waits,
 )
 from pipemorph.planning.analysis.jitter import as_fast_guided
-from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
-from pipemorph.planning.simulation.interleaved import (
-    InterleavedSchedule,
-    interleaved_waits,
-    predict_interleaved,
-    simulate_interleaved,
-    validate_interleaved,
-)
 from pipemorph.planning.simulation.lower_bound import tight_lower_bound
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.planning.simulation.waits import planned_waits
@@ -344,18 +335,18 @@ class Forecast:
     def simulated(self, plan: Plan) -> list[list[tuple[int, TimedOp]]]:
         """The ops of one iteration by rank, each with its stage; seconds. For a valid plan of
         replicas that are alike. Delays that vary are their mean."""
-        problem = self._within(plan)
-        if plan.turns:
-            order = InterleavedSchedule.of_plan(plan)
-            return simulate_interleaved(order, problem, plan.dispatch, waits=plan.waits).by_rank()
-        ran = simulate(plan.schedule, problem, plan.dispatch, waits=plan.waits)
-        return [[(stage, op) for op in ops] for stage, ops in enumerate(ran.stages)]
+        ran = simulate(plan.schedule, self._within(plan), plan.dispatch, waits=plan.waits)
+        stages_of = plan.schedule.stages_of
+        return [
+            [(mine[op.chunk], op) for op in ops]
+            for mine, ops in zip(stages_of, ran.ranks, strict=True)
+        ]
 
     def _seconds(self, plan: Plan) -> float:
         """Of the replicas that run this plan, without those that run another."""
         # All that the prediction depends on: each kind of op runs in microbatch order.
         runs = (
-            plan.schedule.codes, plan.dispatch, plan.waits, plan.turns, plan.routes,
+            plan.schedule.codes, plan.dispatch, plan.waits, plan.routes,
             plan.in_flight_limits, plan.device_limits, plan.recompute,
         )  # fmt: skip
         known = self._known.seconds
@@ -367,9 +358,6 @@ class Forecast:
         problem = self._within(plan)
         if self._varying is not None:
             return self._varying.seconds(plan, problem)
-        if plan.turns:
-            order = InterleavedSchedule.of_plan(plan)
-            return predict_interleaved(order, problem, plan.dispatch, plan.waits)
         if not self._situation.barrier:
             return predict_period(plan.schedule, problem, plan.dispatch, plan.waits)
         return predict(plan.schedule, problem, plan.dispatch, plan.waits)
@@ -433,7 +421,7 @@ class Forecast:
         limited = any(limit is not None and limit < n for limit in plan.in_flight_limits)
         if self._spec.schedule.dispatch != "auto" or not _is_guided(plan) or not limited:
             return plan
-        if as_fast_guided(_order(plan), self._within(plan), plan.waits):
+        if as_fast_guided(plan.schedule, self._within(plan), plan.waits):
             return plan
         return replace(plan, dispatch=Dispatch.STATIC, waits=())
 
@@ -483,10 +471,7 @@ class Forecast:
 
     def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
         problem, dispatch = self.problem(routes), self._dispatch
-        if problem.ranks is not None:
-            several = plan_interleaved(problem, Policy.PIPEMORPH)
-            return [self.of(self._as_open(several.to_plan(0, routes, dispatch)))]
-        if not has_variants(problem):
+        if problem.several or not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
             only = self._as_open(made.to_plan(0, routes, dispatch))
@@ -541,17 +526,8 @@ def _is_guided(plan: Plan) -> bool:
 
 def _guided(plan: Plan, problem: Problem) -> Plan:
     """A static plan for a problem, with guided dispatch."""
-    order = _order(plan)
-    if isinstance(order, InterleavedSchedule):
-        waits = interleaved_waits(order, problem)
-    else:
-        waits = planned_waits(order, problem)
+    waits = planned_waits(plan.schedule, problem)
     return replace(plan, dispatch=Dispatch.GUIDED, waits=waits)
-
-
-def _order(plan: Plan) -> Schedule | InterleavedSchedule:
-    """The order of the ops of all ranks."""
-    return InterleavedSchedule.of_plan(plan) if plan.turns else plan.schedule
 
 
 def runnable(plan: Plan) -> str | None:
@@ -560,12 +536,8 @@ def runnable(plan: Plan) -> str | None:
 
 
 def _broken(plan: Plan) -> str | None:
-    caps, device = plan.in_flight_limits, plan.device_limits
     try:
-        if plan.turns:
-            validate_interleaved(InterleavedSchedule.of_plan(plan), caps, device)
-        else:
-            validate(plan.schedule, caps, device)
+        validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
         validate_waits(plan.schedule, plan.waits)
     except InputError as error:
         return str(error)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from pipemorph.planning import Plan, Problem, StageTimes, predict_changing
 from pipemorph.planning.simulation.costs import Changes, DelayAt
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, predict_interleaved
 
 WINDOW = 0.05
 """Seconds of a window of telemetry. Where messages are further apart, windows are."""
@@ -64,9 +63,6 @@ class Varying:
     def seconds(self, plan: Plan, problem: Problem) -> float:
         """Mean time of an iteration of a valid plan. ``problem``: with the links' mean delays."""
         changes = list(self._drawn(problem))
-        if plan.turns:
-            order = InterleavedSchedule.of_plan(plan)
-            return predict_interleaved(order, problem, plan.dispatch, plan.waits, changes)
         return predict_changing(plan.schedule, problem, changes, plan.dispatch, plan.waits)
 
     def _drawn(self, problem: Problem) -> Iterator[Changes]:

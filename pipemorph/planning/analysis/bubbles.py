@@ -1,10 +1,10 @@
-"""Determines the cause of every bubble (idle time of a stage) of an iteration.
+"""Determines the cause of every bubble (idle time of a rank) of an iteration.
 
-A bubble before a stage's first op is *fill*, one after its last op is *drain*. In between, the
+A bubble before a rank's first op is *fill*, one after its last op is *drain*. In between, the
 cause at any moment is the first that applies of:
 
-1. *link*: the stage's own last send blocks its compute;
-2. *cap*: the input of a forward has arrived, and only the stage's ``in_flight_limit`` forbids it;
+1. *link*: the rank's own last send blocks its compute;
+2. *cap*: the input of a forward has arrived, and only its stage's ``in_flight_limit`` forbids it;
 3. *order*: another B or W could run, but the schedule runs this op first (guided dispatch would
    not wait);
 4. *link*: the input of the next op has been sent, but not arrived (delay or queue of a link);
@@ -24,13 +24,12 @@ from typing import NamedTuple
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.costs import INF
-from pipemorph.planning.simulation.interleaved import InterleavedSimulation
-from pipemorph.planning.simulation.messages import Delivery, Message, deliver
+from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.planning.simulation.simulator import Simulation, TimedOp
 
 
 class Cause(StrEnum):
-    """The cause of a stage's idle time."""
+    """The cause of a rank's idle time."""
 
     FILL = "fill"
     DRAIN = "drain"
@@ -41,7 +40,7 @@ class Cause(StrEnum):
 
 
 class Bubble(NamedTuple):
-    """Idle time of one stage, in the problem's unit."""
+    """Idle time of one rank, in the problem's unit."""
 
     start: float
     end: float
@@ -49,13 +48,13 @@ class Bubble(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """``bubbles[stage]`` in order of time; ``messages`` in the order of their sends."""
+    """``bubbles[rank]`` in order of time; ``messages`` in the order of their sends."""
 
     bubbles: list[list[Bubble]]
     messages: list[Message]
 
     def by_cause(self) -> dict[Cause, list[float]]:
-        """Idle time per cause and stage."""
+        """Idle time per cause and rank."""
         return {
             cause: [
                 sum(bubble.end - bubble.start for bubble in bubbles if bubble.cause is cause)
@@ -68,12 +67,14 @@ class Explanation(NamedTuple):
 def explain(simulation: Simulation, problem: Problem) -> Explanation:
     """Explain all idle time of ``simulation``, an execution under ``problem``."""
     delivery = deliver(simulation)
-    arrivals = _Arrivals(simulation, delivery)
+    arrivals = _Arrivals(simulation)
     end = simulation.makespan
     limits = problem.in_flight_limits()
     bubbles = []
-    for i, ops in enumerate(simulation.stages):
-        idle = _between(i, ops, arrivals, delivery.held[i], limits[i])
+    for mine, ops, held in zip(
+        simulation.schedule.stages_of, simulation.ranks, delivery.held, strict=True
+    ):
+        idle = _between(mine, ops, arrivals, held, limits)
         if ops[0].start > 0:
             idle.insert(0, Bubble(0.0, ops[0].start, Cause.FILL))
         if end > ops[-1].end:
@@ -85,20 +86,21 @@ def explain(simulation: Simulation, problem: Problem) -> Explanation:
 class _Arrivals:
     """When the inputs of each stage's ops were computed, and when they arrived."""
 
-    def __init__(self, simulation: Simulation, delivery: Delivery) -> None:
-        n, last = simulation.microbatches, len(simulation.stages) - 1
-        here = (-INF, -INF)
+    def __init__(self, simulation: Simulation) -> None:
+        n, last = simulation.schedule.microbatches, simulation.schedule.stage_count - 1
+        ran = simulation.ran
         # (computed, arrived) per stage and microbatch: the input of F, and that of B or BW.
-        self.above = [[here] * n for _ in simulation.stages]
-        self.below = [[here] * n for _ in simulation.stages]
-        for link, forward, m, sent, arrived in delivery.messages:
-            if forward:
-                self.above[link + 1][m] = (sent, arrived)
-            else:
-                self.below[link][m] = (sent, arrived)
-        for op in simulation.stages[last]:
-            if op.kind is OpKind.F:
-                self.below[last][op.microbatch] = (op.end, op.end)
+        self.above = [[(-INF, -INF)] * n for _ in simulation.stages]
+        self.below = [[(-INF, -INF)] * n for _ in simulation.stages]
+        for stage, ops in enumerate(simulation.stages):
+            for op in ops:
+                m = op.microbatch
+                if op.kind is OpKind.F and stage < last:
+                    self.above[stage + 1][m] = op.end, ran.above[stage + 1][m]
+                elif op.kind is OpKind.F:
+                    self.below[last][m] = op.end, op.end
+                elif op.kind is not OpKind.W and stage:
+                    self.below[stage - 1][m] = op.end, ran.below[stage - 1][m]
 
     def of(self, stage: int, op: TimedOp) -> tuple[float, float]:
         if op.kind is OpKind.W:
@@ -107,36 +109,35 @@ class _Arrivals:
 
 
 def _between(
-    stage: int,
+    mine: Sequence[int],
     ops: Sequence[TimedOp],
     arrivals: _Arrivals,
     held: dict[int, float],
-    limit: int | None,
+    limits: Sequence[int | None],
 ) -> list[Bubble]:
-    """The bubbles between the first and the last op of a stage."""
+    """The bubbles between the first and the last op of a rank with the stages ``mine``."""
     found: list[Bubble] = []
-    microbatches = len(arrivals.above[stage])
-    f = b = w = 0
-    cap = INF if limit is None else limit
+    done = [[0, 0, 0] for _ in mine]
+    """Per chunk: F, B and W."""
     for position, op in enumerate(ops):
         before = ops[position - 1].end if position else op.start
         if op.start > before:
-            forward_at = arrivals.above[stage][f][1] if f < microbatches else INF
-            backward_at = arrivals.below[stage][b][1] if b < f else INF
-            state = _State(
-                op=op,
-                made=arrivals.of(stage, op)[0],
-                held_until=held.get(position - 1, -INF),
-                capped_from=forward_at if f - w >= cap and op.kind is not OpKind.F else INF,
-                other_from=min(
-                    backward_at if op.kind in (OpKind.F, OpKind.W) else INF,
-                    -INF if w < b and op.kind is not OpKind.W else INF,
-                ),
-            )
+            capped = other = INF
+            for chunk, (stage, (f, b, w)) in enumerate(zip(mine, done, strict=True)):
+                waits_for = op.kind if chunk == op.chunk else None
+                limit = limits[stage]
+                if limit is not None and f - w >= limit and waits_for is not OpKind.F:
+                    capped = min([capped, *(at for _, at in arrivals.above[stage][f : f + 1])])
+                if b < f and waits_for not in (OpKind.B, OpKind.BW):
+                    other = min(other, arrivals.below[stage][b][1])
+                if w < b and waits_for is not OpKind.W:
+                    other = -INF
+            made = arrivals.of(mine[op.chunk], op)[0]
+            state = _State(op, made, held.get(position - 1, -INF), capped, other)
             found += _split(before, op.start, state)
-        f += op.kind is OpKind.F
-        b += op.kind in (OpKind.B, OpKind.BW)
-        w += op.kind in (OpKind.W, OpKind.BW)
+        done[op.chunk][0] += op.kind is OpKind.F
+        done[op.chunk][1] += op.kind in (OpKind.B, OpKind.BW)
+        done[op.chunk][2] += op.kind in (OpKind.W, OpKind.BW)
     return found
 
 
@@ -168,30 +169,3 @@ def _split(start: float, end: float, state: _State) -> list[Bubble]:
         joins = bool(pieces) and pieces[-1].cause is cause
         pieces.append(Bubble(pieces.pop().start if joins else left, right, cause))
     return pieces
-
-
-def explain_interleaved(ran: InterleavedSimulation) -> Explanation:
-    """Same for ranks with several stages: ``bubbles[rank]``. Causes are fill, drain, dependency and
-    link only: caps and orders belong to stages, but idle time to ranks."""
-    arrivals = _Arrivals(ran.simulation, delivery := deliver(ran.simulation))
-    messages = [
-        message
-        for message in delivery.messages
-        if ran.placement[message.link] != ran.placement[message.link + 1]
-    ]
-    bubbles = []
-    for ops_of_rank in ran.by_rank():
-        idle: list[Bubble] = []
-        now = 0.0
-        for stage, op in ops_of_rank:
-            if op.start > now:
-                state = _State(op, arrivals.of(stage, op)[0], -INF, INF, INF)
-                first = op is ops_of_rank[0][1]
-                idle += (
-                    [Bubble(0.0, op.start, Cause.FILL)] if first else _split(now, op.start, state)
-                )
-            now = op.end
-        if ran.makespan > now:
-            idle.append(Bubble(now, ran.makespan, Cause.DRAIN))
-        bubbles.append(idle)
-    return Explanation(bubbles, messages)

@@ -14,12 +14,6 @@ from pipemorph.planning.ir import Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.interleaved import (
-    InterleavedSchedule,
-    encoded,
-    interleaved_guide,
-    placed_costs,
-)
 from pipemorph.planning.simulation.waits import Waits, guide_of
 
 AMPLITUDES = (0.05, 0.1, 0.2, 0.5)
@@ -32,9 +26,7 @@ CELLS = 8192
 """Largest number of stages × microbatches that is tried."""
 
 
-def as_fast_guided(
-    schedule: Schedule | InterleavedSchedule, problem: Problem, waits: Waits
-) -> bool:
+def as_fast_guided(schedule: Schedule, problem: Problem, waits: Waits) -> bool:
     """Whether a valid plan takes no longer under guided dispatch, whatever the jitter. Larger
     problems are not tried: no. The same on every machine."""
     if problem.stage_count * problem.microbatches > CELLS:
@@ -42,13 +34,9 @@ def as_fast_guided(
     unit = fmean(stage.forward for stage in problem.stages)
     if unit <= 0:
         return False
-    if isinstance(schedule, InterleavedSchedule):
-        costs = placed_costs(problem, schedule.placement())
-        guide, stages_of = interleaved_guide(schedule, problem, waits), encoded(schedule)[0]
-    else:
-        costs, guide, stages_of = Costs.of(problem), guide_of(schedule, problem, waits), None
+    costs, guide = Costs.of(problem, schedule.placement), guide_of(schedule, problem, waits)
     for amplitude in AMPLITUDES:
-        own, guided = core.jittered(costs, guide, amplitude * unit, DRAWS, stages_of)
+        own, guided = core.jittered(costs, guide, amplitude * unit, DRAWS)
         if guided > own * (1 + SLOWER):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Computes stages with smaller microbatches or other layers, for ``analysis.advice``.
+"""Computes stages with smaller microbatches or other layers, for ``advice``.
 
 Times scale with the work. Limits are constant in bytes, so twice as many microbatches of half the
 size fit.

@@ -9,16 +9,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
-from pipemorph.planning.analysis.bubbles import Explanation, explain, explain_interleaved
+from pipemorph.planning.analysis.bubbles import explain
 from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
 from pipemorph.planning.offload import left
-from pipemorph.planning.problem import Count, Problem, describe, integer, shown
-from pipemorph.planning.simulation.interleaved import (
-    InterleavedSchedule,
-    InterleavedSimulation,
-    interleaved_waits,
-)
+from pipemorph.planning.problem import MAX_CELLS, Count, Problem, describe, integer, shown
 from pipemorph.planning.simulation.simulator import Simulation
 from pipemorph.planning.simulation.waits import Waits, planned_waits
 
@@ -34,10 +29,14 @@ def report(
 ) -> dict[str, Any]:
     """The documented JSON fields. Times in milliseconds, as in the problem file.
 
-    ``policy``: a :class:`Policy`, or ``IMPORTED``.
+    ``policy``: a :class:`Policy`, or ``IMPORTED``. Of ranks with several stages it has ``ranks``,
+    the rank of each stage, and ``order``, the ops of each rank in torch's notation.
     """
-    schedule = simulation.schedule()
+    schedule = simulation.schedule
     away = left(schedule, problem.device_limits(), problem.recompute())
+    several: dict[str, Any] = {}
+    if not schedule.one_stage_each:
+        several = {"ranks": list(schedule.placement), "order": dump_csv(schedule).splitlines()}
     return {
         "policy": str(policy),
         "dispatch": dispatch.value,
@@ -59,61 +58,18 @@ def report(
         "recomputed": away.recomputed,
         "waits": [list(positions) for positions in planned_waits(schedule, problem)],
         "planning_ms": round(planning_seconds * 1e3, 3),
-        "bubbles": _bubbles(explain(simulation, problem)),
+        "bubbles": {
+            cause.value: [_rounded(time) for time in per_rank]
+            for cause, per_rank in explain(simulation, problem).by_cause().items()
+        },
+        **several,
         "stages": _stages(simulation),
-    }
-
-
-def report_interleaved(
-    ran: InterleavedSimulation,
-    problem: Problem,
-    *,
-    policy: str,
-    lower_bound: float,
-    planning_seconds: float,
-    dispatch: Dispatch = Dispatch.STATIC,
-) -> dict[str, Any]:
-    """The same fields for ranks with several stages. ``bubbles``: per rank; ``ranks``: rank of each
-    stage; ``order``: the ops of each rank in torch's notation."""
-    schedule = ran.simulation.schedule()
-    away = left(schedule, problem.device_limits(), problem.recompute())
-    return {
-        "policy": str(policy),
-        "dispatch": dispatch.value,
-        "microbatches": schedule.microbatches,
-        "makespan": _rounded(ran.makespan),
-        "period": _rounded(ran.period),
-        "objective": problem.objective,
-        "lower_bound": _rounded(lower_bound),
-        "gap": _gap(ran.objective(problem), lower_bound),
-        "bubble_fraction": _rounded(ran.bubble_fraction),
-        "warmup": list(schedule.warmup()),
-        "slackness": list(schedule.slackness()),
-        "in_flight_peak": list(schedule.in_flight_peak()),
-        "in_flight_limit": list(problem.in_flight_limits()),
-        "device_limit": list(problem.device_limits()),
-        "offloaded": away.offloaded,
-        "recompute": list(problem.recompute()),
-        "recomputed": away.recomputed,
-        "waits": [list(positions) for positions in interleaved_waits(ran.schedule, problem)],
-        "planning_ms": round(planning_seconds * 1e3, 3),
-        "bubbles": _bubbles(explain_interleaved(ran)),
-        "ranks": list(ran.placement),
-        "order": dump_csv(ran.schedule).splitlines(),
-        "stages": _stages(ran.simulation),
     }
 
 
 def _gap(objective: float, lower_bound: float) -> float:
     """Excess over the bound as a fraction of it; 0: proven shortest."""
     return _rounded(objective / lower_bound - 1) if lower_bound > 0 else 0.0
-
-
-def _bubbles(idle: Explanation) -> dict[str, list[float]]:
-    return {
-        cause.value: [_rounded(time) for time in per_stage]
-        for cause, per_stage in idle.by_cause().items()
-    }
 
 
 def _stages(simulation: Simulation) -> list[list[dict[str, Any]]]:
@@ -140,7 +96,7 @@ class _PlannedOp(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     op: OpKind
-    microbatch: Annotated[int, BeforeValidator(integer), Field(ge=0)]
+    microbatch: Annotated[int, BeforeValidator(integer), Field(ge=0, le=MAX_CELLS)]
 
 
 IMPORTED = "imported"
@@ -173,12 +129,10 @@ class PlanFile(BaseModel):
     recompute: tuple[bool, ...] = ()
     waits: tuple[tuple[Annotated[int, BeforeValidator(integer), Field(ge=0)], ...], ...] = ()
 
-    def interleaved(self) -> InterleavedSchedule | None:
-        """The order of ranks with several stages; None if each has one. Not validated."""
-        return parse_csv("\n".join(self.order)) if self.order is not None else None
-
     def schedule(self) -> Schedule:
         """The order of the ops. Not validated."""
+        if self.order is not None:
+            return parse_csv("\n".join(self.order))
         n = self.microbatches or sum(op.op is OpKind.F for op in self.stages[0])
         return Schedule(
             n, tuple(tuple(Op(op.op, op.microbatch) for op in ops) for ops in self.stages)
@@ -204,12 +158,11 @@ MAX_BYTES = 256 << 20
 
 
 class LoadedPlan(NamedTuple):
-    """A plan from a file: ``schedule`` if each rank has one stage, else ``interleaved``."""
+    """A plan from a file."""
 
     policy: str
     planning_seconds: float
-    schedule: Schedule | None
-    interleaved: InterleavedSchedule | None
+    schedule: Schedule
     dispatch: Dispatch = Dispatch.STATIC
     device_limits: tuple[int | None, ...] | None = None
     recompute: tuple[bool, ...] = ()
@@ -221,13 +174,9 @@ def load_plan(path: str) -> LoadedPlan:
     compute-only CSV if the name ends in ``.csv``. Raises :class:`InputError`, one line."""
     text = read_text(path, MAX_BYTES)
     if path.lower().endswith(".csv"):
-        found = parse_csv(text)
-        single = found.single()
-        return LoadedPlan(IMPORTED, 0.0, single, found if single is None else None)
+        return LoadedPlan(IMPORTED, 0.0, parse_csv(text))
     plan = parse_plan_file(text)
-    order = plan.interleaved()
-    schedule = plan.schedule() if order is None else None
     return LoadedPlan(
-        plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch, plan.device_limit,
+        plan.policy, plan.planning_ms / 1e3, plan.schedule(), plan.dispatch, plan.device_limit,
         plan.recompute, plan.waits,
     )  # fmt: skip

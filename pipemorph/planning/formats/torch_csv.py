@@ -21,36 +21,38 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS, OpKind
+from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS, OpKind, Schedule
 from pipemorph.planning.problem import MAX_OPS, shown
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, StageOp
 
 _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _OTHER = re.compile(r"\d+[A-Z_]+\d*", re.ASCII)
 
+_StageOp = tuple[int, OpKind, int]
+"""Stage, kind, microbatch."""
 
-def dump_csv(schedule: InterleavedSchedule) -> str:
+
+def dump_csv(schedule: Schedule) -> str:
     """The CSV text, with torch's line endings."""
     out = io.StringIO()
     writer = csv.writer(out)
-    for ops in schedule.ranks:
-        writer.writerow(f"{op.stage}{LETTERS[op.kind]}{op.microbatch}" for op in ops)
+    for mine, ops in zip(schedule.stages_of, schedule.ranks, strict=True):
+        writer.writerow(f"{mine[op.chunk]}{LETTERS[op.kind]}{op.microbatch}" for op in ops)
     return out.getvalue()
 
 
-def dump_comms_csv(schedule: InterleavedSchedule, ends: Sequence[Sequence[float]]) -> str:
+def dump_comms_csv(schedule: Schedule, ends: Sequence[Sequence[float]]) -> str:
     """The CSV text with sends and receives. ``ends[r][k]``: when op *k* of rank *r* ends.
 
     A receive is posted when the message is sent: after the receiver's ops that end before that, and
     before those that end later. So any two ranks have their messages in one order, both directions
     together, and cannot wait for each other over a communicator that takes one at a time.
     """
-    placement = schedule.placement()
+    placement = schedule.placement
     last = len(placement) - 1
     rows: list[list[str]] = [
-        [f"{stage}UNSHARD" for stage in dict.fromkeys(op.stage for op in ops)]
-        for ops in schedule.ranks
+        [f"{mine[chunk]}UNSHARD" for chunk in dict.fromkeys(op.chunk for op in ops)]
+        for mine, ops in zip(schedule.stages_of, schedule.ranks, strict=True)
     ]
     pending: list[list[str]] = [[] for _ in rows]
     backwards = [0] * len(placement)
@@ -77,22 +79,24 @@ def dump_comms_csv(schedule: InterleavedSchedule, ends: Sequence[Sequence[float]
     return out.getvalue()
 
 
-def _by_end(
-    schedule: InterleavedSchedule, ends: Sequence[Sequence[float]]
-) -> Iterator[tuple[int, StageOp]]:
+def _by_end(schedule: Schedule, ends: Sequence[Sequence[float]]) -> Iterator[tuple[int, _StageOp]]:
     """All ops with their ranks, by the time at which they end; where those are equal, an op that
     another one waits for comes first."""
-    stages = len(schedule.placement())
+    stages = schedule.stage_count
     position = [0] * len(schedule.ranks)
     done: set[tuple[int, bool, int]] = set()
     """Stage, whether backward, microbatch."""
     blocked: dict[tuple[int, bool, int], int] = {}
     ready: list[tuple[float, int]] = []
 
+    def next_op(rank: int) -> _StageOp:
+        kind, microbatch, chunk = schedule.ranks[rank][position[rank]]
+        return schedule.stages_of[rank][chunk], kind, microbatch
+
     def offer(rank: int) -> None:
         if position[rank] == len(schedule.ranks[rank]):
             return
-        stage, kind, microbatch = schedule.ranks[rank][position[rank]]
+        stage, kind, microbatch = next_op(rank)
         needs = None
         if kind is OpKind.F and stage > 0:
             needs = (stage - 1, False, microbatch)
@@ -107,18 +111,18 @@ def _by_end(
         offer(rank)
     while ready:
         _, rank = heapq.heappop(ready)
-        op = schedule.ranks[rank][position[rank]]
+        stage, kind, microbatch = op = next_op(rank)
         yield rank, op
         position[rank] += 1
         offer(rank)
-        if op.kind is not OpKind.W:
-            made = (op.stage, op.kind is not OpKind.F, op.microbatch)
+        if kind is not OpKind.W:
+            made = (stage, kind is not OpKind.F, microbatch)
             done.add(made)
             if made in blocked:
                 offer(blocked.pop(made))
 
 
-def parse_csv(text: str) -> InterleavedSchedule:
+def parse_csv(text: str) -> Schedule:
     """Parse a schedule from CSV text, without validation. Raises :class:`InputError` that names the
     cell."""
     try:
@@ -135,22 +139,22 @@ def parse_csv(text: str) -> InterleavedSchedule:
         tuple(op for column, cell in enumerate(row) for op in _read(cell.strip(), rank, column))
         for rank, row in enumerate(rows)
     )
-    microbatches = 1 + max((op.microbatch for ops in ranks for op in ops), default=-1)
-    return InterleavedSchedule(microbatches, ranks)
+    microbatches = 1 + max((microbatch for ops in ranks for *_, microbatch in ops), default=-1)
+    return Schedule.placed(microbatches, ranks)
 
 
-def _read(cell: str, rank: int, column: int) -> Iterator[StageOp]:
+def _read(cell: str, rank: int, column: int) -> Iterator[_StageOp]:
     several = _OVERLAP.fullmatch(cell)
     for part in several.group(1).split(";") if several is not None else (cell,):
         if part.strip():
             yield _op(part.strip(), rank, column)
 
 
-def _op(cell: str, rank: int, column: int) -> StageOp:
+def _op(cell: str, rank: int, column: int) -> _StageOp:
     match = _CELL.fullmatch(cell)
     if match is None:
         why = "expected a stage, F, I, W or B, and a microbatch, as in 0F0"
         if _OTHER.fullmatch(cell):
             why = "expected a compute-only schedule (F, I, W, B) without communication ops"
         raise InputError(f"the plan: rank {rank}, column {column}: found {shown(cell)}; {why}")
-    return StageOp(int(match.group(1)), KIND_OF_LETTER[match.group(2)], int(match.group(3)))
+    return int(match.group(1)), KIND_OF_LETTER[match.group(2)], int(match.group(3))

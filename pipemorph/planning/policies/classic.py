@@ -52,7 +52,7 @@ def zero_bubble(problem: Problem) -> Schedule:
     """
     warmup = problem.warmup or zero_bubble_warmup(problem)
     rules = Rules.of(problem, warmup, exact_warmup=True)
-    return decode(online(Costs.of(problem).without_delay(), rules).codes, problem.microbatches)
+    return decode(online(Costs.of(problem).without_delay(), rules)[0], problem.microbatches)
 
 
 def zero_bubble_warmup(problem: Problem) -> tuple[int, ...]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import OpKind, Policy
+from pipemorph.planning.ir import OpKind, Policy, Schedule
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, StageOp
 
 
-def one_f_one_b_interleaved(problem: Problem) -> InterleavedSchedule:
+def one_f_one_b_interleaved(problem: Problem) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, "Efficient large-scale language model training
     on GPU clusters", section 2.2): stage *s* on rank ``s mod ranks``, fused backwards.
 
@@ -27,13 +26,13 @@ def one_f_one_b_interleaved(problem: Problem) -> InterleavedSchedule:
         )
     per_round = n // rounds
 
-    def ops(rank: int, kind: OpKind) -> Iterator[StageOp]:
+    def ops(rank: int, kind: OpKind) -> Iterator[tuple[int, OpKind, int]]:
         """All ops of one kind in order: a round on one stage, then on the next."""
         for first in range(0, n, per_round):
             for chunk in range(chunks):
                 place = chunk if kind is OpKind.F else chunks - 1 - chunk
                 for m in range(first, first + per_round):
-                    yield StageOp(place * ranks + rank, kind, m)
+                    yield (place * ranks + rank, kind, m)
 
     found = []
     for rank in range(ranks):
@@ -44,36 +43,33 @@ def one_f_one_b_interleaved(problem: Problem) -> InterleavedSchedule:
             order += forwards[warmup + k : warmup + k + 1]
             order.append(backward)
         found.append(tuple(order))
-    return InterleavedSchedule(n, tuple(found))
+    return Schedule.placed(n, found)
 
 
-def zero_bubble_v(problem: Problem) -> InterleavedSchedule:
+def zero_bubble_v(problem: Problem) -> Schedule:
     """ZB-V (Qi et al. 2023, "Zero bubble pipeline parallelism", section 6): two stages per
     rank, in a V over the ranks, so that rank 0 has the first and the last stage.
 
     If all ops take equal time the only bubble is the fill, with the memory of 1F1B.
     """
     ranks, n = _ranks(problem, Policy.ZERO_BUBBLE_V), problem.microbatches
-    return InterleavedSchedule(
+    return Schedule.placed(
         n,
-        tuple(
-            tuple(op for op in _v_order(rank, ranks, n) if op.microbatch < n)
-            for rank in range(ranks)
-        ),
+        tuple(tuple(op for op in _v_order(rank, ranks, n) if op[2] < n) for rank in range(ranks)),
     )
 
 
-def _v_order(rank: int, ranks: int, microbatches: int) -> list[StageOp]:
+def _v_order(rank: int, ranks: int, microbatches: int) -> list[tuple[int, OpKind, int]]:
     """The order of one rank; may contain microbatches beyond the last, to fill the pattern."""
     n = max(2 * ranks - 1, microbatches)
     down, up = rank, 2 * ranks - 1 - rank
     done: dict[tuple[int, OpKind], int] = {}
-    order: list[StageOp] = []
+    order: list[tuple[int, OpKind, int]] = []
 
     def run(stage: int, *kinds: OpKind) -> None:
         for kind in kinds:
             m = done[stage, kind] = done.get((stage, kind), -1) + 1
-            order.append(StageOp(stage, kind, m))
+            order.append((stage, kind, m))
 
     def count(stage: int, kind: OpKind) -> int:
         return done.get((stage, kind), -1) + 1

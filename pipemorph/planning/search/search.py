@@ -134,4 +134,4 @@ def _start(problem: Problem, costs: Costs, warmup: Sequence[int]) -> list[bytes]
 def _in_order(problem: Problem, costs: Costs, warmup: Sequence[int]) -> list[bytes]:
     """The order of running ready ops, B before F before W."""
     rules = Rules.of(problem, warmup, exact_warmup=problem.warmup is not None)
-    return list(core.online_order(costs, rules)[0])
+    return list(core.online(costs, rules)[0])

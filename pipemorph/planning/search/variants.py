@@ -347,11 +347,10 @@ def fit_on_device(ops: Sequence[Op], limit: int) -> tuple[Op, ...]:
         if op.kind is OpKind.W and op.microbatch < weights:
             continue  # Moved earlier.
         while not held.fits(op.kind, op.microbatch):
-            early = Op(OpKind.W, weights)
+            held.run(OpKind.W, weights)
+            run.append(Op(OpKind.W, weights))
             weights += 1
-            held.run(*early)
-            run.append(early)
         weights += op.kind is OpKind.W
-        held.run(*op)
+        held.run(op.kind, op.microbatch)
         run.append(op)
     return tuple(run)

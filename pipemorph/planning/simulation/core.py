@@ -1,10 +1,10 @@
 """The event core (``csrc/planner``): executes schedules.
 
-Everything that executes a schedule is this: the simulator, the list schedules of
-the policies, schedules with several stages per rank. An op starts when its rank is free and its
-message has arrived: F waits for the F upstream, B for the B downstream (on the last stage, for its
-own F). Messages are sent at the end of an op and travel as described by
-:class:`~pipemorph.planning.problem.Link`.
+Everything that executes a schedule is this: the simulator, the list schedules of the policies, with
+one or several stages per rank. An op starts when its rank is free and its message has arrived: F
+waits for the F upstream, B for the B downstream (on the last stage, for its own F). Messages are
+sent at the end of an op and travel as described by :class:`~pipemorph.planning.problem.Link`; those
+within a rank take no time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from pipemorph.planning.ir import CODE, KINDS, Op, Schedule
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.guided import Guide
 from pipemorph.planning.simulation.online import Rules
-from pipemorph.planning.validator import ScheduleError
 
 _F, _, _W, _BW = CODE.values()
-MAX_STAGES_PER_RANK = 64
-"""An op's code is a byte: its kind, plus 4 times the position of its stage on the rank."""
 
 Rows = Sequence[Sequence[float]]
 """Per rank or stage, one time per op or microbatch."""
@@ -32,11 +29,11 @@ Rows = Sequence[Sequence[float]]
 class Ran(NamedTuple):
     """One executed iteration; times in the problem's unit.
 
-    ``codes[rank]``: the ops in run order, as :data:`CODE` of their kinds (plus 4 times the position
-    of the stage among the rank's own). ``start``, ``end`` and ``free``: per rank and op;
-    ``free`` is when the rank could go on, later than ``end`` if a send blocked it. ``above[stage]
-    [m]``: arrival of the forward of microbatch *m* from the stage above; ``below``: of the
-    gradient from the stage below; infinity if it was not sent.
+    ``codes[rank]``: the ops in run order, as :data:`CODE` of their kinds plus 4 times the chunk.
+    ``start``, ``end`` and ``free``: per rank and op; ``free`` is when the rank could go on, later
+    than ``end`` if a send blocked it. ``above[stage][m]``: arrival of the forward of microbatch *m*
+    from the stage above; ``below``: of the gradient from the stage below; infinity if it was not
+    sent.
     """
 
     codes: Sequence[bytes]
@@ -51,123 +48,81 @@ class Ran(NamedTuple):
         return max(ends[-1] + tail for ends, tail in zip(self.end, after, strict=True))
 
 
-def decode(codes: Sequence[bytes | bytearray], microbatches: int) -> Schedule:
-    """The schedule of one stage per rank. Its stages share the op objects."""
-    ops = [[Op(kind, m) for m in range(microbatches)] for kind in KINDS]
-    stages = []
+def decode(
+    codes: Sequence[bytes | bytearray], microbatches: int, placement: Sequence[int] = ()
+) -> Schedule:
+    """The schedule of codes. Its ranks share the op objects."""
+    chunks = 1 + max((code for kinds in codes for code in set(kinds)), default=0) // 4
+    ops = [
+        [Op(kind, m, chunk) for m in range(microbatches)]
+        for chunk in range(chunks)
+        for kind in KINDS
+    ]
+    ranks = []
     for kinds in codes:
-        if _BW in kinds:
+        if chunks > 1 or _BW in kinds:
             turns = zip(kinds, microbatches_of(kinds), strict=True)
-            stages.append(tuple([ops[kind][m] for kind, m in turns]))
+            ranks.append(tuple([ops[code][m] for code, m in turns]))
         else:
             left = [iter(each) for each in ops]
-            stages.append(tuple([next(left[kind]) for kind in kinds]))
-    return Schedule(microbatches, tuple(stages))
+            ranks.append(tuple([next(left[kind]) for kind in kinds]))
+    return Schedule(microbatches, tuple(ranks), tuple(placement))
 
 
-def microbatches_of(kinds: bytes | bytearray) -> list[int]:
-    """The microbatch of each op of a stage. A BW is the turn of a B and of a W."""
-    f = b = w = 0
+def microbatches_of(codes: bytes | bytearray) -> list[int]:
+    """The microbatch of each op of a rank. A BW is the turn of a B and of a W of its chunk."""
     found = []
-    for kind in kinds:
-        if kind == _F:
-            found.append(f)
-            f += 1
-        elif kind == _W:
-            found.append(w)
-            w += 1
+    done = [[0, 0, 0] for _ in range(1 + max(codes, default=0) // 4)]
+    """Per chunk: F, B and W."""
+    for code in codes:
+        turns, kind = done[code >> 2], code & 3
+        if kind == _BW:
+            found.append(turns[1])
+            turns[1] += 1
+            turns[2] += 1
         else:
-            found.append(b)
-            b += 1
-            w += kind == _BW
+            found.append(turns[kind])
+            turns[kind] += 1
     return found
-
-
-def one_stage_each(stages: int) -> list[list[int]]:
-    """The stages of each rank: stage *i* on rank *i*."""
-    return [[i] for i in range(stages)]
 
 
 def in_order(
     costs: Costs,
     codes: Sequence[bytes],
-    stages_of: Sequence[Sequence[int]] | None = None,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
 ) -> Ran:
     """Executes each rank's ops in their order; a rank that waits forever stops early.
 
-    ``stages_of[rank]``: the stages of a rank, by default stage *i* on rank *i*. ``delay_at``
-    and ``transfer_at``: delays and transfers that change within the iteration, in place of those of
-    ``costs``; transfers need ``delay_at`` too.
+    ``delay_at`` and ``transfer_at``: delays and transfers that change within the iteration, in
+    place of those of ``costs``; transfers need ``delay_at`` too.
     """
-    stages_of = stages_of or one_stage_each(costs.stage_count)
-    return Ran(*_planner.in_order(costs.packed(), codes, stages_of, delay_at, transfer_at))
+    return Ran(*_planner.in_order(costs.packed(), codes, delay_at, transfer_at))
 
 
 def makespan(costs: Costs, codes: Sequence[bytes]) -> float:
-    """End of the last op of a static order; infinity if stages wait for each other."""
-    return _planner.makespan(costs.packed(), codes, one_stage_each(costs.stage_count))
+    """End of a static order; infinity if ranks wait for each other."""
+    return _planner.makespan(costs.packed(), codes)
 
 
-def online(
-    costs: Costs,
-    rules: Rules,
-    delay_at: DelayAt | None = None,
-    transfer_at: DelayAt | None = None,
-    stages_of: Sequence[Sequence[int]] | None = None,
-) -> Ran:
-    """Runs one iteration in which each rank picks its next op by ``rules``.
+def online(costs: Costs, rules: Rules) -> tuple[Sequence[bytes], float]:
+    """The order of one iteration in which each rank picks its next op by ``rules``, and its end.
 
-    A rank picks when it becomes free and when a message arrives. ``stages_of``: as of
-    :func:`in_order`. Raises :class:`InputError` on a deadlock.
+    A rank picks when it becomes free and when a message arrives. Raises :class:`InputError` on a
+    deadlock.
     """
-    stages_of = stages_of or one_stage_each(costs.stage_count)
-    ran = Ran(
-        *_planner.online(
-            costs.packed(),
-            rules.caps,
-            rules.warmup,
-            rules.exact_warmup,
-            rules.fused,
-            rules.slots or (),
-            stages_of,
-            delay_at,
-            transfer_at,
-        )
+    order, end = _planner.online(
+        costs.packed(), rules.caps, rules.warmup, rules.exact_warmup, rules.fused
     )
-    for codes, mine in zip(ran.codes, stages_of, strict=True):
-        _check_online(codes, mine, costs, rules)
-    return ran
-
-
-def _check_online(codes: bytes, mine: Sequence[int], costs: Costs, rules: Rules) -> None:
-    """Raise :class:`InputError` unless a rank has run all ops of its stages ``mine``."""
-    for place, stage in enumerate(mine):
-        counts = [codes.count(4 * place + code) for code in range(4)]
-        if counts[2] + counts[3] < costs.microbatches:
-            raise InputError(
-                f"stage {stage} waits forever after {counts[0]} F, {counts[1] + counts[3]} B"
-                f" and {counts[2] + counts[3]} W: warm-up {list(rules.warmup)}, caps"
-                f" {list(rules.caps)}"
-            )
-
-
-def online_order(costs: Costs, rules: Rules) -> tuple[Sequence[bytes], float]:
-    """The order that :func:`online` runs, with one stage per rank, and the end of the iteration."""
-    stages_of = one_stage_each(costs.stage_count)
-    order, makespan = _planner.online_order(
-        costs.packed(),
-        rules.caps,
-        rules.warmup,
-        rules.exact_warmup,
-        rules.fused,
-        rules.slots or (),
-        stages_of,
-    )
-    for codes, mine in zip(order, stages_of, strict=True):
-        _check_online(codes, mine, costs, rules)
-    return order, makespan
+    for codes, mine in zip(order, costs.stages_of, strict=True):
+        for chunk, stage in enumerate(mine):
+            f, b, w, whole = (codes.count(4 * chunk + code) for code in range(4))
+            if w + whole < costs.microbatches:
+                raise InputError(
+                    f"stage {stage} waits forever after {f} F, {b + whole} B and {w + whole} W:"
+                    f" warm-up {list(rules.warmup)}, caps {list(rules.caps)}"
+                )
+    return order, end
 
 
 def guided(
@@ -175,25 +130,13 @@ def guided(
     guide: Guide,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
-    stages_of: Sequence[Sequence[int]] | None = None,
 ) -> Ran:
     """Runs one iteration in which each rank picks the ready op that is first in the plan's order,
-    within the limits of :mod:`pipemorph.planning.simulation.guided`.
-
-    ``stages_of``: as of :func:`in_order`. Raises :class:`InputError` on a deadlock, which only an
-    invalid order has.
-    """
-    stages_of = stages_of or one_stage_each(costs.stage_count)
+    within the limits of :mod:`pipemorph.planning.simulation.guided`. Raises :class:`InputError` on
+    a deadlock, which only an invalid order has."""
     ran = Ran(
         *_planner.guided(
-            costs.packed(),
-            guide.codes,
-            guide.waits,
-            guide.caps,
-            guide.slots or (),
-            stages_of,
-            delay_at,
-            transfer_at,
+            costs.packed(), guide.codes, guide.waits, guide.caps, delay_at, transfer_at
         )
     )
     for i, (codes, order) in enumerate(zip(ran.codes, guide.codes, strict=True)):
@@ -203,45 +146,15 @@ def guided(
 
 
 def guided_makespan(costs: Costs, guide: Guide) -> float:
-    """The end of the iteration that :func:`guided` runs, with one stage per rank."""
-    made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
-    found = _planner.guided_makespan(costs.packed(), *made, one_stage_each(costs.stage_count))
-    if isfinite(found):
-        return found
-    return guided(costs, guide).makespan(costs.after)
+    """The end of the iteration that :func:`guided` runs."""
+    found = _planner.guided_makespan(costs.packed(), guide.codes, guide.waits, guide.caps)
+    return found if isfinite(found) else guided(costs, guide).makespan(costs.after)
 
 
-def jittered(
-    costs: Costs,
-    guide: Guide,
-    most: float,
-    draws: int,
-    stages_of: Sequence[Sequence[int]] | None = None,
-) -> tuple[float, float]:
+def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float, float]:
     """Mean makespans of a valid order and of guided dispatch by it, over ``draws`` iterations in
-    which each message between ranks comes up to ``most`` late, at random by the moment of its send.
-    ``stages_of``: as of :func:`in_order`."""
-    stages_of = stages_of or one_stage_each(costs.stage_count)
-    made = (guide.codes, guide.waits, guide.caps, guide.slots or ())
-    own, guided_ = _planner.jittered(costs.packed(), *made, stages_of, most, draws)
+    which each message between ranks comes up to ``most`` late, at random by the moment of its
+    send."""
+    made = (guide.codes, guide.waits, guide.caps)
+    own, guided_ = _planner.jittered(costs.packed(), *made, most, draws)
     return own, guided_
-
-
-def static(
-    schedule: Schedule,
-    costs: Costs,
-    delay_at: DelayAt | None = None,
-    transfer_at: DelayAt | None = None,
-) -> Ran:
-    """:func:`in_order` for a whole schedule.
-
-    Raises :class:`ScheduleError` that names an op in a deadlock.
-    """
-    ran = in_order(costs, schedule.codes, None, delay_at, transfer_at)
-    for i, ops in enumerate(schedule.stages):
-        position = len(ran.start[i])
-        if position < len(ops):
-            raise ScheduleError(
-                i, position, f"{ops[position]} waits forever for a message of its neighbour"
-            )
-    return ran

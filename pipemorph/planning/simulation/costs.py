@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipemorph.planning.ir import OpKind
-from pipemorph.planning.problem import Problem
+from pipemorph.planning.ir import stages_of
+from pipemorph.planning.problem import Link, Problem
 
 if TYPE_CHECKING:
     from pipemorph.planning._planner import Costs as PackedCosts
 
 INF = float("inf")
+WITHIN = Link()
+"""The link of two stages of one rank."""
 
 DelayAt = Callable[[int, float], float]
 """(link, time of send) → delay or transfer, in the problem's unit."""
@@ -25,9 +27,8 @@ class Costs(NamedTuple):
     ``transfer``: how long one message occupies its direction of a link. ``whole_backward``: time of
     a fused backward. ``device_limits``: None for stages whose activations stay on the device; else
     an F after which they leave takes ``leaving`` more, and their backward ``returning``.
-    ``after``: what follows the last op of a stage, and so is part of the makespan. ``before``: when
-    a rank may begin, 0 or later; only executions know it. As long as the others, also where there
-    are fewer ranks than stages.
+    ``stages_of``: the stages of each rank. ``after``: what follows the last op of a rank, and so is
+    part of the makespan. ``before``: when a rank may begin, 0 or later; only executions know it.
     """
 
     microbatches: int
@@ -45,14 +46,22 @@ class Costs(NamedTuple):
     device_limits: list[int | None]
     after: list[float]
     before: list[float]
+    stages_of: Sequence[Sequence[int]]
 
     @property
     def stage_count(self) -> int:
         return len(self.forward)
 
     @staticmethod
-    def of(problem: Problem) -> Costs:
-        stages, links = problem.stages, problem.links
+    def of(problem: Problem, placement: Sequence[int] = ()) -> Costs:
+        """``placement``: the rank of each stage; empty: as of the problem. A link within a rank
+        takes no time. A rank reduces the gradients of all its stages after its last op."""
+        stages, placement = problem.stages, placement or problem.placed
+        ranks = stages_of(placement)
+        links = [
+            WITHIN if placement[i] == placement[i + 1] else link
+            for i, link in enumerate(problem.links)
+        ]
         return Costs(
             problem.microbatches,
             [s.forward for s in stages],
@@ -67,8 +76,9 @@ class Costs(NamedTuple):
             [s.leaving for s in stages],
             [s.returning for s in stages],
             [s.device_limit for s in stages],
-            [s.reduction or 0.0 for s in stages],
-            [0.0] * len(stages),
+            [max(stages[s].reduction or 0.0 for s in mine) for mine in ranks],
+            [0.0] * len(ranks),
+            ranks,
         )
 
     def least(self) -> Costs:
@@ -89,14 +99,6 @@ class Costs(NamedTuple):
         ]
         return self._replace(backward_input=backward, backward_weight=weight)
 
-    def op_time(self, stage: int, kind: OpKind) -> float:
-        """Time of one op without copies."""
-        if kind is OpKind.F:
-            return self.forward[stage]
-        if kind is OpKind.B:
-            return self.backward_input[stage]
-        return self.backward_weight[stage] if kind is OpKind.W else self.whole_backward[stage]
-
     def packed(self) -> PackedCosts:
         """As the compiled core takes them."""
         return (
@@ -109,21 +111,27 @@ class Costs(NamedTuple):
             self.half_duplex,
             self.leaving,
             self.returning,
-            [limit or 0 for limit in self.device_limits],
+            # One that no stage can reach is none, however large.
+            [min(limit or 0, self.microbatches + 1) for limit in self.device_limits],
             self.after,
             self.before,
+            self.stages_of,
         )
 
     def for_period(self) -> Costs:
         """Costs whose makespan is the period (see :class:`~pipemorph.planning.problem.Problem`) of
-        these plus :meth:`last_start`: what a stage begins later than others, it may end later."""
-        begins = self.begins()
-        after = [begins[-1] - begin + tail for begin, tail in zip(begins, self.after, strict=True)]
+        these plus :meth:`last_start`: what a rank begins later than others, it may end later."""
+        begins, last = self.begins(), self.last_start()
+        after = [
+            last - begins[mine[0]] + tail
+            for mine, tail in zip(self.stages_of, self.after, strict=True)
+        ]
         return self._replace(after=after)
 
     def last_start(self) -> float:
-        """When the last stage begins its first op."""
-        return self.begins()[-1]
+        """When the last rank begins its first op, the F of its first stage."""
+        begins = self.begins()
+        return max(begins[mine[0]] for mine in self.stages_of)
 
     def begins(self) -> list[float]:
         """When each stage begins its first op, in any schedule: the forward of microbatch 0."""

@@ -26,16 +26,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Guide:
-    """What guided dispatch follows. One entry per rank (``caps``: per stage, ``slots``: per link).
+    """What guided dispatch follows. One entry per rank (``caps``: per stage).
 
     - ``codes[i]``: the plan's order, as in :class:`~pipemorph.planning.simulation.core.Ran`.
     - ``waits[i]``: positions of ops before which nothing runs in their turn.
     - ``caps[i]``: F out of turn only while fewer microbatches than this are in flight.
-    - ``slots[i]``: F out of turn on stage *i* only while fewer of its messages than this are unused
-      by stage *i+1*; None: no limit on any link.
     """
 
     codes: tuple[bytes, ...]
     waits: tuple[tuple[int, ...], ...]
     caps: tuple[int, ...]
-    slots: tuple[int, ...] | None = None

@@ -25,7 +25,7 @@ class Message(NamedTuple):
 class Delivery(NamedTuple):
     """The messages of an iteration, and compute blocked by sends. Times in the problem's unit.
 
-    ``held[stage]``: position of an op → time until which its send blocked the stage's compute (by
+    ``held[rank]``: position of an op → time until which its send blocked the rank's compute (by
     ``Link.outstanding``).
     """
 
@@ -34,20 +34,22 @@ class Delivery(NamedTuple):
 
 
 def deliver(simulation: Simulation) -> Delivery:
-    """The messages of a simulation, in the order of their sends."""
-    last = len(simulation.stages) - 1
+    """The messages of a simulation between its ranks, in the order of their sends."""
+    placement, stages_of = simulation.schedule.placement, simulation.schedule.stages_of
+    last = len(placement) - 1
+    above, below = simulation.ran.above, simulation.ran.below
     sent: list[tuple[float, Message]] = []
     held: list[dict[int, float]] = []
-    for stage, ops in enumerate(simulation.stages):
-        free = simulation.free[stage]
+    for rank, ops in enumerate(simulation.ranks):
         blocked: dict[int, float] = {}
         held.append(blocked)
-        for position, (op, at) in enumerate(zip(ops, free, strict=True)):
-            kind, m, _, end = op
+        for position, (op, at) in enumerate(zip(ops, simulation.ran.free[rank], strict=True)):
+            stage = stages_of[rank][op.chunk]
+            kind, m, end = op.kind, op.microbatch, op.end
             if at > end:
                 blocked[position] = at
-            if kind is OpKind.F and stage < last:
-                sent.append((at, Message(stage, True, m, end, simulation.above[stage + 1][m])))
-            elif kind in (OpKind.B, OpKind.BW) and stage:
-                sent.append((at, Message(stage - 1, False, m, end, simulation.below[stage - 1][m])))
+            if kind is OpKind.F and stage < last and placement[stage + 1] != rank:
+                sent.append((at, Message(stage, True, m, end, above[stage + 1][m])))
+            elif kind in (OpKind.B, OpKind.BW) and stage and placement[stage - 1] != rank:
+                sent.append((at, Message(stage - 1, False, m, end, below[stage - 1][m])))
     return Delivery([message for _, message in sorted(sent, key=itemgetter(0))], held)

@@ -20,21 +20,18 @@ from pipemorph.planning.validator import validate_online
 
 @dataclass(frozen=True)
 class Rules:
-    """Restrictions on what each stage may run. One entry per stage (``slots``: per link).
+    """Restrictions on what each stage may run. One entry per stage.
 
     - ``warmup[i]``: only F until this many have run.
     - ``caps[i]``: F only while fewer microbatches than this are in flight (F start to W end).
     - ``exact_warmup``: no F beyond ``warmup`` before the first backward.
     - ``fused[i]``: one BW in place of B and W.
-    - ``slots[i]``: F on stage *i* only while fewer of its messages than this are unused by stage
-      *i+1*; None: no limit on any link.
     """
 
     warmup: tuple[int, ...]
     caps: tuple[int, ...]
     fused: tuple[bool, ...]
     exact_warmup: bool = False
-    slots: tuple[int, ...] | None = None
 
     @staticmethod
     def of(
@@ -43,7 +40,6 @@ class Rules:
         *,
         exact_warmup: bool = False,
         fused: Sequence[bool] | None = None,
-        slots: Sequence[int | None] | None = None,
     ) -> Rules:
         """Rules for a problem, with its caps.
 
@@ -51,14 +47,11 @@ class Rules:
         deadlock.
         """
         limits = problem.in_flight_limits()
-        validate_online(warmup, limits, slots, problem.device_limits())
+        validate_online(warmup, limits, problem.device_limits())
         n = problem.microbatches
         return Rules(
             tuple(min(n, x) for x in warmup),
             tuple(n if limit is None else min(n, limit) for limit in limits),
             tuple(fused) if fused is not None else (False,) * problem.stage_count,
             exact_warmup=exact_warmup,
-            slots=tuple(n if held is None else held for held in slots)
-            if slots is not None and any(held is not None for held in slots)
-            else None,
         )

@@ -1,16 +1,17 @@
-"""Simulates a schedule with one stage per rank: exact event times."""
+"""Simulates a schedule: exact event times."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import KINDS, Dispatch, Op, OpKind, Schedule
+from pipemorph.planning.ir import Dispatch, OpKind, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Ran, Rows, microbatches_of
+from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
 from pipemorph.planning.simulation.waits import Waits, guide_of
 from pipemorph.planning.validator import validate, validate_waits
@@ -28,56 +29,66 @@ class TimedOp(NamedTuple):
     microbatch: int
     start: float
     end: float
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated iteration. ``stages[i]``: the ops of stage *i* in run order.
+    """One simulated iteration. ``schedule``: the order in which the ops ran. ``after``: what
+    follows the last op of each rank."""
 
-    ``free``, ``above`` and ``below``: see :class:`~pipemorph.planning.simulation.core.Ran`, by
-    stage.
-    """
+    schedule: Schedule
+    ran: Ran = field(repr=False)
+    after: Sequence[float] = field(repr=False)
 
-    microbatches: int
-    stages: tuple[tuple[TimedOp, ...], ...]
-    free: Rows = field(repr=False, compare=False)
-    above: Rows = field(repr=False, compare=False)
-    below: Rows = field(repr=False, compare=False)
-    after: tuple[float, ...] = field(default=(), repr=False)
-    """What follows the last op of each stage; empty if nothing does."""
+    @cached_property
+    def ranks(self) -> tuple[tuple[TimedOp, ...], ...]:
+        """The ops of each rank in run order."""
+        return tuple(
+            tuple(
+                [
+                    TimedOp(op.kind, op.microbatch, start, end, op.chunk)
+                    for op, start, end in zip(ops, starts, ends, strict=True)
+                ]
+            )
+            for ops, starts, ends in zip(
+                self.schedule.ranks, self.ran.start, self.ran.end, strict=True
+            )
+        )
 
-    @staticmethod
-    def of(ran: Ran, costs: Costs) -> Simulation:
-        """A simulation from an execution with one stage per rank."""
-        stages = []
-        for codes, start, end in zip(ran.codes, ran.start, ran.end, strict=True):
-            rows = zip(codes, microbatches_of(codes), start, end, strict=True)
-            stages.append(tuple([TimedOp(KINDS[code], m, *times) for code, m, *times in rows]))
-        after = tuple(costs.after) if any(costs.after) else ()
-        return Simulation(costs.microbatches, tuple(stages), ran.free, ran.above, ran.below, after)
+    @cached_property
+    def stages(self) -> tuple[tuple[TimedOp, ...], ...]:
+        """The ops of each stage in run order."""
+        if self.schedule.one_stage_each:
+            return self.ranks
+        found: list[list[TimedOp]] = [[] for _ in self.schedule.placement]
+        for mine, ops in zip(self.schedule.stages_of, self.ranks, strict=True):
+            for op in ops:
+                found[mine[op.chunk]].append(op)
+        return tuple(map(tuple, found))
 
     @property
     def makespan(self) -> float:
         """Time from the start of the iteration to the end of the last op, and of what follows on
-        its stage."""
+        its rank."""
         return max(self._ends())
 
     @property
     def exposed_reduction(self) -> float:
         """By how much the reduction of gradients makes the iteration longer: what the ops of no
-        stage hide."""
-        return self.makespan - max(ops[-1].end for ops in self.stages)
+        rank hide."""
+        return self.makespan - max(ends[-1] for ends in self.ran.end)
 
     @property
     def period(self) -> float:
-        """Longest time from the start of a stage's first op to the end of its last one, and of
-        what follows it: the time per iteration if nothing makes stages wait for each other between
+        """Longest time from the start of a rank's first op to the end of its last one, and of
+        what follows it: the time per iteration if nothing makes ranks wait for each other between
         iterations."""
-        return max(end - ops[0].start for end, ops in zip(self._ends(), self.stages, strict=True))
+        starts = (row[0] for row in self.ran.start)
+        return max(end - start for end, start in zip(self._ends(), starts, strict=True))
 
     def _ends(self) -> list[float]:
-        after = self.after or (0.0,) * len(self.stages)
-        return [ops[-1].end + tail for ops, tail in zip(self.stages, after, strict=True)]
+        return [row[-1] + tail for row, tail in zip(self.ran.end, self.after, strict=True)]
 
     def objective(self, problem: Problem) -> float:
         """Makespan or period, as the problem asks for."""
@@ -85,17 +96,10 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over ``S × makespan``; 0 if no op takes any time."""
-        whole = len(self.stages) * self.makespan
+        """Idle time of the ranks over ``ranks × makespan``; 0 if no op takes any time."""
+        whole = len(self.ranks) * self.makespan
         busy = sum(op.end - op.start for ops in self.stages for op in ops)
         return max(0.0, 1.0 - busy / whole) if whole > 0 else 0.0
-
-    def schedule(self) -> Schedule:
-        """The order in which the ops ran."""
-        return Schedule(
-            self.microbatches,
-            tuple(tuple(Op(op.kind, op.microbatch) for op in ops) for ops in self.stages),
-        )
 
 
 def simulate(
@@ -104,63 +108,30 @@ def simulate(
     dispatch_mode: Dispatch = Dispatch.STATIC,
     *,
     waits: Waits | None = None,
-) -> Simulation:
-    """Execute ``schedule`` under the times, caps and links of ``problem``.
-
-    STATIC keeps each stage's order. GUIDED keeps the order as far as messages arrive in
-    time; ``waits``: see :func:`~pipemorph.planning.simulation.waits.guide_of`. Raises
-    :class:`ScheduleError` if the schedule is invalid or exceeds a cap of the problem.
-    """
-    return _execute(schedule, problem, dispatch_mode, waits)
-
-
-def simulate_changing(
-    schedule: Schedule,
-    problem: Problem,
-    delay_at: DelayAt,
-    mode: Dispatch = Dispatch.STATIC,
-    *,
-    transfer_at: DelayAt | None = None,
-    before: Sequence[float] | None = None,
-    waits: Waits | None = None,
-) -> Simulation:
-    """:func:`simulate` with ``delay_at(link, sent)`` instead of the links' delays, and
-    ``transfer_at(link, sent)``, if given, instead of their transfers; queues and limits are the
-    problem's. ``sent``: time since the start of the iteration; ``before``: see
-    :func:`following`."""
-    return _execute(
-        schedule,
-        problem,
-        mode,
-        waits,
-        delay_at=delay_at,
-        transfer_at=transfer_at,
-        before=before,
-    )
-
-
-def _execute(
-    schedule: Schedule,
-    problem: Problem,
-    mode: Dispatch,
-    waits: Waits | None,
-    *,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
     before: Sequence[float] | None = None,
 ) -> Simulation:
+    """Execute ``schedule`` under the times, caps and links of ``problem``.
+
+    STATIC keeps each rank's order. GUIDED keeps the order as far as messages arrive in
+    time; ``waits``: see :func:`~pipemorph.planning.simulation.waits.guide_of`.
+    ``delay_at(link, sent)``, if given, is in place of the links' delays, and then ``transfer_at``,
+    if given, in place of their transfers; ``sent``: time since the start of the iteration.
+    ``before``: when each rank may begin; None: at 0. Raises :class:`ScheduleError` if the schedule
+    is invalid or exceeds a cap of the problem.
+    """
     check_fits(schedule, problem)
-    costs = Costs.of(problem)
+    validate(schedule, problem.in_flight_limits(), problem.device_limits())
+    validate_waits(schedule, waits or ())
+    costs = Costs.of(problem, schedule.placement)
     if before is not None:
         costs = costs._replace(before=list(before))
-    validate(schedule, problem.in_flight_limits(), problem.device_limits())
-    if mode is Dispatch.STATIC:
-        ran = core.static(schedule, costs, delay_at, transfer_at)
-    else:
-        validate_waits(schedule, waits or ())
-        guide = guide_of(schedule, problem, waits)
-        ran = core.guided(costs, guide, delay_at, transfer_at)
-    return Simulation.of(ran, costs)
+    run = _runner(schedule, problem, dispatch_mode, waits)
+    ran = run(costs, delay_at, transfer_at)
+    if dispatch_mode is not Dispatch.STATIC:
+        schedule = core.decode(ran.codes, problem.microbatches, schedule.placement)
+    return Simulation(schedule, ran, costs.after)
 
 
 def predict(
@@ -173,18 +144,18 @@ def predict(
 
     The fast path of the adaptation controller: no checks, so the schedule must be valid.
     """
-    costs = Costs.of(problem)
+    costs = Costs.of(problem, schedule.placement)
     if dispatch_mode is Dispatch.STATIC:
-        return makespan_of(schedule, costs)
+        return core.makespan(costs, schedule.codes)
     return core.guided_makespan(costs, guide_of(schedule, problem, waits))
 
 
-def following(free: core.Rows, after: Sequence[float] = ()) -> tuple[float, list[float]]:
+def following(free: core.Rows, after: Sequence[float]) -> tuple[float, list[float]]:
     """When rank 0 may begin the next iteration, and when each rank may, counted from then, if
     nothing makes ranks wait for each other between iterations. ``free``: of the iteration before
     it, see :class:`~pipemorph.planning.simulation.core.Ran`. ``after``: what follows the last op of
-    each rank; empty if nothing does."""
-    ends = [row[-1] + tail for row, tail in zip(free, after or [0.0] * len(free), strict=True)]
+    each rank."""
+    ends = [row[-1] + tail for row, tail in zip(free, after, strict=True)]
     # No rank has anything to do before rank 0 begins: it has stage 0.
     return ends[0], [max(0.0, end - ends[0]) for end in ends]
 
@@ -195,24 +166,18 @@ def predict_period(
     dispatch_mode: Dispatch = Dispatch.STATIC,
     waits: Waits | None = None,
 ) -> float:
-    """Time per iteration of ``schedule`` if many of them follow each other and nothing makes stages
-    wait for each other in between, in the problem's unit.
+    """Time per iteration of ``schedule`` if many of them follow each other and nothing makes ranks
+    wait for each other in between, in the problem's unit: once consecutive ones take about the
+    same.
 
-    At most :attr:`Simulation.period`: a stage need not begin as early as it could. Without checks,
+    At most :attr:`Simulation.period`: a rank need not begin as early as it could. Without checks,
     like :func:`predict`.
     """
-    costs = Costs.of(problem)
+    costs = Costs.of(problem, schedule.placement)
     run = _runner(schedule, problem, dispatch_mode, waits)
-    return settled_period(lambda each: run(each, None, None), costs, costs.after)
-
-
-def settled_period(run: Callable[[Costs], Ran], costs: Costs, after: Sequence[float] = ()) -> float:
-    """Time per iteration of ``run`` once iterations that follow each other take about the same.
-    ``after``: what follows the last op of each rank; empty if nothing does."""
     steps: list[float] = []
     while len(steps) < 2 * SETTLED:
-        took, begins = following(run(costs).free, after)
-        before = begins + [0.0] * (costs.stage_count - len(begins))
+        took, before = following(run(costs, None, None).free, costs.after)
         if before == costs.before:
             return took
         steps.append(took)
@@ -232,43 +197,26 @@ def predict_changing(
     iteration. Their makespan, or, if the objective is the
     period, what they take if they follow each other. Without checks, like :func:`predict`.
     """
-    costs = Costs.of(problem)
+    costs = Costs.of(problem, schedule.placement)
     run = _runner(schedule, problem, dispatch_mode, waits)
-    return mean_of_changes(run, costs, changes, costs.after, problem.objective == "makespan")
-
-
-def mean_of_changes(
-    run: Runner,
-    costs: Costs,
-    changes: Sequence[Changes],
-    after: Sequence[float],
-    barrier: bool,
-) -> float:
-    """Mean time of iterations under each of the ``changes``. ``after``: what follows the last op of
-    each rank. ``barrier``: ranks wait for each other between them."""
     steps: list[float] = []
     for delay_at, transfer_at in changes:
         ran = run(costs, delay_at, transfer_at)
-        if barrier:
-            steps.append(ran.makespan(after))
+        if problem.objective == "makespan":
+            steps.append(ran.makespan(costs.after))
             continue
-        took, begins = following(ran.free, after)
+        took, before = following(ran.free, costs.after)
         steps.append(took)
-        costs = costs._replace(before=begins + [0.0] * (costs.stage_count - len(begins)))
+        costs = costs._replace(before=before)
     return sum(steps) / len(steps)
 
 
 def _runner(schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits | None) -> Runner:
     """Executes a valid schedule under the costs, delays and transfers it is given."""
     if mode is Dispatch.STATIC:
-        return lambda costs, *at: core.in_order(costs, schedule.codes, None, *at)
+        return lambda costs, *at: core.in_order(costs, schedule.codes, *at)
     guide = guide_of(schedule, problem, waits)
     return lambda costs, *at: core.guided(costs, guide, *at)
-
-
-def makespan_of(schedule: Schedule, costs: Costs) -> float:
-    """The same for known costs."""
-    return core.makespan(costs, schedule.codes)
 
 
 def check_fits(schedule: Schedule, problem: Problem) -> None:

@@ -119,7 +119,8 @@ def test_what_ranks_with_several_stages_have() -> None:
     parse_job(json.dumps(document))
     spec["schedule"] |= {"dispatch": "guided", "warmup": [6, 5, 3, 1]}
     plan = initial_plan(parse_job(json.dumps(document)).spec)
-    assert plan.dispatch == "guided" and plan.warmup == (6, 5, 3, 1) and plan.turns
+    assert plan.dispatch == "guided" and plan.warmup == (6, 5, 3, 1)
+    assert not plan.schedule.one_stage_each
     spec["schedule"]["policy"] = "1f1b-interleaved"
     assert "spec.schedule.warmup: is [6, 5, 3, 1]; policy 1f1b-interleaved sets" in refusal(
         document

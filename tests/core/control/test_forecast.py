@@ -28,9 +28,9 @@ from pipemorph.planning import (
     link_on,
     plan,
     problem_for,
+    simulate,
 )
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
-from pipemorph.planning.simulation.simulator import following, simulate_changing
+from pipemorph.planning.simulation.simulator import following
 from pipemorph.wire import PlanMessage
 
 STAGES, SLOW, LIMIT = 8, 6, 16
@@ -141,10 +141,9 @@ def test_of_delays_that_vary_ranks_with_several_stages_take_the_mean() -> None:
 
             made = option.plan
             problem = forecast.problem(made.routes).under(made)
-            ran = simulate_interleaved(
-                InterleavedSchedule.of_plan(made), problem, made.dispatch, waits=made.waits,
-                delay_at=delay_at,
-            )  # fmt: skip
+            ran = simulate(
+                made.schedule, problem, made.dispatch, waits=made.waits, delay_at=delay_at
+            )
             steps.append(ran.makespan)
         assert option.seconds == pytest.approx(mean(steps), rel=1e-9)
     static = [each for each in found if each.plan.dispatch is Dispatch.STATIC]
@@ -179,7 +178,7 @@ def test_ranks_with_several_stages_are_planned_without_a_barrier_and_with_less_o
         (option,) = Forecast(job, situation).fresh(routes)
         assert option.plan.offloading if how == "offload" else option.plan.recomputing
         problem = Forecast(job, situation).problem(routes).under(option.plan)
-        ran = simulate_interleaved(InterleavedSchedule.of_plan(option.plan), problem)
+        ran = simulate(option.plan.schedule, problem)
         if barrier:
             assert option.seconds == ran.makespan
         else:
@@ -259,8 +258,8 @@ def replayed(
     links = [link_on(route, 0.001) for route in option.plan.routes]
     problem = forecast.problem(option.plan.routes).model_copy(update={"links": tuple(links)})
     made = option.plan
-    return simulate_changing(
-        made.schedule, problem, delay_at, made.dispatch, before=before, waits=made.waits
+    return simulate(
+        made.schedule, problem, made.dispatch, delay_at=delay_at, before=before, waits=made.waits
     )
 
 
@@ -301,8 +300,8 @@ def test_of_a_narrow_link_that_varies_the_rate_does() -> None:
                 return RUNS[(start + int(sent / 0.05)) % len(RUNS)] if link == SLOW else 0.0
 
             problem = narrow.problem(option.plan.routes)
-            ran = simulate_changing(
-                option.plan.schedule, problem, lambda *_: 0.001, transfer_at=transfer_at
+            ran = simulate(
+                option.plan.schedule, problem, delay_at=lambda *_: 0.001, transfer_at=transfer_at
             )
             expected.append(ran.makespan)
         assert option.seconds == pytest.approx(mean(expected), rel=1e-9)
@@ -320,7 +319,7 @@ def test_without_a_barrier_iterations_under_varying_delays_follow_each_other() -
         before, steps = None, []
         for start in STARTS:
             ran = replayed(forecast, option, start, before)
-            took, before = following(ran.free, ran.after)
+            took, before = following(ran.ran.free, ran.after)
             steps.append(took)
         assert option.seconds == pytest.approx(mean(steps), rel=1e-9)
 

@@ -27,7 +27,7 @@ from pipemorph.control.observe.observer import Observer
 from pipemorph.control.observed.links import LinkTable
 from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Dispatch, Plan, Route, problem_for
-from pipemorph.planning.simulation.simulator import simulate_changing
+from pipemorph.planning.simulation.simulator import simulate
 from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
 from pipemorph.wire import (
     DirectiveEnvelope,
@@ -312,7 +312,7 @@ class Replicas(Plant):
         felt = [BASE + delay for delay in self.delays_of[replica]]
         count = self.spec.schedule.microbatches
         problem = problem_for(count, self.ops, felt, plan.routes, queues=8).under(plan)
-        return simulate_changing(plan.schedule, problem, lambda link, _: felt[link])
+        return simulate(plan.schedule, problem, delay_at=lambda link, _: felt[link])
 
 
 def capped(**fields: Any) -> JobSpec:

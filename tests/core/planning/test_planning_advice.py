@@ -14,9 +14,8 @@ from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.local.results.measured import is_report
 from pipemorph.planning import Link, OpKind, Problem, StageTimes, plan, simulate
-from pipemorph.planning.analysis.advice import Option, advise
+from pipemorph.planning.advice import Option, advise
 from pipemorph.planning.analysis.partition import split_layers, split_over_ranks
-from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.problem import Layers
 
 
@@ -202,15 +201,15 @@ def interleaved(stages: tuple[StageTimes, ...], **more: Any) -> Problem:
 def test_ranks_with_several_stages_are_planned_as_such() -> None:
     given = interleaved((stage(in_flight_limit=6, activation_bytes=GIB),) * 4)
     advice = advise(given)
-    today, planned = advice.options[0], plan_interleaved(given)
+    today, planned = advice.options[0], plan(given)
     assert (today.makespan, today.gain, today.memory) == (planned.simulation.makespan, 0, 1)
     assert today.bubble_fraction == planned.simulation.bubble_fraction
-    assert today.in_flight == planned.schedule.per_stage().in_flight_peak()
+    assert today.in_flight == planned.schedule.in_flight_peak()
     # What both stages of a rank hold at one moment, which is less than the sum of their peaks.
     assert today.activation_bytes == held_by_ranks(given) * GIB
     assert today.activation_bytes <= max(map(sum, peaks_by_rank(given))) * GIB
     found = by_lever(advice.options, "microbatches")
-    twice = plan_interleaved(given.model_copy(update={"microbatches": 24}))
+    twice = plan(given.model_copy(update={"microbatches": 24}))
     assert found[0].makespan == twice.simulation.makespan
     assert [option.batch for option in found] == [2, 4, 1, 1]
     assert not by_lever(advice.options, "split"), "its ranks are even"
@@ -219,7 +218,7 @@ def test_ranks_with_several_stages_are_planned_as_such() -> None:
 def held_by_ranks(given: Problem) -> int:
     """Most microbatches on any rank at a moment, counted op by op."""
     most = 0
-    for ops in plan_interleaved(given).schedule.ranks:
+    for ops in plan(given).schedule.ranks:
         now = 0
         for op in ops:
             now += op.kind is OpKind.F
@@ -229,10 +228,10 @@ def held_by_ranks(given: Problem) -> int:
 
 
 def peaks_by_rank(given: Problem) -> list[list[int]]:
-    schedule = plan_interleaved(given).schedule
-    peaks = schedule.per_stage().in_flight_peak()
+    schedule = plan(given).schedule
+    peaks = schedule.in_flight_peak()
     ranks: list[list[int]] = [[] for _ in schedule.ranks]
-    for rank, peak in zip(schedule.placement(), peaks, strict=True):
+    for rank, peak in zip(schedule.placement, peaks, strict=True):
         ranks[rank].append(peak)
     return ranks
 
@@ -319,7 +318,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: Any) -> Non
             },
             "layer_split is [1, 1], 2 layers; layers has 3",
         ),
-        ({"policy": "gpipe", "ranks": 1}, "policy gpipe has one stage per rank; with several use"),
+        ({"policy": "gpipe", "ranks": 1}, "policy gpipe has one stage per rank"),
     ],
 )
 def test_bad_problems(change: dict[str, Any], words: str, tmp_path: Path, capsys: Any) -> None:
@@ -432,7 +431,7 @@ def test_a_report_of_several_stages_per_rank_says_which_rank_has_which(
     file.write_text(json.dumps(given))
     found = measured_problem(str(file)).problem
     assert (found.stage_count, found.ranks, found.placement) == (4, 2, "v")
-    ran = plan_interleaved(found).simulation
+    ran = plan(found).simulation
     # Two ranks with two stages each of 3 ms, 8 microbatches.
     assert len(ran.schedule.ranks) == 2 and ran.makespan >= 48
     assert ran.bubble_fraction == pytest.approx(1 - 96 / (2 * ran.makespan))

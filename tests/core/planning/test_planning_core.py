@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import event_core
 import pytest
@@ -11,18 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import offloading, random_order, random_schedule
 
-from pipemorph.planning import Problem, validate
+from pipemorph.planning import Problem, Schedule, ScheduleError, _planner, validate
 from pipemorph.planning.ir import CODE, OpKind
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import Ran
 from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
-from pipemorph.planning.simulation.waits import waits_of
 
 
-def uneven(rng: random.Random, problem: Problem) -> Costs:
+def uneven(rng: random.Random, problem: Problem, placement: Sequence[int] = ()) -> Costs:
     """The problem's costs with times whose sums depend on the order of their terms."""
-    costs = Costs.of(problem)
+    costs = Costs.of(problem, placement)
     if rng.random() < 0.5:
         return costs
     return costs._replace(
@@ -31,7 +31,7 @@ def uneven(rng: random.Random, problem: Problem) -> Costs:
         whole_backward=[rng.uniform(0.1, 9) for _ in costs.forward],
         delay=[rng.uniform(0, 9) for _ in costs.delay],
         transfer=[rng.choice([0.0, rng.uniform(0, 9)]) for _ in costs.delay],
-        before=[rng.choice([0.0, rng.uniform(0, 40)]) for _ in costs.forward],
+        before=[rng.choice([0.0, rng.uniform(0, 40)]) for _ in costs.before],
     )
 
 
@@ -63,9 +63,8 @@ def test_a_given_order(problem: Problem, seed: int) -> None:
     costs, (delay_at, transfer_at) = uneven(rng, problem), both_changing(rng)
     # Orders that exceed a device limit are no valid plans; the core executes them all the same.
     codes = schedule.codes
-    ran = core.in_order(costs, codes, None, delay_at, transfer_at)
-    stages_of = [[i] for i in range(problem.stage_count)]
-    same(ran, event_core.in_order(costs, codes, stages_of, delay_at, transfer_at))
+    ran = core.in_order(costs, codes, delay_at, transfer_at)
+    same(ran, event_core.in_order(costs, codes, delay_at, transfer_at))
     finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
     if delay_at is None:
         assert core.makespan(costs, codes) == (
@@ -77,26 +76,18 @@ def test_a_given_order(problem: Problem, seed: int) -> None:
 @settings(max_examples=examples(150), deadline=None)
 def test_online_dispatch(problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
-    costs, (delay_at, transfer_at) = uneven(rng, problem), both_changing(rng)
+    costs = uneven(rng, problem)
     most = problem.microbatches
     warmup: list[int] = []
     for limit in problem.in_flight_limits():
         most = rng.randint(1, min(most, limit or most))
         warmup.append(most)
     exact = rng.random() < 0.5
-    slots = None
-    if rng.random() < 0.5:
-        needed = [max(1, warmup[i] - warmup[i + 1]) for i in range(len(problem.links))]
-        slots = [rng.choice([None, x, x + 1]) for x in needed]
     fused = [rng.random() < 0.3 for _ in problem.stages]
-    rules = Rules.of(problem, warmup, exact_warmup=exact, fused=fused, slots=slots)
-    ran = core.online(costs, rules, delay_at, transfer_at)
-    stages_of = core.one_stage_each(costs.stage_count)
-    same(ran, event_core.online(costs, rules, delay_at, transfer_at, stages_of))
-    at_once = core.online(costs, rules)
-    order, makespan = core.online_order(costs, rules)
-    assert (list(order), makespan) == (list(at_once.codes), at_once.makespan(costs.after))
-    schedule = core.decode(ran.codes, problem.microbatches)
+    rules = Rules.of(problem, warmup, exact_warmup=exact, fused=fused)
+    codes, makespan = core.online(costs, rules)
+    assert (list(codes), makespan) == event_core.online(costs, rules)
+    schedule = core.decode(codes, problem.microbatches)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
     assert not exact or all(
         x == min(y, problem.microbatches) for x, y in zip(schedule.warmup(), warmup, strict=True)
@@ -108,13 +99,17 @@ def test_online_dispatch(problem: Problem, seed: int) -> None:
 def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
     """Stages on any rank, their ops in any order that each stage allows."""
     rng = random.Random(seed)
-    costs, n = uneven(rng, problem), problem.microbatches
+    n = problem.microbatches
     left = list(range(problem.stage_count))
     rng.shuffle(left)
     stages_of = []
     while left:
         count = rng.randint(1, len(left))
         stages_of.append([left.pop() for _ in range(count)])
+    placement = [next(r for r, mine in enumerate(stages_of) if s in mine)
+                 for s in range(problem.stage_count)]  # fmt: skip
+    costs = uneven(rng, problem, placement)
+    stages_of = costs.stages_of
     codes = []
     for mine in stages_of:
         rows = [list(random_order(rng, n, fused=rng.random() < 0.3)) for _ in mine]
@@ -123,15 +118,20 @@ def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
             place = rng.choice([i for i, ops in enumerate(rows) if ops])
             row.append(4 * place + CODE[rows[place].pop(0).kind])
         codes.append(bytes(row))
-    ran = core.in_order(costs, codes, stages_of)
-    same(ran, event_core.in_order(costs, codes, stages_of))
-    assert ran == core.in_order(costs, codes, stages_of, lambda link, _: costs.delay[link])
+    ran = core.in_order(costs, codes)
+    same(ran, event_core.in_order(costs, codes))
+    assert ran == core.in_order(costs, codes, lambda link, _: costs.delay[link])
+    schedule = core.decode(codes, n, placement)
+    assert schedule.codes == tuple(codes)
+    assert Schedule.decode(n, schedule.encode(), placement) == schedule
     if any(len(row) < len(ops) for row, ops in zip(ran.end, codes, strict=True)):
+        with pytest.raises(ScheduleError, match="waits forever"):
+            validate(schedule)
         return
+    validate(schedule)
     peaks = [rng.randint(1, n) for _ in problem.stages]
-    assert waits_of(costs, codes, stages_of, peaks) == event_core.waits(
-        costs, codes, stages_of, peaks
-    )
+    found = _planner.waits(costs.packed(), codes, peaks)
+    assert tuple(map(tuple, found)) == event_core.waits(costs, codes, peaks)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
@@ -152,7 +152,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         ([good, bytes([4])], [[0], [1]], "own stages"),
         ([good, good + good], [[0], [1]], "at most once per microbatch"),
     ):
+        placed = costs._replace(stages_of=stages_of)
         with pytest.raises(ValueError, match=words):
-            core.in_order(costs, codes, stages_of)
+            core.in_order(placed, codes)
     with pytest.raises(ValueError, match="one link fewer"):
         core.in_order(costs._replace(delay=[]), [good, good])

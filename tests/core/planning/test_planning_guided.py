@@ -51,20 +51,14 @@ def test_it_ends_within_the_limits_of_its_plan_whatever_comes_late(
     rng = random.Random(seed)
     planned = plan(problem, rng.choice(POLICIES))
     schedule, within = planned.schedule, planned.problem
-    if rng.random() < 0.3:
-        links = [
-            link.model_copy(update={"slots": rng.choice((None, 1, 2))}) for link in within.links
-        ]
-        within = within.model_copy(update={"links": tuple(links)})
     costs = Costs.of(within)
     waits = planned_waits(schedule, within)
-    stages_of = core.one_stage_each(costs.stage_count)
     peaks = schedule.in_flight_peak()
-    assert waits == event_core.waits(costs, schedule.codes, stages_of, peaks)
+    assert waits == event_core.waits(costs, schedule.codes, peaks)
     guide = guide_of(schedule, within, rng.choice((None, ())))
     delay_at = drawn(rng, rng.choice((1.0, 20.0, 400.0)))
     ran = core.guided(costs, guide, delay_at)
-    plain = event_core.guided(costs, guide, delay_at, None, stages_of)
+    plain = event_core.guided(costs, guide, delay_at, None)
     for field in Ran._fields:
         assert list(getattr(ran, field)) == list(getattr(plain, field)), field
     at_once = core.guided(costs, guide)
@@ -92,8 +86,7 @@ def test_jitter(problem: Problem, most: float, draws: int) -> None:
     planned = plan(problem, Policy.ZERO_BUBBLE)
     costs, guide = Costs.of(planned.problem), guide_of(planned.schedule, planned.problem)
     found = core.jittered(costs, guide, most, draws)
-    stages_of = core.one_stage_each(costs.stage_count)
-    assert found == event_core.jittered(costs, guide, stages_of, most, draws)
+    assert found == event_core.jittered(costs, guide, most, draws)
 
 
 @pytest.mark.parametrize(("limit", "suits"), [(None, True), (20, True), (16, False), (10, False)])
@@ -149,4 +142,4 @@ def test_it_is_the_plan_while_nothing_is_late(problem: Problem, seed: int) -> No
     static = simulate(planned.schedule, planned.problem)
     guided = simulate(planned.schedule, planned.problem, Dispatch.GUIDED)
     assert guided.stages == static.stages
-    assert guided.free == static.free
+    assert guided.ran.free == static.ran.free

@@ -70,7 +70,7 @@ def stage_runs(draw: st.DrawFn) -> tuple[list[Op], int, int]:
         may = [op for op in ready if held.fits(op.kind, op.microbatch)]
         assert may, "the device limit forbids all that is left"
         op = draw(st.sampled_from(may))
-        held.run(*op)
+        held.run(op.kind, op.microbatch)
         f += op.kind is OpKind.F
         b += op.kind in (OpKind.B, OpKind.BW)
         w += op.kind in (OpKind.W, OpKind.BW)
@@ -85,7 +85,7 @@ def test_whatever_is_run_stays_within_the_device_and_the_host(
     ops, n, limit = ran
     where: dict[int, str] = {}
     copies = copying(ops, limit)
-    for (kind, m), copied in zip(ops, copies, strict=True):
+    for (kind, m, _), copied in zip(ops, copies, strict=True):
         # Told again from the text of the rule, by what each microbatch is said to have done.
         if kind is OpKind.F:
             where[m] = "device"
@@ -216,11 +216,11 @@ def disagrees(rule: type[Residency]) -> bool:
             ready = [Op(OpKind.F, f)] if f < n else []
             ready += [Op(OpKind.B, b)] if b < f else []
             ready += [Op(OpKind.W, w)] if w < b else []
-            may = [op for op in ready if held.fits(*op)]
+            may = [op for op in ready if held.fits(*op[:2])]
             if not may:
                 return True
             op = rng.choice(may)
-            copies.append(held.run(*op))
+            copies.append(held.run(*op[:2]))
             ops.append(op)
             f, b, w = f + (op.kind == "F"), b + (op.kind == "B"), w + (op.kind == "W")
         if copies != told_copies(ops, limit):

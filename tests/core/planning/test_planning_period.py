@@ -24,7 +24,7 @@ from pipemorph.planning import (
     predict_period,
     simulate,
 )
-from pipemorph.planning.analysis.advice import advise
+from pipemorph.planning.advice import advise
 from pipemorph.planning.simulation.simulator import SETTLED
 from pipemorph.planning.validator import ScheduleError
 

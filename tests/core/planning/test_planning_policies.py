@@ -25,8 +25,8 @@ from pipemorph.planning import (
     link_on,
     lower_bound,
     plan,
-    plan_for,
     predict,
+    problem_for,
     simulate,
     validate,
 )
@@ -103,10 +103,9 @@ def most_in_flight(ops: Sequence[TimedOp]) -> int:
 def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
     """Where both directions of a link have one queue: than its order, run as a plan is. By its own
     simulation a stage holds a forward back, whose message would delay a gradient."""
-    paper = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-    makespan = max(map(max, paper.end))
+    codes, makespan = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
     if any(link.half_duplex for link in problem.links):
-        makespan = simulate(decode(paper.codes, problem.microbatches), problem).makespan
+        makespan = simulate(decode(codes, problem.microbatches), problem).makespan
     assert plan(problem, Policy.PIPEMORPH).makespan <= makespan * (1 + 1e-9)
 
 
@@ -221,11 +220,11 @@ def test_gpipe_refuses_a_warmup_that_is_not_its_own() -> None:
         plan(uniform(TEN, 2, 3, {}, None).with_warmup([2, 1]), Policy.GPIPE)
 
 
-def test_plan_for_takes_any_unit_and_carries_over_to_a_plan() -> None:
+def test_a_problem_takes_any_unit_and_carries_over_to_a_plan() -> None:
     """Seconds in, seconds out; the same order as for milliseconds."""
     seconds = StageTimes(forward=0.010, backward_input=0.010, backward_weight=0.010)
     routes = (Route.DELEGATED, Route.DIRECT, Route.DIRECT)
-    planned = plan_for(12, [seconds] * 4, [0.02, 0, 0], routes)
+    planned = plan(problem_for(12, [seconds] * 4, [0.02, 0, 0], routes))
     assert planned.makespan == pytest.approx(0.410)
     directive = planned.to_plan(7, routes)
     assert directive.version == 7
@@ -240,8 +239,8 @@ def test_plans_stand_messages_that_are_a_little_late(times: StageTimes, delay: f
     """Holding fewer microbatches must not make a plan brittle."""
     problem = uniform(times, 8, 32, {6: delay}, None)
     late = problem.with_delays([link.delay + 4.0 for link in problem.links])
-    ran = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-    fattest = decode(ran.codes, 32)
+    codes, _ = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    fattest = decode(codes, 32)
     leaner = plan(problem).schedule
     assert sum(leaner.in_flight_peak()) <= sum(fattest.in_flight_peak())
     assert predict(leaner, late) <= 1.02 * predict(fattest, late)

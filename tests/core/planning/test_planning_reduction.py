@@ -9,10 +9,7 @@ import pytest
 from planning_reference import shortest_of_all_orders
 
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, predict, simulate
-from pipemorph.planning.interleaved import plan_interleaved
-from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.interleaved import simulate_interleaved
 from pipemorph.planning.simulation.lower_bound import lower_bound, tight_lower_bound
 
 
@@ -88,7 +85,7 @@ def test_the_makespan_is_that_of_the_executed_iteration() -> None:
     problem = problem_of([5.0, None, 33.0], 4, 7)
     planned = plan(problem, Policy.ZERO_BUBBLE)
     costs, codes = Costs.of(problem), planned.schedule.codes
-    plain = event_core.in_order(costs, codes, core.one_stage_each(3))
+    plain = event_core.in_order(costs, codes)
     assert predict(planned.schedule, problem) == plain.makespan(costs.after)
     assert simulate(planned.schedule, problem).makespan == plain.makespan(costs.after)
 
@@ -96,14 +93,14 @@ def test_the_makespan_is_that_of_the_executed_iteration() -> None:
 def test_a_rank_with_several_stages_reduces_after_the_last_op_of_all() -> None:
     """The longest of its reductions, which fewer ops at its end can hide as well."""
     problem = problem_of([None] * 4).model_copy(update={"ranks": 2})
-    ops = plan_interleaved(problem)
+    ops = plan(problem)
     slow = problem.model_copy(
         update={"stages": (stage(1), stage(), stage(30.0), stage())},
     )
-    ran = simulate_interleaved(ops.schedule, slow)
-    ends = [ops_of[-1][1].end for ops_of in ran.by_rank()]
+    ran = simulate(ops.schedule, slow)
+    ends = [ops_of[-1].end for ops_of in ran.ranks]
     assert ran.makespan == max(ends[0] + 30, ends[1])
-    assert ran.simulation.exposed_reduction == ran.makespan - max(ends)
-    planned = plan_interleaved(slow)
+    assert ran.exposed_reduction == ran.makespan - max(ends)
+    planned = plan(slow)
     assert planned.lower_bound <= planned.simulation.makespan <= ran.makespan
-    assert sum(after > 0 for after in ran.simulation.after) == 1
+    assert ran.after == [30, 0]

@@ -9,22 +9,25 @@ import event_core
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Link, Policy, Problem, StageTimes
-from pipemorph.planning.analysis.jitter import as_fast_guided
-from pipemorph.planning.interleaved import InterleavedPlan, plan_interleaved
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import DelayAt
-from pipemorph.planning.simulation.interleaved import (
-    InterleavedSimulation,
-    encoded,
-    interleaved_guide,
-    interleaved_waits,
-    placed_costs,
-    predict_interleaved,
-    simulate_interleaved,
-    validate_interleaved,
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    PlannedSchedule,
+    Policy,
+    Problem,
+    Simulation,
+    StageTimes,
+    plan,
+    predict,
+    predict_changing,
+    simulate,
+    validate,
 )
+from pipemorph.planning.analysis.jitter import as_fast_guided
+from pipemorph.planning.simulation import core
+from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.simulator import following
+from pipemorph.planning.simulation.waits import guide_of, planned_waits
 
 
 def drawn(rng: random.Random) -> Problem:
@@ -62,20 +65,20 @@ def test_whatever_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     differ = 0
     for _ in range(60):
-        planned = plan_interleaved(drawn(rng))
+        planned = plan(drawn(rng))
         order, problem, delay_at = planned.schedule, planned.problem, late(rng, 30)
 
-        def run() -> InterleavedSimulation:
-            return simulate_interleaved(order, problem, Dispatch.GUIDED, delay_at=delay_at)  # noqa: B023
+        def run() -> Simulation:
+            return simulate(order, problem, Dispatch.GUIDED, delay_at=delay_at)  # noqa: B023
 
         ran = run()
         with monkeypatch.context() as in_python:
             in_python.setattr(core, "guided", event_core.guided)
             plain = run()
         assert ran == plain
-        assert ran.simulation.free == plain.simulation.free
-        peaks = order.per_stage().in_flight_peak()
-        validate_interleaved(ran.schedule, peaks, problem.device_limits())
+        assert ran.ran.free == plain.ran.free
+        peaks = order.in_flight_peak()
+        validate(ran.schedule, peaks, problem.device_limits())
         differ += ran.schedule != order
     assert differ > 20
 
@@ -83,10 +86,10 @@ def test_whatever_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_guided_is_the_plan_while_nothing_is_late() -> None:
     rng = random.Random(4)
     for _ in range(60):
-        planned = plan_interleaved(drawn(rng))
-        guided = simulate_interleaved(planned.schedule, planned.problem, Dispatch.GUIDED)
+        planned = plan(drawn(rng))
+        guided = simulate(planned.schedule, planned.problem, Dispatch.GUIDED)
         assert guided == planned.simulation
-        assert guided.simulation.free == planned.simulation.simulation.free
+        assert guided.ran.free == planned.simulation.ran.free
 
 
 @pytest.mark.parametrize(("placement", "most"), [("interleaved", 1.0), ("v", 1.01)])
@@ -96,22 +99,19 @@ def test_what_it_brings_while_messages_are_late(placement: Any, most: float) -> 
     given = Problem(
         microbatches=16, stages=(ten,) * 8, links=(Link(),) * 7, ranks=4, placement=placement
     )
-    order, rng = plan_interleaved(given).schedule, random.Random(5)
+    order, rng = plan(given).schedule, random.Random(5)
     took = dict.fromkeys(Dispatch, 0.0)
     for _ in range(20):
         delay_at = late(rng, 20)
         for mode in Dispatch:
-            took[mode] += simulate_interleaved(order, given, mode, delay_at=delay_at).makespan / 20
+            took[mode] += simulate(order, given, mode, delay_at=delay_at).makespan / 20
     assert took[Dispatch.GUIDED] < most * took[Dispatch.STATIC], took
 
 
-def jittered(planned: InterleavedPlan, most: float, *, plain: bool = False) -> tuple[float, float]:
-    costs = placed_costs(planned.problem, planned.simulation.placement)
-    guide = interleaved_guide(planned.schedule, planned.problem)
-    stages_of = encoded(planned.schedule)[0]
-    if plain:
-        return event_core.jittered(costs, guide, stages_of, most, 2)
-    return core.jittered(costs, guide, most, 2, stages_of)
+def jittered(planned: PlannedSchedule, most: float, *, plain: bool = False) -> tuple[float, float]:
+    costs = Costs.of(planned.problem)
+    guide = guide_of(planned.schedule, planned.problem)
+    return (event_core if plain else core).jittered(costs, guide, most, 2)
 
 
 def test_jitter() -> None:
@@ -119,7 +119,7 @@ def test_jitter() -> None:
     rng = random.Random(6)
     alone = later = 0
     for _ in range(60):
-        planned = plan_interleaved(drawn(rng))
+        planned = plan(drawn(rng))
         found = jittered(planned, 9.0)
         assert found == jittered(planned, 9.0, plain=True)
         if planned.problem.ranks == 1:
@@ -142,8 +142,8 @@ def test_where_guided_costs_nothing_while_links_are_well(
     given = Problem(
         microbatches=16, stages=(ten,) * 8, links=(direct,) * 7, ranks=4, placement=placement
     )
-    order = plan_interleaved(given).schedule
-    assert as_fast_guided(order, given, interleaved_waits(order, given)) is suits
+    order = plan(given).schedule
+    assert as_fast_guided(order, given, planned_waits(order, given)) is suits
 
 
 @pytest.mark.parametrize("placement", ["interleaved", "v"])
@@ -155,35 +155,30 @@ def test_predictions_are_what_is_simulated(placement: Any, objective: Any) -> No
         microbatches=12, stages=(ten,) * 4, links=(Link(delay=2),) * 3, ranks=2,
         placement=placement, objective=objective,
     )  # fmt: skip
-    order = plan_interleaved(given).schedule
+    order = plan(given).schedule
     rng = random.Random(7)
     changes = [(late(rng, 40), None) for _ in range(3)]
     for mode in Dispatch:
         before, steps = None, []
         for delay_at, _ in changes:
-            ran = simulate_interleaved(order, given, mode, delay_at=delay_at, before=before)
+            ran = simulate(order, given, mode, delay_at=delay_at, before=before)
             if objective == "makespan":
                 steps.append(ran.makespan)
                 continue
-            tails = [7.0] * 2
-            free = [
-                [max(ran.simulation.free[s][-1] for s, at in enumerate(ran.placement) if at == r)]
-                for r in range(2)
-            ]
-            took, before = following(free, tails)
+            took, before = following(ran.ran.free, [7.0] * 2)
             steps.append(took)
-        found = predict_interleaved(order, given, mode, None, changes)
+        found = predict_changing(order, given, changes, mode)
         assert found == pytest.approx(sum(steps) / len(steps), rel=1e-9)
     if objective == "makespan":
-        assert predict_interleaved(order, given) == simulate_interleaved(order, given).makespan
+        assert predict(order, given) == simulate(order, given).makespan
 
 
 def test_a_given_warmup_is_that_of_each_stage() -> None:
     ten = StageTimes(forward=10, backward_input=10, backward_weight=10, in_flight_limit=6)
     given = Problem(microbatches=8, stages=(ten,) * 4, links=(Link(),) * 3, ranks=2)
     for warmup in ((6, 4, 3, 1), (4, 4, 2, 2), (1, 1, 1, 1)):
-        order = plan_interleaved(given.with_warmup(warmup)).schedule
-        assert order.per_stage().warmup() == warmup
-        validate_interleaved(order, given.in_flight_limits())
+        order = plan(given.with_warmup(warmup)).schedule
+        assert order.warmup() == warmup
+        validate(order, given.in_flight_limits())
     with pytest.raises(InputError, match="sets its own"):
-        plan_interleaved(given.with_warmup((4, 3, 2, 1)), Policy.ONE_F_ONE_B_INTERLEAVED)
+        plan(given.with_warmup((4, 3, 2, 1)), Policy.ONE_F_ONE_B_INTERLEAVED)

@@ -10,7 +10,6 @@ from planning_strategies import problems
 from schedule_text import schedule_of
 
 from pipemorph.planning import Dispatch, Link, Policy, Problem, StageTimes, plan, simulate
-from pipemorph.planning.simulation.simulator import simulate_changing
 
 
 @given(problem=problems(half_duplex=True), mode=st.sampled_from(list(Dispatch)))
@@ -18,7 +17,7 @@ from pipemorph.planning.simulation.simulator import simulate_changing
 def test_delays_that_do_not_change(problem: Problem, mode: Dispatch) -> None:
     schedule = plan(problem, Policy.ZERO_BUBBLE).schedule
     delays = [link.delay for link in problem.links]
-    changing = simulate_changing(schedule, problem, lambda link, _: delays[link], mode)
+    changing = simulate(schedule, problem, mode, delay_at=lambda link, _: delays[link])
     assert changing == simulate(schedule, problem, mode)
 
 
@@ -32,7 +31,7 @@ def test_a_message_takes_the_delay_of_the_moment_it_is_sent(mode: Dispatch) -> N
         assert link == 0
         return 10.0 if sent < 1.5 else 3.0
 
-    ran = simulate_changing(schedule, problem, delay_at, mode)
+    ran = simulate(schedule, problem, mode, delay_at=delay_at)
     starts = [op.start for op in ran.stages[1] if op.kind == "F"]
     # F0 leaves at 1 and takes 10; F1 leaves at 2, takes 3, and waits for its turn.
     assert starts == [11.0, 12.0]

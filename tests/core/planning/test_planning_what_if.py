@@ -10,7 +10,7 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan
-from pipemorph.planning.analysis.advice import Option, advise
+from pipemorph.planning.advice import Option, advise
 from pipemorph.planning.analysis.what_if import KINDS, evened, layers_of, shrunk, split_anew, work
 from pipemorph.planning.problem import Layers
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.first_plan import FirstSchedule, initial_schedule
+from pipemorph.control.first_plan import initial_schedule
+from pipemorph.planning import Schedule
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
@@ -282,7 +283,7 @@ class LaterPlan:
     def __init__(self) -> None:
         self.go = asyncio.Event()
 
-    async def __call__(self, spec: JobSpec) -> FirstSchedule:
+    async def __call__(self, spec: JobSpec) -> Schedule:
         await self.go.wait()
         return initial_schedule(spec)
 

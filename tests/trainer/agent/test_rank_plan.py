@@ -38,7 +38,7 @@ def test_the_parts_of_a_plan_are_the_plan(dispatch: Dispatch) -> None:
             assert (part.version, part.dispatch) == (whole.version, whole.dispatch)
             assert part.microbatches == schedule.microbatches
             assert part.stage_count == last + 1
-            assert mine.order == schedule.stages[i]
+            assert part.orders[i] == schedule.stages[i]
             assert (mine.device_limit, mine.recompute) == (None, False)
             assert (mine.above is None, mine.below is None) == (i == 0, i == last)
             assert [end.link for end in part.links] == [k for k in (i - 1, i) if 0 <= k < last]
@@ -89,7 +89,11 @@ def test_a_change_of_a_large_job_takes_at_most_20_megabytes() -> None:
     ],
 )
 def test_how_many_microbatches_ops_use_at_one_time(ops: str, used: tuple[int, int]) -> None:
-    assert RankStage(stage=0, ops=ops).used == used
+    plan = RankPlan(
+        version=0, digest="0" * 8, microbatches=3, stage_count=1, ops=ops,
+        stages=(RankStage(stage=0),),
+    )  # fmt: skip
+    assert plan.used(0) == used
 
 
 def test_a_plan_that_the_ranks_cannot_run_is_not_cut() -> None:

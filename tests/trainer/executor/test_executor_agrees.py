@@ -32,9 +32,7 @@ from pipemorph.planning import (
     plan,
     simulate,
 )
-from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.offload import left
-from pipemorph.planning.simulation.interleaved import simulate_interleaved
 from pipemorph_trainer.agent.choosers import Chooser
 from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.executor import dispatch, mailbox
@@ -298,7 +296,7 @@ def execute(
             held = {stage.stage: made[stage.stage] for stage in mine.stages}
             for stage in mine.stages:
                 done[stage.stage] = held[stage.stage].begin(
-                    stage.order, 1, Generations(), Inputs(), Start(),
+                    mine.orders[stage.stage], 1, Generations(), Inputs(), Start(),
                     device_limit=stage.device_limit, recompute=stage.recompute,
                     receives=(receives_of(stage.above), receives_of(stage.below)),
                 )  # fmt: skip
@@ -306,8 +304,8 @@ def execute(
                 for _ in run_ready(Chooser(mine), held, made[mine.stages[0].stage].mail, pace=None):
                     pass
                 return
-            for each, (kind, microbatch) in mine.order:
-                held[each].run_op(kind, microbatch)
+            for each, op in mine.order:
+                held[each].run_op(op.kind, op.microbatch)
 
         bodies.append(body)
     world.run(bodies)
@@ -329,8 +327,8 @@ def test_op_by_op(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = planned.to_plan(1, (Route.DIRECT,) * len(problem.links), dispatch)
         expected = simulate(planned.schedule, problem, dispatch, waits=chosen.waits)
         found = execute(chosen, problem, monkeypatch)
-        assert found == [[tuple(op) for op in ops] for ops in expected.stages], problem
-        differ += expected.schedule() != planned.schedule
+        assert found == [[op[:4] for op in ops] for ops in expected.stages], problem
+        differ += expected.schedule != planned.schedule
     assert (differ > 20) is dispatch.varies
 
 
@@ -352,7 +350,7 @@ def test_op_by_op_with_activations_that_leave(
         assert chosen.device_limits == limited.device_limits()
         expected = simulate(planned.schedule, limited, dispatch, waits=chosen.waits)
         found = execute(chosen, limited, monkeypatch)
-        assert found == [[tuple(op) for op in ops] for ops in expected.stages], limited
+        assert found == [[op[:4] for op in ops] for ops in expected.stages], limited
         assert chosen.recompute == limited.recompute()
         ran = tuple(tuple(Op(kind, m) for kind, m, *_ in ops) for ops in found)
         away = left(
@@ -418,14 +416,14 @@ def test_op_by_op_with_several_stages_per_rank(
             placement="v" if policy is Policy.ZERO_BUBBLE_V else "interleaved",
         )
         half = [link.delay / 2 for link in problem.links]
-        planned = plan_interleaved(problem.with_delays(half), policy)
+        planned = plan(problem.with_delays(half), policy)
         chosen = planned.to_plan(1, (Route.DIRECT,) * len(half), dispatch)
         problem = planned.problem.with_delays([link.delay for link in problem.links])
-        away = left(planned.schedule.per_stage(), problem.device_limits(), problem.recompute())
+        away = left(planned.schedule, problem.device_limits(), problem.recompute())
         gone += sum(away.recomputed if limited == "recompute" else away.offloaded)
-        expected = simulate_interleaved(planned.schedule, problem, dispatch, waits=chosen.waits)
+        expected = simulate(planned.schedule, problem, dispatch, waits=chosen.waits)
         found = execute(chosen, problem, monkeypatch)
-        assert found == [[tuple(op) for op in ops] for ops in expected.simulation.stages], problem
+        assert found == [[op[:4] for op in ops] for ops in expected.stages], problem
         differ += expected.schedule != planned.schedule
     assert not limited or gone > 20, "in all of these"
     assert (differ > 2) is dispatch.varies

@@ -30,9 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipemorph.planning import Op, OpKind, ScheduleError
+from pipemorph.planning import Op, OpKind, Schedule, ScheduleError, validate
 from pipemorph.planning.offload import Residency
-from pipemorph.planning.validator import check_device, check_stage
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.offload.copies import DeviceCopies
 from pipemorph_trainer.executor.offload.pool import HostPool
@@ -132,9 +131,8 @@ def test_random_stacks_orders_and_limits(mode: str, seed: int) -> None:
     while True:
         order, limit = random_order(n, rng), rng.randint(1, 3)
         ops = [Op(OpKind(op[0]), int(op[1:])) for op in order.split()]
-        check_stage(0, ops, n)
         try:
-            check_device(0, ops, limit)
+            validate(Schedule(n, (tuple(ops),)), None, [limit])
         except ScheduleError:
             continue
         break

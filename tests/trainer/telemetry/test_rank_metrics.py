@@ -71,8 +71,10 @@ def plan_of(version: int, warmup: int) -> RankPlan:
     for i in range(4):
         ops += backwards[2 * i : 2 * i + 2] + forwards[warmup + i : warmup + i + 1]
     order = Schedule(4, (tuple(ops),)).encode()[0]
-    stage = RankStage(stage=1, ops=order)
-    return RankPlan(version=version, digest="0" * 8, microbatches=4, stage_count=2, stages=(stage,))
+    return RankPlan(
+        version=version, digest="0" * 8, microbatches=4, stage_count=2, ops=order,
+        stages=(RankStage(stage=1),),
+    )  # fmt: skip
 
 
 def test_telemetry_becomes_metrics() -> None:

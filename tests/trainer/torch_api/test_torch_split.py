@@ -35,7 +35,6 @@ from torch.utils.checkpoint import (
 
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan
 from pipemorph.planning.formats.torch_csv import dump_csv
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.torch import split_backward
 
@@ -136,7 +135,7 @@ def planned(stages: int, fused: bool) -> str:
         links=(Link(delay=20),) * (stages - 1),
         policy=Policy.ONE_F_ONE_B if fused else Policy.PIPEMORPH,
     )
-    return dump_csv(InterleavedSchedule.of(plan(problem).schedule))
+    return dump_csv(plan(problem).schedule)
 
 
 def of_plan(folder: str, fused: bool) -> Callable[..., PipelineScheduleMulti]:

@@ -14,7 +14,6 @@ from launch import run_ranks
 from titan_job import STEPS, TitanJob, train
 
 from pipemorph.planning import Link, Problem, Route, StageTimes, plan
-from pipemorph.planning.interleaved import plan_interleaved
 
 pytestmark = [pytest.mark.soak]
 
@@ -53,7 +52,7 @@ def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
         microbatches=4, stages=(times,) * stages, links=(Link(delay=1),) * (stages - 1), ranks=2,
         placement=CASES[case].get("placement", "interleaved"),
     )  # fmt: skip
-    planned = plan(problem) if stages == 2 else plan_interleaved(problem)
+    planned = plan(problem)
     moved = planned.to_plan(3, (Route.DELEGATED,) * (stages - 1))
     job = TitanJob(adaptive=True, plan=moved, **CASES[case])
     ranks = job.pipeline * job.replicate * job.shard * job.tensor

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipemorph.planning import Op, OpKind
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import Residency
-from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
+from pipemorph_trainer.agent.rank_plan import RankPlan
 
 
 class Candidate(NamedTuple):
@@ -30,14 +30,14 @@ class _Stage:
     """What has run of a stage. ``forwards``, ``backwards``, ``weights``: how many of each; a fused
     backward counts as both of the latter."""
 
-    def __init__(self, mine: RankStage) -> None:
-        self.stage = mine.stage
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
         self.forwards = self.backwards = self.weights = 0
 
-    def has_run(self, kind: OpKind, microbatch: int) -> bool:
-        if kind is OpKind.F:
-            return microbatch < self.forwards
-        return microbatch < (self.weights if kind is OpKind.W else self.backwards)
+    def has_run(self, op: Op) -> bool:
+        if op.kind is OpKind.F:
+            return op.microbatch < self.forwards
+        return op.microbatch < (self.weights if op.kind is OpKind.W else self.backwards)
 
 
 class Chooser:
@@ -47,21 +47,18 @@ class Chooser:
 
     def __init__(self, plan: RankPlan) -> None:
         self.microbatches = plan.microbatches
-        self.stages = {mine.stage: _Stage(mine) for mine in plan.stages}
+        self.stages = {mine.stage: _Stage(mine.stage) for mine in plan.stages}
         self._order = plan.order
         self._turn = 0
         self._unfinished = len(self.stages)
         self._position: dict[tuple[int, OpKind, int], int] = {}
+        self._waits = frozenset(plan.waits)
         self._rules = []
-        waits = set()
-        for mine in plan.stages:
-            backwards = [op.kind for op in mine.order if op.kind in (OpKind.B, OpKind.BW)]
-            peak = in_flight_peak(mine.order)
-            self._rules.append((self.stages[mine.stage], peak, backwards))
-            waits |= {(mine.stage, *mine.order[position]) for position in mine.waits}
+        for stage, order in plan.orders.items():
+            backwards = [op.kind for op in order if op.kind in (OpKind.B, OpKind.BW)]
+            self._rules.append((self.stages[stage], in_flight_peak(order), backwards))
         for position, (stage, op) in enumerate(self._order):
             self._position[stage, op.kind, op.microbatch] = position
-        self._waits = {self._position[each] for each in waits}
 
     def ran(self, stage: int, kind: OpKind) -> None:
         """Count an op that has run."""
@@ -80,7 +77,7 @@ class Chooser:
     def in_turn(self) -> int:
         """Position of the first op of the plan's order that has not run; all have before it."""
         order, turn = self._order, self._turn
-        while turn < len(order) and self.stages[order[turn][0]].has_run(*order[turn][1]):
+        while turn < len(order) and self.stages[order[turn][0]].has_run(order[turn][1]):
             turn += 1
         self._turn = turn
         return turn
@@ -88,14 +85,14 @@ class Chooser:
     def rest(self) -> Iterator[tuple[int, Op]]:
         """The ops that have not run, in the plan's order, in which ranks cannot wait for each other
         forever."""
-        left = [(s, op) for s, op in self._order[self._turn :] if not self.stages[s].has_run(*op)]
+        left = [(s, op) for s, op in self._order[self._turn :] if not self.stages[s].has_run(op)]
         return iter(left)
 
     def candidates(self, held: Mapping[int, Residency]) -> list[Candidate]:
         """The ops that may run now, the preferred one first. ``held``: what is on the device, by
         stage; without the stages that have not begun the iteration."""
         turn = self.in_turn()
-        stage, (kind, microbatch) = self._order[turn]
+        stage, (kind, microbatch, _) = self._order[turn]
         if turn in self._waits:
             if stage not in held:
                 return []

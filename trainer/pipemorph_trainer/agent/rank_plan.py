@@ -27,7 +27,6 @@ from pipemorph.planning import (
     validate,
     validate_waits,
 )
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
 from pipemorph.wire import Count, PlanMessage, PlanVersion, WireModel
 from pipemorph_trainer.agent import receives
 
@@ -52,34 +51,12 @@ class RankStage(WireModel):
     """One stage of the rank."""
 
     stage: Count
-    ops: str
-    """Its ops in order, one of :data:`~pipemorph.planning.ir.LETTERS` each."""
     device_limit: Count | None = None
     recompute: bool = False
-    waits: tuple[Count, ...] = ()
-    """For guided dispatch, positions of ops before which nothing runs in their turn."""
     above: RankReceives | None = None
     """None on the first stage."""
     below: RankReceives | None = None
     """None on the last stage."""
-
-    @cached_property
-    def order(self) -> tuple[Op, ...]:
-        """Its ops in order."""
-        return Schedule.decode(len(self.ops), [self.ops]).stages[0]
-
-    @cached_property
-    def used(self) -> tuple[int, int]:
-        """Most microbatches whose activations from above, and whose gradients from below, ops need
-        at one time in this order: from F, or from B, to W."""
-        now, most = [0, 0], [0, 0]
-        for op in self.order:
-            now[0] += op.kind is OpKind.F
-            now[1] += op.kind in (OpKind.B, OpKind.BW)
-            most = [max(pair) for pair in zip(now, most, strict=True)]
-            if op.kind in (OpKind.W, OpKind.BW):
-                now = [each - 1 for each in now]
-        return most[0], most[1]
 
 
 class RankLink(WireModel):
@@ -104,9 +81,11 @@ class RankPlan(WireModel):
     stage_count: Count
     """Of the whole pipeline."""
     dispatch: Dispatch = Dispatch.STATIC
+    ops: str
+    """The ops of the rank in order, as in the wire format of a schedule."""
+    waits: tuple[Count, ...] = ()
     stages: tuple[RankStage, ...]
-    turns: tuple[Count, ...] = ()
-    """The stage of each op, for a rank with several; empty: there is one."""
+    """By chunk."""
     links: tuple[RankLink, ...] = ()
     reason: str = ""
     promised: float | None = None
@@ -114,11 +93,29 @@ class RankPlan(WireModel):
     @cached_property
     def order(self) -> tuple[tuple[int, Op], ...]:
         """The ops of the rank in order, each with its stage."""
-        ops = {mine.stage: iter(mine.order) for mine in self.stages}
-        if self.turns:
-            return tuple((stage, next(ops[stage])) for stage in self.turns)
-        ((stage, mine),) = ops.items()
-        return tuple((stage, op) for op in mine)
+        chunks = (0,) * len(self.stages)
+        (ops,) = Schedule.decode(len(self.ops), [self.ops], chunks).ranks
+        return tuple((self.stages[op.chunk].stage, op) for op in ops)
+
+    @cached_property
+    def orders(self) -> dict[int, tuple[Op, ...]]:
+        """The ops of each stage in order."""
+        return {
+            mine.stage: tuple(op for stage, op in self.order if stage == mine.stage)
+            for mine in self.stages
+        }
+
+    def used(self, stage: int) -> tuple[int, int]:
+        """Most microbatches whose activations from above, and whose gradients from below, ops of a
+        stage need at one time in this order: from F, or from B, to W."""
+        now, most = [0, 0], [0, 0]
+        for op in self.orders[stage]:
+            now[0] += op.kind is OpKind.F
+            now[1] += op.kind in (OpKind.B, OpKind.BW)
+            most = [max(pair) for pair in zip(now, most, strict=True)]
+            if op.kind in (OpKind.W, OpKind.BW):
+                now = [each - 1 for each in now]
+        return most[0], most[1]
 
     @cached_property
     def by_stage(self) -> dict[int, RankStage]:
@@ -145,20 +142,15 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
             f"plan {plan.version} says of {len(plan.recompute)} stages whether they recompute;"
             f" expected {mesh.stages}"
         )
-    placed = InterleavedSchedule.of_plan(plan).placement() if plan.turns else range(mesh.stages)
-    if tuple(placed) != mesh.placed:
+    if schedule.placement != mesh.placed:
         raise InputError(
-            f"plan {plan.version} has its stages on ranks {list(placed)} of a pipeline; this job"
-            f" has them on {list(mesh.placed)}"
+            f"plan {plan.version} has its stages on ranks {list(schedule.placement)} of a pipeline;"
+            f" this job has them on {list(mesh.placed)}"
         )
     has = f"plan {plan.version} has dispatch {plan.dispatch}"
     if plan.dispatch.varies and mesh.lockstep > 1:
         raise InputError(f"{has}; {ONE_ORDER_IN_LOCKSTEP}")
-    limits = (plan.in_flight_limits, plan.device_limits)
-    if plan.turns:
-        validate_interleaved(InterleavedSchedule.of_plan(plan), *limits)
-    else:
-        validate(schedule, *limits)
+    validate(schedule, plan.in_flight_limits, plan.device_limits)
     validate_waits(schedule, plan.waits)
 
 
@@ -184,10 +176,8 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
     def stage_of(stage: int, ops: receives.OpsBefore | None) -> RankStage:
         return RankStage(
             stage=stage,
-            ops=message.stages[stage],
             device_limit=plan.device_limits[stage],
             recompute=plan.recompute[stage],
-            waits=plan.waits[stage] if plan.waits else (),
             above=received(stage, forward=True, ops=ops) if stage else None,
             below=received(stage, forward=False, ops=ops) if stage < last else None,
         )
@@ -197,17 +187,18 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
         return RankLink(link=number, route=plan.routes[number], slack=slack)
 
     def rank(place: int) -> RankPlan:
-        held = [stage for stage, at in enumerate(mesh.placed) if at == place]
+        held = plan.schedule.stages_of[place]
         ends = sorted({end for s in held for end in (s - 1, s) if 0 <= end < last})
-        ops = receives.after_ops(plan.schedule, plan.turns, place) if plan.turns else None
+        ops = None if plan.schedule.one_stage_each else receives.after_ops(plan.schedule, place)
         return RankPlan(
             version=plan.version,
             digest=digest,
             microbatches=plan.schedule.microbatches,
             stage_count=mesh.stages,
             dispatch=plan.dispatch,
+            ops=message.ranks[place],
+            waits=plan.waits[place] if plan.waits else (),
             stages=tuple(stage_of(stage, ops) for stage in held),
-            turns=plan.turns[place] if plan.turns else (),
             links=tuple(map(link, ends)),
         )
 

@@ -43,7 +43,7 @@ def after_below(plan: Plan, stage: int) -> tuple[int, ...]:
 def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, ...]:
     """Per message of ``sender``, the number of ops of the other direction that it runs before."""
     found, others = [], 0
-    for kind, _ in schedule.stages[sender]:
+    for kind, *_ in schedule.stages[sender]:
         if kind is OpKind.W:
             continue
         if (kind is OpKind.F) is forward:
@@ -53,23 +53,23 @@ def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, 
     return tuple(found)
 
 
-def after_ops(schedule: Schedule, turns: tuple[tuple[int, ...], ...], rank: int) -> OpsBefore:
+def after_ops(schedule: Schedule, rank: int) -> OpsBefore:
     """For a ``rank`` with several stages, by its stage and direction (True: for its F): per message
     from the next stage there, the number of ops that ``rank`` must have run before that can send
     it."""
-    last = schedule.stage_count - 1
     needs: dict[tuple[int, bool], list[int]] = {
-        (stage, forward): [] for stage in range(last + 1) for forward in (True, False)
+        (stage, forward): [] for stage in range(schedule.stage_count) for forward in (True, False)
     }
     """Ops of ``rank`` that precede what a stage has sent so far: each kind runs in order."""
-    at, done, so_far = [0] * len(turns), [0] * (last + 1), [0] * len(turns)
+    ranks = len(schedule.ranks)
+    at, so_far = [0] * ranks, [0] * ranks
     waits_since = 0
-    while waits_since < len(turns):
-        for each, mine in enumerate(turns):
+    while waits_since < ranks:
+        for each, ops in enumerate(schedule.ranks):
             waits_since += 1
-            while at[each] < len(mine):
-                stage = mine[at[each]]
-                kind, microbatch = schedule.stages[stage][done[stage]]
+            while at[each] < len(ops):
+                kind, microbatch, chunk = ops[at[each]]
+                stage = schedule.stages_of[each][chunk]
                 forward = kind is OpKind.F
                 came = needs.get((stage - 1 if forward else stage + 1, forward))
                 if kind is not OpKind.W and came is not None:
@@ -77,7 +77,6 @@ def after_ops(schedule: Schedule, turns: tuple[tuple[int, ...], ...], rank: int)
                         break
                     so_far[each] = max(so_far[each], came[microbatch])
                 at[each] += 1
-                done[stage] += 1
                 if each == rank:
                     so_far[each] = at[each]
                 if kind is not OpKind.W:
@@ -85,7 +84,7 @@ def after_ops(schedule: Schedule, turns: tuple[tuple[int, ...], ...], rank: int)
                 waits_since = 0
     return {
         (stage, forward): tuple(needs.get((stage - 1 if forward else stage + 1, forward), ()))
-        for stage in set(turns[rank])
+        for stage in schedule.stages_of[rank]
         for forward in (True, False)
     }
 
@@ -104,58 +103,49 @@ def windows(plan: Plan) -> tuple[int, ...]:
     else:
         ahead = zip(plan.warmup, plan.warmup[1:], strict=False)
         slack = tuple(max(0, up - down) for up, down in ahead)
-    return _least(plan.schedule, plan.turns, slack)
+    return _least(plan.schedule, slack)
 
 
 @lru_cache(maxsize=8)
-def forward_window(schedule: Schedule, turns: tuple[tuple[int, ...], ...]) -> int:
+def forward_window(schedule: Schedule) -> int:
     """The same for all links of an iteration that has only forwards."""
     links = schedule.stage_count - 1
-    return max(_least(schedule, turns, (0,) * links), default=SPARE)
+    return max(_least(schedule, (0,) * links), default=SPARE)
 
 
 @lru_cache(maxsize=8)
-def forward_ops(
-    schedule: Schedule, turns: tuple[tuple[int, ...], ...], rank: int
-) -> dict[int, tuple[int, ...]]:
+def forward_ops(schedule: Schedule, rank: int) -> dict[int, tuple[int, ...]]:
     """:func:`after_ops` of an iteration that has only forwards, by stage."""
-    found = after_ops(schedule, turns, rank)
+    found = after_ops(schedule, rank)
     return {stage: ops for (stage, forward), ops in found.items() if forward}
 
 
-def _least(
-    schedule: Schedule, turns: tuple[tuple[int, ...], ...], slack: tuple[int, ...]
-) -> tuple[int, ...]:
+def _least(schedule: Schedule, slack: tuple[int, ...]) -> tuple[int, ...]:
     n, more = schedule.microbatches, 0
     while True:
         found = tuple(min(n, each + SPARE + more) for each in slack)
-        if all(each == n for each in found) or ends(schedule, found, turns):
+        if all(each == n for each in found) or ends(schedule, found):
             return found
         more = 2 * more + 1
 
 
-def ends(
-    schedule: Schedule, window: tuple[int, ...], turns: tuple[tuple[int, ...], ...] = ()
-) -> bool:
+def ends(schedule: Schedule, window: tuple[int, ...]) -> bool:
     """Whether all ranks finish their orders if a link takes ``window`` messages ahead. The next op
-    of a rank does not depend on times, so one run decides it. ``turns``: see
-    :class:`~pipemorph.planning.Plan`."""
+    of a rank does not depend on times, so one run decides it."""
     last = schedule.stage_count - 1
-    turns = turns or tuple((i,) * len(ops) for i, ops in enumerate(schedule.stages))
-    rank_of = {stage: rank for rank, mine in enumerate(turns) for stage in mine}
+    rank_of, ranks = schedule.placement, schedule.ranks
     within = [rank_of[i] == rank_of[i + 1] for i in range(last)]
-    at = [0] * len(turns)
-    done = [0] * (last + 1)
-    holding = [False] * len(turns)
+    at = [0] * len(ranks)
+    holding = [False] * len(ranks)
     """Whether an op has run whose message cannot be sent yet."""
     sent = {True: [0] * last, False: [0] * last}
     taken = {True: [0] * last, False: [0] * last}
 
     def advance(rank: int) -> bool:
-        if at[rank] == len(turns[rank]):
+        if at[rank] == len(ranks[rank]):
             return False
-        stage = turns[rank][at[rank]]
-        kind, microbatch = schedule.stages[stage][done[stage]]
+        kind, microbatch, chunk = ranks[rank][at[rank]]
+        stage = schedule.stages_of[rank][chunk]
         forward = kind is OpKind.F
         if kind is not OpKind.W:
             source, to = (stage - 1, stage) if forward else (stage, stage - 1)
@@ -170,13 +160,12 @@ def ends(
                     return False
                 sent[forward][to] = microbatch + 1
         at[rank] += 1
-        done[stage] += 1
         return True
 
     moving = True
     while moving:
         moving = False
-        for rank in range(len(turns)):
+        for rank in range(len(ranks)):
             while advance(rank):
                 moving = True
-    return all(at[rank] == len(mine) for rank, mine in enumerate(turns))
+    return all(position == len(ops) for position, ops in zip(at, ranks, strict=True))

@@ -139,14 +139,15 @@ class OwnStage:
     def prepare(self, plan: RankPlan) -> None:
         """Allocate the host memory that ``plan`` needs for activations. Called between iterations,
         so that no memory is page-locked between ops."""
-        mine = plan.by_stage[self._coordinate.stage]
+        stage = self._coordinate.stage
+        mine, order = plan.by_stage[stage], plan.orders[stage]
         if self._store is None or mine.device_limit is None or mine.recompute:
             return
         if plan.dispatch is Dispatch.GUIDED:
-            peak = in_flight_peak(mine.order)
+            peak = in_flight_peak(order)
             most = host_limit(peak, mine.device_limit, self.microbatches)
         else:
-            most = host_peak(mine.order, mine.device_limit)
+            most = host_peak(order, mine.device_limit)
         self._store.pool.grow(most)
 
     def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:

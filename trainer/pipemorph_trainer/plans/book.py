@@ -193,7 +193,7 @@ class PlanBook:
         used = 0
         if not end.staged:  # On a device, ops use tensors of its own.
             upper = end.receives is Direction.FORWARD
-            used = plan.by_stage[end.link + upper].used[end.receives]
+            used = plan.used(end.link + upper)[end.receives]
         wants = _Slots(max(messages, has.messages), max(used, has.used))
         return wants if wants != has else None
 

@@ -120,11 +120,11 @@ class Turns:
         Raises :class:`PipelineError`, which names the missing message, if it cannot be finished.
         """
         self._plan, self._microbatches = plan, plan.microbatches
-        self._orders = {mine.stage: mine.order for mine in plan.stages}
+        self._orders = plan.orders
         if plan.dispatch.varies:
             self._run_ready(Chooser(plan))
         else:
-            self._run(plan.turns or None)
+            self._run(plan.order)
         for executor in self._executors.values():
             executor.end()
         self._mail.wait_until_taken()
@@ -133,33 +133,32 @@ class Turns:
         """Run only the forwards of the evaluation that was started, without gradients. Call
         :meth:`end_uncounted` afterwards."""
         self._plan = None
-        schedule, turns = forwards(self._mesh, microbatches)
+        schedule = forwards(self._mesh, microbatches)
         self._microbatches = microbatches
         self._orders = dict(enumerate(schedule.stages))
-        self._run(turns[self._rank])
+        self._run([(self._held[op.chunk], op) for op in schedule.ranks[self._rank]])
         self._mail.wait_until_taken()
 
-    def _run(self, turns: Sequence[int] | None) -> None:
-        """Run the ops of all stages in the order of ``turns``; None: there is one stage."""
+    def _run(self, order: Sequence[tuple[int, Op]]) -> None:
+        """Run the ops of all stages in their order."""
         self._tell(0)
         self._pending = list(self._held)
         self._begin_next()
-        if turns is None:
+        if len(self._held) == 1:
             (stage,) = self._held
             run_op = self._executors[stage].run_op
-            for kind, microbatch in self._orders[stage]:
-                run_op(kind, microbatch)
+            for _, op in order:
+                run_op(op.kind, op.microbatch)
             self._ran_alone(stage)
             return
-        ops = {stage: iter(self._orders[stage]) for stage in self._held}
-        for ran, stage in enumerate(turns, 1):
-            self._run_in_turn(stage, next(ops[stage]))
+        for ran, (stage, op) in enumerate(order, 1):
+            self._run_in_turn(stage, op)
             self._tell(ran)
 
     def _run_in_turn(self, stage: int, op: Op) -> None:
         while self._pending and self._pending[0] <= stage:
             self._begin_next()
-        self._executors[stage].run_op(*op)
+        self._executors[stage].run_op(op.kind, op.microbatch)
         self._note(stage)
 
     def _run_ready(self, chooser: Chooser) -> None:
@@ -209,9 +208,9 @@ class Turns:
         start = self._first_start if stage == self._held[0] else self._start(stage)[1]
         plan, call = self._plan, self._call
         if plan is None:
-            schedule, turns = forwards(self._mesh, self._microbatches)
-            ops = forward_ops(schedule, turns, self._rank)[stage] if self._ends else ()
-            above = Receives(window=forward_window(schedule, turns), ops=ops)
+            schedule = forwards(self._mesh, self._microbatches)
+            ops = forward_ops(schedule, self._rank)[stage] if self._ends else ()
+            above = Receives(window=forward_window(schedule), ops=ops)
             limit, again, receives = None, False, (above, RECEIVE_ALL)
         else:
             mine = plan.by_stage[stage]
@@ -324,17 +323,15 @@ def receives_of(planned: RankReceives | None) -> Receives:
 
 
 @lru_cache(maxsize=4)
-def forwards(mesh: MeshShape, microbatches: int) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
-    """The forwards of an evaluation, and the turns of every rank of a column: a round of as many
-    microbatches as there are ranks on one stage, then on the next."""
+def forwards(mesh: MeshShape, microbatches: int) -> Schedule:
+    """The forwards of an evaluation: every rank runs a round of as many microbatches as there are
+    ranks on one stage, then on the next."""
     ranks = mesh.sizes["pp"]
-    each = tuple(Op(OpKind.F, microbatch) for microbatch in range(microbatches))
-    schedule = Schedule(microbatches, (each,) * mesh.stages)
-
-    def turns(rank: int) -> Iterator[int]:
-        mine = [stage for stage, at in enumerate(mesh.placed) if at == rank]
-        for first in range(0, microbatches, ranks):
-            for stage in mine:
-                yield from (stage,) * min(ranks, microbatches - first)
-
-    return schedule, tuple(tuple(turns(rank)) for rank in range(ranks))
+    chunks = mesh.stages_per_rank
+    order = tuple(
+        Op(OpKind.F, microbatch, chunk)
+        for first in range(0, microbatches, ranks)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + ranks, microbatches))
+    )
+    return Schedule(microbatches, (order,) * ranks, mesh.placed)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipemorph.planning import Schedule
+from pipemorph.planning.ir import in_flight_peak
 from pipemorph.wire import RailSample, TransportSample
 from pipemorph.wire.ranks import RankAnswer
 from pipemorph_trainer.agent.messages import ControlClient, RankTelemetry
@@ -147,8 +147,7 @@ class RankMetrics:
     def plan(self, plan: RankPlan) -> None:
         """Record a plan that takes effect with the next iteration."""
         self._microbatches = plan.microbatches
-        mine = Schedule(plan.microbatches, tuple(stage.order for stage in plan.stages))
-        self._in_flight.labels(**self._who).set(max(mine.in_flight_peak()))
+        self._in_flight.labels(**self._who).set(max(map(in_flight_peak, plan.orders.values())))
 
     def hear(self, telemetry: RankTelemetry) -> None:
         """Update the metrics with one message of this rank to its agent."""

@@ -16,14 +16,13 @@ from pydantic import ValidationError
 from pipemorph.errors import InputError
 from pipemorph.planning.analysis.partition import split_layers, split_over_ranks
 from pipemorph.planning.analysis.what_if import evened, layers_of, parts, shrunk, split_anew, work
-from pipemorph.planning.interleaved import exceeding_plan, plan_interleaved
-from pipemorph.planning.ir import Policy, Schedule, dashed
+from pipemorph.planning.ir import Policy, dashed
 from pipemorph.planning.offload import device_peak, rank_peaks
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, describe
-from pipemorph.planning.search.variants import exceeding_variants
-from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
-from pipemorph.planning.simulation.simulator import simulate
+from pipemorph.planning.search.listed import exceeding_listed
+from pipemorph.planning.search.variants import Variant, exceeding_variants, with_stated_limits
+from pipemorph.planning.simulation.simulator import Simulation, simulate
 
 DEVICE_BUFFERS = 2
 """Microbatches on the device of an offloading stage without a cap: one in use, one being copied."""
@@ -100,27 +99,29 @@ def advise(problem: Problem) -> Advice:
 class _Ran:
     """A plan, simulated with the problem's dispatch. ``device_limits``: by stage."""
 
-    makespan: float
-    bubble_fraction: float
-    schedule: InterleavedSchedule
+    simulation: Simulation
     device_limits: tuple[int | None, ...]
 
-    @property
-    def per_stage(self) -> Schedule:
-        return self.schedule.per_stage()
+    @staticmethod
+    def of(planned: Variant) -> _Ran:
+        problem = planned.problem
+        ran = simulate(planned.schedule, problem, problem.dispatch)
+        return _Ran(ran, problem.device_limits())
 
     def peaks(self, units: Sequence[float]) -> tuple[float, float]:
         """Most memory of activations on the device of any rank, and in host memory. ``units``: of
         one microbatch, by stage."""
-        found = [rank_peaks(ops, self.device_limits, units) for ops in self.schedule.ranks]
+        schedule = self.simulation.schedule
+        ranks = range(len(schedule.ranks))
+        found = [rank_peaks(schedule, rank, self.device_limits, units) for rank in ranks]
         return max(device for device, _ in found), max(host for _, host in found)
 
 
 class _Advisor:
     def __init__(self, problem: Problem, ran: _Ran) -> None:
         self.problem = problem
-        self.placement = ran.schedule.placement()
-        self.today_makespan = ran.makespan
+        self.placement = ran.simulation.schedule.placement
+        self.today_makespan = ran.simulation.makespan
         known = all(stage.activation_bytes for stage in problem.stages)
         self.sized = known
         # Without bytes, a microbatch counts as 1 on every stage.
@@ -280,15 +281,16 @@ class _Advisor:
         batch: float = 1.0,
         note: str = "",
     ) -> Option:
-        held = map(device_peak, ran.per_stage.stages, ran.device_limits)
+        simulation = ran.simulation
+        held = map(device_peak, simulation.schedule.stages, ran.device_limits)
         memory, host = ran.peaks(units)
-        per_batch = ran.makespan / batch
+        per_batch = simulation.makespan / batch
         today = self.today_makespan
         return Option(
             lever=lever,
             change=change,
-            makespan=ran.makespan,
-            bubble_fraction=ran.bubble_fraction,
+            makespan=simulation.makespan,
+            bubble_fraction=simulation.bubble_fraction,
             in_flight=tuple(held),
             batch=batch,
             memory=memory / self.today_memory,
@@ -301,39 +303,15 @@ class _Advisor:
 
 def _planned(problem: Problem) -> _Ran:
     """Plan a problem and simulate it. Raises :class:`InputError` if it cannot be planned."""
-    if _is_interleaved(problem):
-        found = plan_interleaved(problem)
-        return _ran_interleaved(found.schedule, found.problem)
-    planned = plan(problem, problem.policy)
-    return _ran(planned.schedule, planned.problem)
+    return _Ran.of(plan(problem))
 
 
 def _offloaded(problem: Problem) -> _Ran | None:
     """The best plan that offloads; None if no plan does."""
     if problem.policy is not Policy.PIPEMORPH:
         return _planned(problem)
-    if _is_interleaved(problem):
-        found = exceeding_plan(problem)
-        return None if found is None else _ran_interleaved(found.schedule, found.problem)
-    variants = list(exceeding_variants(problem, None))
-    return _ran(variants[-1].schedule, variants[-1].problem) if variants else None
-
-
-def _is_interleaved(problem: Problem) -> bool:
-    """Whether ranks have several stages."""
-    return problem.policy.interleaved or problem.ranks not in (None, problem.stage_count)
-
-
-def _ran(schedule: Schedule, problem: Problem) -> _Ran:
-    ran = simulate(schedule, problem, problem.dispatch)
-    return _Ran(
-        ran.makespan,
-        ran.bubble_fraction,
-        InterleavedSchedule.of(ran.schedule()),
-        problem.device_limits(),
-    )
-
-
-def _ran_interleaved(schedule: InterleavedSchedule, problem: Problem) -> _Ran:
-    ran = simulate_interleaved(schedule, problem, problem.dispatch)
-    return _Ran(ran.makespan, ran.bubble_fraction, ran.schedule, problem.device_limits())
+    if problem.several:
+        found = list(exceeding_listed(with_stated_limits(problem)))
+    else:
+        found = list(exceeding_variants(problem, None))[-1:]
+    return _Ran.of(min(found, key=lambda each: each.objective)) if found else None
