@@ -269,7 +269,7 @@ class IngestHandler:
         self._plan(namespace, name, job, session)
         await self._publish(namespace, name, job, session)
         # Of a directive that is not served yet, who serves it packs it.
-        if not answer.wants_snapshot and session.served is job.directive():
+        if session.served is job.directive():
             await session.pack(f"{namespace}/{name}", job)
         return session.reply(answer, parsed)
 
