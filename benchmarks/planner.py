@@ -67,10 +67,10 @@ PROMISED_MS = {(8, 32): 40.0, (64, 256): 150.0}
 
 
 def papers_algorithm(problem: Problem) -> float:
-    ran = core.online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    codes, makespan = core.online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
     # As for every policy of plan: a schedule that was checked.
-    validate(core.decode(ran.codes, problem.microbatches), problem.in_flight_limits())
-    return max(map(max, ran.end))
+    validate(core.decode(codes, problem.microbatches), problem.in_flight_limits())
+    return makespan
 
 
 PLANNERS: dict[str, Callable[[Problem], float]] = {
