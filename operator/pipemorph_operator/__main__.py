@@ -39,6 +39,8 @@ log = logging.getLogger("pipemorph.operator")
 WORKERS = 16
 GAP_SECONDS = 0.25
 """Minimum time between two reconciles of a job, so that 1000 starting pods cause only a few."""
+KOPF_SECONDS = 5.0
+"""Longest wait for kopf to end, which takes a second."""
 RESYNC_LOOKS = 5
 """Every fifth resync reconciles all jobs, in case a watch missed a change."""
 
@@ -190,10 +192,10 @@ async def run(options: argparse.Namespace) -> None:
             lambda: "\n".join([election.state(), *problems()]),
         )
         electing = asyncio.create_task(elect())
-        tasks = [asyncio.create_task(each.run()) for each in all_informers]
-        tasks += [
+        watching = [
             asyncio.create_task(watch(each, queue, watched, cluster, stop)) for each in namespaces
         ]
+        tasks = [*watching, *(asyncio.create_task(each.run()) for each in all_informers)]
         tasks.append(asyncio.create_task(resync(queue, cluster, namespaces, watched, looked)))
         tasks.append(asyncio.create_task(loop_monitor.run()))
         for task in (electing, *tasks):
@@ -203,6 +205,8 @@ async def run(options: argparse.Namespace) -> None:
         finally:
             stop.set()
             await asyncio.wait([electing])  # It releases the Lease.
+            # Their threads use this event loop.
+            await asyncio.wait(watching, timeout=KOPF_SECONDS)
             for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

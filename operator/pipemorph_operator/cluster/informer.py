@@ -72,6 +72,9 @@ class Informer:
         """UID and version of each object."""
         self._page = PAGE
         self._metric = {"kind": kind, "job_namespace": namespace or ""}
+        # Nothing is confirmed yet: how long that lasts, as for a namespace that is refused, is
+        # counted from now on.
+        WATCH_CONFIRMED.labels(**self._metric).set_to_current_time()
         self.synced = asyncio.Event()
         """Set once all objects have been listed."""
         self.settled = asyncio.Event()

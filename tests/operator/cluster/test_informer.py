@@ -313,6 +313,8 @@ def test_a_namespace_that_is_refused_keeps_nobody_from_serving_the_others(
         labels = {"kind": "Job", "job_namespace": "b"}
         metric = REGISTRY.get_sample_value("pipemorph_watch_refused", labels)
         assert metric == 1 or served is None
+        age = REGISTRY.get_sample_value("pipemorph_watch_confirmed_timestamp_seconds", labels)
+        assert age or "" in refused, "an alert is for what is never listed, too"
         api.refused.clear()
         await until_async(lambda: not informers.problems(), "that it is taken up when it is back")
         assert mirror.objects.keys() == {("a", "j"), ("b", "j")}
