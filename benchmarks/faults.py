@@ -391,7 +391,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
 
     counts, recoveries = Counter(fault.kind for fault in faults), report["recoveries"]
     wall = report["ended_at"] - report["started_at"]
-    goodput, undisturbed_share = report["goodput"], typical * iterations / wall
+    goodput, undisturbed_share = report["status"]["goodput"], typical * iterations / wall
     print(f"{iterations} iterations of {STAGES} stages x {REPLICAS} replicas, {wall:.0f} s")
     print(f"faults: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}", end="")
     print(f"; hangSeconds {hang_seconds}, longest undisturbed iteration {longest:.2f} s")

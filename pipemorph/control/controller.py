@@ -48,10 +48,6 @@ from pipemorph.wire import (
     LinkHealthReport,
     LinkState,
     PlanMessage,
-    RailsView,
-    ReductionHealth,
-    StragglersView,
-    TransportsView,
 )
 
 
@@ -179,22 +175,6 @@ class JobController:
         """The job as last reported."""
         return JobView.of(self._observed, self._ledger, self._plans.wanted, now)
 
-    def rails(self, now: float) -> RailsView:
-        """State of the ranks' RDMA ports."""
-        return self._observed.rails(now)
-
-    def stragglers(self) -> StragglersView:
-        """Stages that compute slower than they should."""
-        return self._observed.stragglers
-
-    def transports(self) -> TransportsView:
-        """The transport that carries each link."""
-        return self._observed.transports
-
-    def reductions(self) -> tuple[ReductionHealth, ...]:
-        """The gradient reduction of each data-parallel group that has reported."""
-        return self._observed.reductions()
-
     def network(self, now: float) -> Network | None:
         """What another layout would be judged by; None before op times are known, or while ranks do
         not train. From the first one on it is known what stages do beside their layers."""
@@ -204,11 +184,6 @@ class JobController:
         if not self.layers:
             self._beside = self._beside.seen(found.stages, self.spec.schedule.policy_kind)
         return replace(found, beside=self._beside)
-
-    @property
-    def peak_memory(self) -> tuple[int | None, ...]:
-        """Newest peak memory per stage in bytes, of the highest column; None if not reported."""
-        return tuple(self._observed.stages.peak_memory())
 
     def outlook(self, now: float) -> Outlook | None:
         """What its plans can be predicted from; None before op times are known."""

@@ -22,19 +22,22 @@ from pipemorph.wire import (
 class JobView:
     """The job as last observed. Times in seconds."""
 
-    state: str
-    message: str | None
-    iteration: int
-    iteration_seconds: float | None
-    bubble_fraction: float | None
-    loss: float | None
-    links: tuple[LinkState, ...]
-    warmup: tuple[int, ...]
-    routes: tuple[Route, ...]
-    wanted_plan_version: int
-    observed_plan_version: int
-    applied_plan_version: int
-    peak_memory: list[int | None]
+    state: str = "starting"
+    message: str | None = None
+    iteration: int = 0
+    iteration_seconds: float | None = None
+    bubble_fraction: float | None = None
+    loss: float | None = None
+    links: tuple[LinkState, ...] = ()
+    warmup: tuple[int, ...] = ()
+    routes: tuple[Route, ...] = ()
+    wanted_plan_version: int = 0
+    """Of the plan that the ranks should run, which may not be in effect yet."""
+    observed_plan_version: int = 0
+    applied_plan_version: int = 0
+    """Of the plan in effect."""
+    peak_memory: tuple[int | None, ...] = ()
+    """Bytes per stage, of the highest column; None if not reported."""
     offloaded: tuple[int, ...] = ()
     """Microbatches per iteration that the wanted plan offloads, per stage."""
     recomputed: tuple[int, ...] = ()
@@ -69,7 +72,7 @@ class JobView:
             wanted_plan_version=wanted.version,
             observed_plan_version=observed.observed_plan_version,
             applied_plan_version=observed.applied_plan_version,
-            peak_memory=observed.stages.peak_memory(),
+            peak_memory=tuple(observed.stages.peak_memory()),
             rails=observed.rails(now),
             transports=observed.transports,
             stragglers=observed.stragglers,

@@ -193,10 +193,6 @@ class RailTrouble:
     state: Word
     what: Text
 
-    def record(self) -> dict[str, object]:
-        """For report.json and status."""
-        return asdict(self)
-
     def text(self, mesh: MeshShape) -> str:
         """``stage 2 mlx5_0/1: is DOWN``"""
         column = mesh.column_name(self.replica)
@@ -240,10 +236,6 @@ class FallenLink:
     fallbacks: Count
     trouble: Text
 
-    def record(self) -> dict[str, object]:
-        """For report.json."""
-        return asdict(self)
-
     def text(self, mesh: MeshShape) -> str:
         """``link 2 fell back from rdma to tcp (rxe0 port 1: port error)``"""
         column = mesh.column_name(self.replica)
@@ -286,17 +278,6 @@ class Straggler:
     @property
     def ratio(self) -> float:
         return self.seconds / self.usual
-
-    def record(self) -> dict[str, object]:
-        """For report.json."""
-        return {
-            "stage": self.stage,
-            "column": self.column,
-            "seconds": self.seconds,
-            "usual": self.usual,
-            "ratio": self.ratio,
-            "clock": self.clock.model_dump(mode="json") if self.clock is not None else None,
-        }
 
     def text(self, mesh: MeshShape) -> str:
         """``stage 2 of replica 1 computes 1.4 times as long as its peers: its clock is 1.0 of 2.0

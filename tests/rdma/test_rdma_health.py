@@ -66,7 +66,7 @@ class Judge:
         tell(self.controller, time.time(), ports=PORTS, **telemetry)
 
     def rails(self) -> Any:
-        return self.controller.rails(time.time())
+        return self.controller.view(time.time()).rails
 
 
 def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, tmp_path: Path):
@@ -78,7 +78,7 @@ def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, 
         before = link.a.stats()
         judge.hear(rails=ports_of(fabric.a, tmp_path), transports=said_by(link.a))
         assert judge.rails().health is RailHealth.HEALTHY, judge.rails()
-        assert judge.controller.transports().fallen == ()
+        assert judge.controller.view(0.0).transports.fallen == ()
         for rail in rails:
             rail.unplug()
         until(
@@ -93,7 +93,7 @@ def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, 
         for port in sick:
             assert port.what.startswith("is DOWN; ")
             assert "link_downed grew by 1 " in port.what
-        (fallen,) = judge.controller.transports().fallen
+        (fallen,) = judge.controller.view(0.0).transports.fallen
         assert fallen.text(MeshShape(2)).startswith("link 0 fell back from rdma to tcp (rxe0")
         for rail in rails:
             rail.plug()
@@ -108,7 +108,7 @@ def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, 
         fallbacks, failbacks = counted["fallbacks"], counted["failbacks"]
         assert (fallbacks > before["fallbacks"], failbacks > before["failbacks"]) == (True, True)
         judge.hear(rails=ports_of(fabric.a, tmp_path), transports=said_by(link.a))
-    view = judge.controller.transports()
+    view = judge.controller.view(0.0).transports
     assert (view.fallen, view.fallbacks, view.failbacks) == ((), fallbacks, failbacks)
     # Up again, and that they were down stays said for a while.
     assert [port.state for port in judge.rails().sick] == ["ACTIVE", "ACTIVE"]

@@ -33,8 +33,8 @@ def _view(known: Watched) -> View:
         state=known.state,
         links=tuple(known.lanes.at(known.samples[-1].index + 1)),
         adaptations=tuple(known.changes),
-        plan_version=known.plan_version,
-        wanted_version=known.wanted_version or known.plan_version,
+        applied_plan_version=known.plan_version,
+        wanted_plan_version=known.wanted_version or known.plan_version,
         routes=plan.routes if plan is not None else (),
         peak_memory=tuple(known.peak_memory),
         worth=known.worth,
@@ -71,8 +71,8 @@ def told_job(known: Watched, namespace: str = "team") -> ClusterJob:
             iteration=newest.index + 1,
             iteration_seconds=newest.seconds,
             routes=[route.value for route in view.routes],
-            applied_plan_version=view.plan_version,
-            wanted_plan_version=view.wanted_version,
+            applied_plan_version=view.applied_plan_version,
+            wanted_plan_version=view.wanted_plan_version,
             slow_link_count=len(slow),
             slow_links=[
                 SlowLink(

@@ -13,18 +13,12 @@ from pipemorph.control.controller import JobController
 from pipemorph.control.observe.events import Event
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.history import Decision
-from pipemorph.control.record.worth import Worth
-from pipemorph.planning import Route
+from pipemorph.control.view import JobView
 from pipemorph.watch.lanes import LaneLog
 from pipemorph.wire import (
     AdaptationRecord,
     IterationSample,
     LinkHealthReport,
-    LinkState,
-    RailsView,
-    ReductionHealth,
-    StragglersView,
-    TransportsView,
 )
 
 MOST_ITERATIONS = 1_000_000
@@ -36,30 +30,13 @@ NEWEST_RECORDS = 8
 
 
 @dataclass(frozen=True)
-class View:
-    """The current state of the run, for the display."""
+class View(JobView):
+    """The current state of the run, for the display, and what was new in it."""
 
-    state: str = "starting"
-    links: tuple[LinkState, ...] = ()
     adaptations: tuple[AdaptationRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    message: str | None = None
-    rails: RailsView = field(default_factory=RailsView)
-    transports: TransportsView = field(default_factory=TransportsView)
-    stragglers: StragglersView = field(default_factory=StragglersView)
-    reductions: tuple[ReductionHealth, ...] = ()
     events: tuple[Event, ...] = ()
     """Events of rails, transports, stragglers and reductions."""
-    plan_version: int = 0
-    """Of the plan in effect."""
-    wanted_version: int = 0
-    """Of the plan that the ranks should run, which may not be in effect yet."""
-    routes: tuple[Route, ...] = ()
-    """Of the links, under that plan."""
-    peak_memory: tuple[int | None, ...] = ()
-    """Bytes per stage, of the highest column; None if not reported."""
-    worth: Worth = field(default_factory=Worth)
-    """What the changes of plan were worth so far."""
 
 
 @dataclass
@@ -79,22 +56,12 @@ class Journal:
 
     def take(self, report: LinkHealthReport, controller: JobController, now: float) -> None:
         """Record one accepted report and the controller's state after it."""
+        now_seen = vars(controller.view(now))
         view = View(
-            state=report.state,
-            links=controller.links(now),
+            **now_seen | {"message": report.message or self.view.message},
             adaptations=tuple(r.model_copy() for r in controller.records[-NEWEST_RECORDS:]),
             decisions=tuple(controller.decisions[-NEWEST_RECORDS:]),
-            message=report.message or self.view.message,
-            rails=controller.rails(now),
-            transports=controller.transports(),
-            stragglers=controller.stragglers(),
-            reductions=controller.reductions(),
             events=controller.events,
-            plan_version=controller.running.version,
-            wanted_version=controller.wanted.version,
-            routes=controller.wanted.all_routes,
-            worth=controller.worth,
-            peak_memory=controller.peak_memory,
         )
         fallen = {each.link: each.transport for each in view.transports.fallen}
         with self._lock:
@@ -128,7 +95,8 @@ class Journal:
     def forget_view(self) -> None:
         """Forget the current state: the ranks start again. What is over stays."""
         with self._lock:
-            self.view = View(plan_version=self.view.plan_version, worth=self.view.worth)
+            plan = self.view.applied_plan_version
+            self.view = View(applied_plan_version=plan, worth=self.view.worth)
             self._arrived = []
 
     def first(self, least: int = 0) -> tuple[int, float] | None:

@@ -234,32 +234,23 @@ class RunRecord:
 
     def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
         """The report as JSON data."""
-        emulation = self.job.spec.emulation
-        layers = self.job.spec.parallelism.layers
-        better = self.last.stragglers.better_split(layers, self.layers)
         return self.job.model_dump(mode="json", by_alias=True, exclude_none=True) | {
             "status": self.status().model_dump(mode="json", by_alias=True, exclude_none=True),
-            "job": self.job.metadata.name,
-            "namespace": self.job.metadata.namespace,
             "completed": self.completed,
             "end": self.ending.end.value,
             "reason": self.ending.reason or None,
             "emulated": self.emulated,
-            "emulation": emulation.model_dump(mode="json") if emulation else None,
             "started_at": self.started_at,
             "ended_at": self.attempts[-1].ended_at if self.attempts else None,
             "iterations": [i.model_dump(mode="json") for i in self.iterations],
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
-            "links": _links(self.last, self.slow),
+            "links": {"slow": [each._asdict() for each in self.slow]},
+            "events": [event.record() for event in self.last.events],
             "reductions": [each.record() for each in self.last.reductions],
-            "rails": _rails(self.last),
-            "stragglers": [each.record() for each in self.last.stragglers.slowest],
-            "better_layers": None if better is None else better._asdict(),
             "split": splits,
             "faults": faults,
             "recoveries": [recovery.record() for recovery in self.recoveries],
             "relayouts": self.relayouts,
-            "goodput": self.goodput,
             "predicted": self._predicted(),
             "saved": worth(self.adaptations).record(self.job.spec.parallelism.mesh.world_size),
             "attempts": [attempt.record() for attempt in self.attempts],
@@ -317,31 +308,6 @@ def write_report(folder: OutFolder, run: RunRecord) -> None:
     """Write ``report.json`` atomically."""
     content = run.content(read_faults(folder.trace), read_splits(folder.trace))
     write_json(folder.report, content, indent=1)
-
-
-def _links(last: View, slow: Sequence[SlowTime]) -> dict[str, Any]:
-    """When links were slow, their transports at the end, and links that had lost their rails."""
-    seen = last.transports
-    return {
-        "slow": [each._asdict() for each in slow],
-        "transports": list(seen.links),
-        "fallbacks": seen.fallbacks,
-        "failbacks": seen.failbacks,
-        "fallen": [link.record() for link in seen.fallen],
-    }
-
-
-def _rails(last: View) -> dict[str, Any]:
-    """Last known health of the RDMA ports, and their and the links' events."""
-    rails = last.rails
-    return {
-        "health": rails.health.value,
-        "ports": rails.ports,
-        "unavailable": rails.unreadable,
-        "sick": [port.record() for port in rails.sick],
-        "congested": [port.record() for port in rails.congested],
-        "events": [event.record() for event in last.events],
-    }
 
 
 def _moment(seconds: float) -> str:

@@ -262,7 +262,7 @@ def window(link: int, transport: str, direction: str = "forward") -> LinkSample:
 def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
     controller = JobController(spec())
     tell(controller, 1.0, iteration=1, transports=[end(0), end(1)])
-    assert controller.transports().fallen_count == 0
+    assert controller.view(0.0).transports.fallen_count == 0
     fell = end(1, transport="tcp", fallbacks=1, trouble="rxe0 port 1: port error")
     tell(controller, 2.0, iteration=2, transports=[fell])
     view = controller.view(2.0).transports
@@ -271,7 +271,7 @@ def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
         "link 1 fell back from rdma to tcp (rxe0 port 1: port error)"
     )
     tell(controller, 3.0, iteration=3, transports=[end(1, fallbacks=1, failbacks=1)])
-    view = controller.transports()
+    view = controller.view(0.0).transports
     assert (view.fallen_count, view.fallbacks, view.failbacks) == (0, 1, 1)
     assert [e.text for e in controller.events] == [
         "link 1 fell back from rdma to tcp (rxe0 port 1: port error)",
@@ -286,16 +286,16 @@ def test_a_fallback_between_two_reports_is_not_missed() -> None:
     tell(controller, 2.0, iteration=2, transports=[end(1, fallbacks=2, failbacks=2)])
     (event,) = controller.events
     assert event.text == "link 1 fell back from rdma to tcp, and is back"
-    assert controller.transports().fallbacks == 2
+    assert controller.view(0.0).transports.fallbacks == 2
 
 
 def test_what_carries_each_link() -> None:
     controller = JobController(spec())
     tell(controller, 1.0, iteration=1, links=[window(0, "gloo"), window(1, "rdma")])
-    assert controller.transports().links == ("gloo", "rdma")
+    assert controller.view(0.0).transports.links == ("gloo", "rdma")
     tell(controller, 2.0, iteration=2, links=[window(1, "tcp", "backward")])
-    assert controller.transports().links == ("gloo", "rdma+tcp")
-    assert JobController(spec()).transports().links == ("", "")
+    assert controller.view(0.0).transports.links == ("gloo", "rdma+tcp")
+    assert JobController(spec()).view(0.0).transports.links == ("", "")
 
 
 def test_ports_and_ends_of_no_rank_of_the_job_are_refused() -> None:
@@ -320,7 +320,7 @@ def test_ports_and_ends_of_no_rank_of_the_job_are_refused() -> None:
         with pytest.raises(ReportMismatch) as refused:
             controller.report(report(1, **wrong), 1.0)
         assert refused.value.field == field
-    assert controller.rails(1.0).ports == 0
+    assert controller.view(1.0).rails.ports == 0
 
 
 def test_events_of_ports_are_kept_and_bounded() -> None:
@@ -345,11 +345,11 @@ def test_a_new_attempt_starts_without_and_an_edited_job_goes_on_with_them() -> N
     agent = Agent(controller.spec)
     agent.tell(controller, 1.0, iteration=1, rails=[rail()], ports=1, transports=[end(1)])
     edited = JobController.restore(spec(), controller.snapshot())
-    assert edited.rails(1.0).health is RailHealth.UNKNOWN
+    assert edited.view(1.0).rails.health is RailHealth.UNKNOWN
     edited.adopt(controller)
-    assert edited.rails(1.0).health is RailHealth.HEALTHY
+    assert edited.view(1.0).rails.health is RailHealth.HEALTHY
     controller.begin_attempt(1)
-    assert controller.rails(1.0).ports == 0
+    assert controller.view(1.0).rails.ports == 0
     edited.begin_attempt(2)
     edited.adopt(controller)
-    assert edited.rails(1.0).ports == 0
+    assert edited.view(1.0).rails.ports == 0

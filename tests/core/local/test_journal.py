@@ -34,10 +34,10 @@ def test_what_other_ranks_had_finished_is_not_what_new_ranks_went_on_with() -> N
     assert journal.first() == (6, 100.0)
     assert journal.first(7) == (7, 109.0 - sample(8).seconds)
     assert journal.first(9) is None
-    journal.view = View(state="training", plan_version=3, worth=Worth(7.0, 1.0))
+    journal.view = View(state="training", applied_plan_version=3, worth=Worth(7.0, 1.0))
     journal.forget_view()
     assert journal.first() is None and journal.done() == 9
-    assert journal.view == View(plan_version=3, worth=Worth(7.0, 1.0)), "what is over stays"
+    assert journal.view == View(applied_plan_version=3, worth=Worth(7.0, 1.0)), "what is over stays"
 
 
 def test_a_view_has_the_plan_that_the_ranks_run_and_the_one_that_they_should() -> None:
@@ -57,4 +57,4 @@ def test_a_view_has_the_plan_that_the_ranks_run_and_the_one_that_they_should() -
         applied_plan_version=0,
     )
     journal.take(report, controller, 1.0)
-    assert (journal.view.plan_version, journal.view.wanted_version) == (0, 2)
+    assert (journal.view.applied_plan_version, journal.view.wanted_plan_version) == (0, 2)

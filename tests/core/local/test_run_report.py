@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from run_records import (
     HAPPENED,
-    RAILS,
-    TRANSPORTS,
     emulated,
     job,
     record,
@@ -54,21 +52,16 @@ def test_the_summary_says_what_adapting_has_saved() -> None:
     assert run.summary().endswith("1 adaptation")
 
 
-def test_rails_and_transports_of_the_end_are_in_the_report(tmp_path: Path) -> None:
+def test_slow_links_and_events_are_in_the_report(tmp_path: Path) -> None:
     folder = OutFolder.claim(tmp_path / "out", force=False)
     run = RunRecord(job(), 1.0)
-    last = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
+    last = View(events=(HAPPENED,))
     run.finish(Ending(End.COMPLETED), [], [], last, slow=[SlowTime(1, 5, None, 0.06, 2)])
     write_report(folder, run)
     report = json.loads(folder.report.read_text())
     slow = {"link": 1, "begin": 5, "end": None, "delay": 0.06, "column": 2}
     assert report["links"]["slow"] == [slow]
-    assert report["links"]["transports"] == ["gloo", "gloo", "tcp"]
-    assert report["links"]["fallbacks"] == 1
-    assert report["links"]["fallen"][0]["trouble"] == "mlx5_0 port 1: port error"
-    assert report["rails"]["health"] == "sick"
-    assert report["rails"]["sick"][0]["what"] == "is DOWN"
-    assert report["rails"]["events"] == [{"at": 1.0, "iteration": 5, "text": HAPPENED.text}]
+    assert report["events"] == [{"at": 1.0, "iteration": 5, "text": HAPPENED.text}]
 
 
 def test_the_plan_in_effect_is_predicted_beside_what_was_measured() -> None:

@@ -55,5 +55,5 @@ def test_a_job_whose_children_end_in_every_iteration_trains_on(engine: str, tmp_
         stats = json.loads(line[line.index("{") :])
         assert stats.pop("sent") >= (ITERATIONS - 1) * MICROBATCHES
         assert stats == {"state": "up", "reconnects": 0, "chunks_resent": 0}
-    assert report["links"]["transports"] == [engine]
+    assert report["status"]["training"]["transports"] == [engine]
     assert not report["adaptations"]

@@ -243,7 +243,8 @@ def test_a_killed_rank_comes_back_and_no_loss_changes(tmp_path: Path) -> None:
     assert recovery["iterations_done"] <= KILLED_AT
     assert recovery["repeated"] == 0
     assert f"went on with iteration {recovery['went_on_with']} after" in done.output
-    assert 0 < report["goodput"] < 1 and f"goodput {report['goodput']:.0%}" in done.output
+    goodput = report["status"]["goodput"]
+    assert 0 < goodput < 1 and f"goodput {goodput:.0%}" in done.output
 
     first, second = seen(tmp_path, 0, 0), seen(tmp_path, 1, 0)
     assert first["secret"] != second["secret"]

@@ -34,5 +34,5 @@ def test_the_stage_is_named(tmp_path: Path) -> None:
     held = [each for each in report["faults"] if each["buckets_held"]]
     assert [each["stage"] for each in held] == [1, 1], "both replicas wait"
     assert {each["first_iteration"] for each in held} == {FROM}
-    (event,) = [e for e in report["rails"]["events"] if "reduction of stage 1" in e["text"]]
+    (event,) = [e for e in report["events"] if "reduction of stage 1" in e["text"]]
     assert event["iteration"] >= FROM
