@@ -1,20 +1,39 @@
-"""Renders a timeline as one self-contained HTML file.
+"""Fills templates of self-contained HTML files, and renders a timeline as one.
 
-``page.html`` beside this module is the template; the timeline is embedded as JSON.
+Nothing is loaded from elsewhere. All pages share one look (``shared.css``) and a few functions
+(``shared.js``); a template, such as ``page.html``, names where they go. Data is embedded as JSON.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipemorph.pictures.colours import DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
-from pipemorph.pictures.pages import fill
 from pipemorph.pictures.timeline import Timeline, in_flight
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
+
+DATA, STYLE, SCRIPT = "{{DATA}}", "{{STYLE}}", "{{SCRIPT}}"
+
+
+def fill(template: Path, data: str) -> str:
+    """The page of a template. ``data``: JSON, plain ``<`` allowed."""
+    # Escaped so that the JSON cannot end the script element or begin a comment. Last, so that a
+    # text in it that reads like a mark of the template stays a text.
+    return _styled(template).replace(DATA, data.replace("<", "\\u003c"))
+
+
+@cache
+def _styled(template: Path) -> str:
+    text = template.read_text(encoding="utf-8")
+    for mark, name in ((STYLE, "shared.css"), (SCRIPT, "shared.js")):
+        shared = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        text = text.replace(mark, shared.strip("\n"))
+    return text
 
 
 def render_html(timeline: Timeline, stats: Sequence[tuple[str, str]] = ()) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pipemorph.explain.story import link_name, plural
-from pipemorph.pictures.pages import fill
+from pipemorph.pictures.html import fill
 from pipemorph.replay.contenders import Replay
 from pipemorph.replay.trace import LinkTrace, TracedLink
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipemorph.pictures.colours import FILL, IDLE, IDLE_NAMES, IDLE_ON_DARK, INK, NAMES
-from pipemorph.pictures.pages import fill
+from pipemorph.pictures.html import fill
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.watch.build import MOST_AVAILABLE
 from pipemorph.watch.document import LETTERS, WatchView

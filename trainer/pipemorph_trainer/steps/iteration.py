@@ -44,7 +44,7 @@ from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.steps.turns import Call, LastOpOfRank, Turns
 from pipemorph_trainer.telemetry.reporter import Reporter
-from pipemorph_trainer.telemetry.reports import IterationReports
+from pipemorph_trainer.telemetry.rounds import IterationReports
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.failures import Failures
 from pipemorph_trainer.topology.world import World
