@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from pipemorph.planning.ir import dashed
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.simulator import Simulation
 
+COLUMNS, LEAST_COLUMNS, LABELS = 100, 20, 40
+"""Width of the time axis of a picture in text, the least one on a narrow terminal, and that of the
+text beside it."""
 FORMATS = ("json", "text", "html", "png", "csv", "csv-comms")
 # Formats by the extension of --out.
 ENDINGS = {
@@ -56,7 +60,10 @@ def write(
     timeline = Timeline.of_simulation(ran, problem, title=headline(fields))
     match output:
         case "text":
-            emit((render_text(timeline) + "\n").encode(), args.out)
+            width = COLUMNS
+            if args.out is None and sys.stdout.isatty():
+                width = max(LEAST_COLUMNS, min(COLUMNS, os.get_terminal_size().columns - LABELS))
+            emit((render_text(timeline, width) + "\n").encode(), args.out)
         case "html":
             emit(render_html(timeline, stats(fields)).encode(), args.out)
         case _:

@@ -329,3 +329,21 @@ def test_percentiles_are_nearest_rank():
     assert transfers.percentile(samples, 99) == 99
     assert transfers.percentile([3.0], 99) == 3
     assert transfers.percentile([2.0, 1.0], 50) == 1
+
+
+def test_what_the_other_end_says_controls_no_terminal():
+    class Said(bench.Words):
+        def __init__(self):
+            """Has no link."""
+
+        def hear(self, timeout=0.0):
+            return {"error": "\x1b[2J[bold]gone[/bold]\r\n\x9b31m"}
+
+    with pytest.raises(bench.EngineError) as caught:
+        Said().answer()
+    assert str(caught.value) == "at the other end: [2J[bold]gone[/bold] 31m"
+    report = {
+        "hosts": ["\x1b]0;a\x07", "b"], "window": 1, "rounds": 1, "cores": 1, "load": 0.0,
+        "transports": [{"transport": "tcp", "unavailable": "\x1b[2J"}],
+    }  # fmt: skip
+    assert "\x1b" not in shown(report) and "\x07" not in shown(report)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from pipemorph.commands.cluster import kubectl, reach
 from pipemorph.commands.emit import emit
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.document import LETTERS, Picture, WatchView
 
@@ -88,7 +88,7 @@ def _look(
         except InputError as error:
             if newest is None or not seen:
                 raise
-            print(f"timeline: {error}; this is the end of the trace", file=sys.stderr)
+            print(f"timeline: {one_line(str(error), 500)}; the trace ends here", file=sys.stderr)
             break
         if view is not None:
             newest = view

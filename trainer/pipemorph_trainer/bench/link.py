@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pipemorph.commands.emit import emit, silence_stdout
 from pipemorph.discovery.host import memory_bytes
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.terminal import RenderableType, render, table
 from pipemorph_trainer._engine import Engine, EngineError, Link, PathStats
 from pipemorph_trainer.bench import transfers
@@ -91,7 +91,7 @@ class Words:
         """Like :meth:`hear`. Raises EngineError if the other end reports an error."""
         word = self.hear()
         if "error" in word:
-            raise EngineError(f"at the other end: {word['error']}")
+            raise EngineError(f"at the other end: {one_line(str(word['error']))}")
         return word
 
     def ask(self, word: dict[str, Any]) -> dict[str, Any]:
@@ -509,7 +509,7 @@ def main() -> int:
         else:
             report = locally(options, secret)
     except (EngineError, BenchError) as error:
-        print(f"pipemorph bench link: {error}", file=sys.stderr)
+        print(f"pipemorph bench link: {one_line(str(error), 1000)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
