@@ -60,7 +60,7 @@ def stays_within(simulation: Simulation, problem: Problem) -> None:
     for i, ops in enumerate(simulation.stages):
         limit = problem.stages[i].device_limit
         assert limit is None or most_resident(ops, limit) <= limit
-    validate(simulation.schedule(), problem.in_flight_limits(), problem.device_limits())
+    validate(simulation.schedule, problem.in_flight_limits(), problem.device_limits())
 
 
 @given(problem=offloading(limits=False), seed=st.integers(0, 2**32))
