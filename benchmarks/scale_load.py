@@ -137,7 +137,7 @@ def window(draw: random.Random, link: int, column: int, direction: str, usual: f
     wire = WireTime(count=5, exact=5, min=least, p50=middle, p99=most, mean=middle)
     return LinkSample(
         link=link, replica=column, direction=direction, route=Route.DIRECT,  # type: ignore[arg-type]
-        transport="gloo", iteration=0, bytes=5 << 24, queue_p50=1e-5, wire=wire,
+        transport="gloo", iteration=_ITERATION, bytes=5 << 24, queue_p50=1e-5, wire=wire,
     )  # fmt: skip
 
 

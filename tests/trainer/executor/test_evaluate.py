@@ -106,7 +106,8 @@ def loop(
     found, told = Found(), Told()
     with Pipeline(
         module, context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
-        options=Options(control=told), deadline_seconds=30.0, **options,
+        options=Options(control=told, dispatch=options.get("dispatch")), deadline_seconds=30.0,
+        policy=options.get("policy"),
     ) as pipe:  # fmt: skip
         for number, call in enumerate(calls):
             if switches and call.kind == "step" and pipe.iteration == 1:

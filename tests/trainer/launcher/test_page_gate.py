@@ -103,6 +103,8 @@ def test_without_a_free_file_descriptor_it_pauses_and_goes_on(
     accept, tried = socket.socket.accept, [0]
 
     def exhausted(self: socket.socket) -> object:
+        if self is not page._listener:
+            return accept(self)
         tried[0] += 1
         if tried[0] <= 2:
             raise OSError(errno.EMFILE, "Too many open files")

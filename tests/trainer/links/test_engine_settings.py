@@ -33,12 +33,9 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
         def refused(self) -> list[str]:
             return []
 
-    def gather(into: list[Any], mine: Any, group: Any = None) -> None:
-        into[:] = [mine]
-
     for module in (engine, settings):
         monkeypatch.setattr(module, "engine_module", lambda: SimpleNamespace(Engine=Engine))
-    monkeypatch.setattr(rendezvous.dist, "all_gather_object", gather)
+    monkeypatch.setattr(rendezvous, "gather_values", lambda mine, _kind, _group: [mine])
     job = PipeMorphJob.model_validate(
         {
             "apiVersion": "pipemorph.io/v1alpha1",

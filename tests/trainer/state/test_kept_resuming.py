@@ -44,7 +44,7 @@ def agree(
         )  # fmt: skip
     world.coordinate = SimpleNamespace(rank=0)
     other = ranks[1]._told(0, "")
-    world.tell_all = lambda mine: [mine, other]
+    world.tell_all = lambda mine, _: [mine, other]
     return ranks[0].agree(0, "")
 
 

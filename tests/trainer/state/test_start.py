@@ -32,12 +32,18 @@ from pipemorph.planning import Policy
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import PipelineError, SplitError
 from pipemorph_trainer.executor.split import StageRunner
+from pipemorph_trainer.links.rendezvous import _Peer
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, OF_SCRIPT, Settings
 from pipemorph_trainer.start import Start, check_starts, warnings
+from pipemorph_trainer.state.kept.choice import Offer
+from pipemorph_trainer.state.kept.lending import Needs
+from pipemorph_trainer.state.kept.resuming import _Told
 from pipemorph_trainer.state.tied import Forms, Holder
-from pipemorph_trainer.state.weights import Dtype, check_stage, fingerprint, held_by
+from pipemorph_trainer.state.weights import Dtype, Held, check_stage, fingerprint, held_by
+from pipemorph_trainer.topology import groups
 from pipemorph_trainer.topology.groups import gather_values
+from pipemorph_trainer.topology.machine import Machine
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.torch import AdaptiveSchedule
 
@@ -308,6 +314,21 @@ def test_ranks_exchange_values_and_run_no_code_of_others() -> None:
         if rank < 3:
             assert refused[0].startswith("rank 3 sent a value that is not valid: the value: Input")
             assert "mesh.stages: Input should be a valid integer" in refused[1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Start(held=(Held("a", "parameter", (2,), torch.float32, True, None, False),)),
+        _Peer(Machine("a", "b", "c"), "127.0.0.1", {0: 1}, None, {0: "x"}, None),
+        _Told((Offer(3),), {1: [Offer(2, False)]}, 1, 2, 3, "why"),
+        Needs("a", 1, {"x": 2}, ("y",)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_ranks_exchange_come_back_as_they_were(value: Any) -> None:
+    kind: Any = TypeAdapter(list[type(value)], config=groups._JSON)  # type: ignore[misc]
+    assert kind.validate_json(kind.dump_json([value])) == [value]
 
 
 def test_a_tie_that_is_no_tie_is_refused() -> None:

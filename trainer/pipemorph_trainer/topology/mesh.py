@@ -123,12 +123,18 @@ def join_process_group(context: TrainerContext, device: torch.device) -> bool:
     return True
 
 
+_stores: dict[tuple[int, str, int], TCPStore] = {}
+"""Stores that this process serves, by process, host and port. They serve until it ends."""
+
+
 def loopback_store(context: TrainerContext, timeout: timedelta) -> TCPStore:
     """The store of ranks on one machine. Rank 0 serves it at a loopback address only: torch's own
     rendezvous listens at every address, and its store has no authentication. Raises
     :class:`InputError` on rank 0 if the port is in use."""
     host, port = context.master_addr, context.master_port
     serving: dict[str, Any] = {}
+    if served := _stores.get((os.getpid(), host, port)):
+        return served  # Of an earlier pipeline of this script: torch does so by multi_tenant.
     if context.rank == 0:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
@@ -143,6 +149,9 @@ def loopback_store(context: TrainerContext, timeout: timedelta) -> TCPStore:
                 " set MASTER_PORT to a port that is free"
             ) from None
         serving = {"master_listen_fd": listener.detach()}
-    return TCPStore(
+    store = TCPStore(
         host, port, context.world_size, context.rank == 0, timeout, multi_tenant=True, **serving
     )
+    if serving:
+        _stores[os.getpid(), host, port] = store
+    return store

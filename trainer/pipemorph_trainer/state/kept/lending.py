@@ -27,7 +27,7 @@ class Needs:
     memory: str
     room: int = 0
     held: Mapping[str, int] = field(default_factory=dict)
-    wanted: Collection[str] = ()
+    wanted: tuple[str, ...] = ()
 
 
 class Loan(NamedTuple):

@@ -149,7 +149,7 @@ class Resuming:
         own, path = Source(copy, place.stage), self._folder / f"lent.rank-{place.rank}"
         needs = Needs(memory_of(self._folder), room(path))
         if place.column == 0:
-            needs = replace(needs, held=own.sizes, wanted=self._values.wanted().names)
+            needs = replace(needs, held=own.sizes, wanted=tuple(self._values.wanted().names))
         told, waiting = world.tell_all(needs, Needs), self._wait.waiting
         found = loans(told, place.mesh)
         if why := no_room(found, told):
