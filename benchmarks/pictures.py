@@ -99,10 +99,10 @@ def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
     for case in CASES:
         name = f"{stages}-{case}"
         known, traces = watched(stages, MICROBATCHES[stages], case)
-        page = live_page(known, traces)
-        to.page(f"live-{name}", page, tuple(LOOKS))
+        live = live_page(known, traces)
+        to.page(f"live-{name}", live, tuple(LOOKS))
         if case == "adapted":
-            to.saved(f"saved-{name}", page)
+            to.saved(f"saved-{name}", live)
         job = told_job(known)
         told = {
             f"pipemorph explain team/{known.job.metadata.name}": story_of(job),
