@@ -544,7 +544,7 @@ def test_two_installations_of_one_name_share_nothing_in_the_cluster(jobs: Jobs) 
         found.append(
             {(d["kind"], d["metadata"]["name"]) for d in made if "namespace" not in d["metadata"]}
         )
-    assert len(found[0]) == 14, "roles of both programs, for TokenReviews and for people; policies"
+    assert len(found[0]) == 16, "roles of both programs, for TokenReviews and for people; policies"
     assert not found[0] & found[1]
 
 

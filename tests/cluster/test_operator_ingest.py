@@ -14,6 +14,7 @@ from testbed import ApiError, wait_for
 from testbed.api import Object
 
 from pipemorph.explain import explain_job
+from pipemorph.terminal import render
 from pipemorph.wire import DirectiveEnvelope
 
 pytest_plugins = ("operator_fixtures",)
@@ -63,7 +64,7 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert (told["peakMemoryBefore"], told["peakMemoryAfter"]) == (lean, ranks.peak_memory)
     assert sum(lean) < sum(ranks.peak_memory)
     printed = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace, "-o", "json")
-    lines = explain_job(json.loads(printed)).lines()
+    lines = render(explain_job(json.loads(printed)).page()).splitlines()
     assert "link 1 (+60 ms" in lines[1]
     assert "the plan changes saved" in lines[-2]
     assert "check the network between the hosts of the slow link" in lines[-1]

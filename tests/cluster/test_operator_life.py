@@ -385,13 +385,13 @@ def test_a_job_object_deleted_by_hand_is_another_attempt(jobs: Jobs) -> None:
     assert jobs.get("hand")["status"]["attempts"][0]["reason"] == "JobDeleted"
 
 
-def test_what_only_the_operator_can_know_is_failed_with_a_reason(jobs: Jobs) -> None:
+def test_what_only_the_operator_can_know_stalls_with_a_reason(jobs: Jobs) -> None:
     job = manifest("limits", stages=2)
     job["spec"]["schedule"]["inFlightLimit"] = [0, "x"]
     jobs.apply(job)
-    failed = jobs.wait("limits", "Failed")
-    assert condition(failed, "Failed") == ("True", "InvalidSpec")
-    assert "spec.schedule.inFlightLimit" in said(failed, "Failed")
+    stalled = jobs.wait("limits", lambda job: condition(job, "Stalled")[0] == "True")
+    assert condition(stalled, "Stalled") == ("True", "InvalidSpec")
+    assert "spec.schedule.inFlightLimit" in said(stalled, "Stalled")
     jobs.expect_event("limits", "Warning InvalidSpec")
 
 

@@ -56,7 +56,7 @@ def replicated(
     placement: Any,
     folder: str,
     moved: Plan | None = None,
-    **options: Any,
+    **arguments: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """Two replicas of a pipeline of two ranks: losses, norms and evaluations; what is left of the
     gradients; and where it began. ``moved``: a plan that comes before the second iteration."""
@@ -68,7 +68,7 @@ def replicated(
         stages_per_rank=per_rank, placement=placement,
         tied=[("embed.weight", 0), ("head.weight", -1)],
         optimizer=lambda modules: torch.optim.AdamW(modules.parameters(), lr=0.05),
-        checkpoint=Checkpoint(directory=folder, every=2), deadline_seconds=30.0, **options,
+        checkpoint=Checkpoint(directory=folder, every=2), deadline_seconds=30.0, **arguments,
     ) as pipe:  # fmt: skip
         for iteration in range(pipe.start_iteration, ITERATIONS):
             if moved is not None and iteration == 1:

@@ -155,7 +155,9 @@ def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> N
 
 def replicas_on_device(context: TrainerContext, placement: str, folder: str) -> Any:
     with device_with_receives(context.rank):
-        return replicated(context, 2, placement, folder, route="auto", engine="tcp")
+        return replicated(
+            context, 2, placement, folder, options=Options(route="auto", engine="tcp")
+        )
 
 
 @pytest.mark.needs_engine

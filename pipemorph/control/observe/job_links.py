@@ -146,8 +146,10 @@ class JobLinks:
             self._put(row)
 
     def restore(self, row: LinkState) -> None:
-        """Note a direction that was slow when an earlier agent ended, until its rank reports."""
-        if not self.has(row.key):
+        """Note a direction that was slow when an earlier agent ended, until its rank knows its
+        state."""
+        known = self._rows[row.link].get(row.key)
+        if known is None or (known.health is Health.UNKNOWN and not is_slow(known)):
             self._put(replace(row, health=Health.UNKNOWN))
 
 

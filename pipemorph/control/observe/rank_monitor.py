@@ -80,7 +80,8 @@ class RankMonitor:
         if self._links.changed or now >= self._look_at:
             self._links.changed, self._look_at = False, now + LOOK_SECONDS
             for row in self._links.states(now):
-                if row.health is not Health.UNKNOWN or self._directions.has(row.key):
+                known = row.health is not Health.UNKNOWN or row.transport
+                if known or self._directions.has(row.key):
                     self._directions.put(row)
 
     def connected(self) -> None:

@@ -290,14 +290,11 @@ def test_a_fallback_between_two_reports_is_not_missed() -> None:
 
 
 def test_what_carries_each_link() -> None:
-    """As soon as the ranks know the states of their links."""
+    """Also before the ranks know the states of their links, as in a short run."""
     controller = JobController(spec())
-    for number in range(1, 31):
-        links = [window(0, "gloo"), window(1, "rdma")]
-        tell(controller, number / 4, iteration=number, links=links)
+    tell(controller, 1.0, iteration=1, links=[window(0, "gloo"), window(1, "rdma")])
     assert controller.view(0.0).transports.links == ("gloo", "rdma")
-    for number in range(31, 61):
-        tell(controller, number / 4, iteration=number, links=[window(1, "tcp", "backward")])
+    tell(controller, 2.0, iteration=2, links=[window(1, "tcp", "backward")])
     assert controller.view(0.0).transports.links == ("gloo", "rdma+tcp")
     assert JobController(spec()).view(0.0).transports.links == ("", "")
 

@@ -22,7 +22,7 @@ Reshard = tuple[bool | int | None, bool | int | None]
 KEPT: Reshard = (None, None)
 BLOCKS: Reshard = (True, None)
 ALL: Reshard = (True, True)
-SPLITS = ("module", "graph")
+SPLITS = ("auto", "fused")
 
 
 class Ran(NamedTuple):
@@ -125,7 +125,7 @@ def train(
             assert gathered.held() == 0
         losses.append(float(pipe.evaluate(tokens, target=target)))
         split = pipe.split
-        late = len(getattr(own.runner._splitter, "deferred", ()))  # type: ignore[attr-defined]
+        late = len(own.runner.report().deferred)
     return Ran(grads, losses, split, gathered.between, gathered.most, whole, blocks, late)
 
 
@@ -134,10 +134,9 @@ def every_way(context: TrainerContext) -> dict[str, Ran]:
     mesh = init_device_mesh("cpu", (STAGES, SHARDS), mesh_dim_names=("pp", "dp_shard"))
     return {
         "kept": train(context, mesh, KEPT),
-        "compiled": train(context, mesh, ALL, compiled=True, split="deferred"),
+        "compiled": train(context, mesh, ALL, compiled=True),
         "blocks": train(context, mesh, BLOCKS),
         "all": train(context, mesh, ALL),
-        "graph": train(context, mesh, ALL, split="deferred"),
         "fused": train(context, mesh, ALL, split="fused"),
         **{
             f"twice, {split}, {how}": train(context, mesh, reshard, twice=True, split=split)
@@ -169,12 +168,12 @@ def test_parameters_are_freed_as_asked_and_gradients_keep_their_bits() -> None:
         rest = kept.between - sum(kept.blocks)
         for name, ran in found.items():
             same_bits(name, ran, kept)
-        assert [found[name].split for name in ("kept", "blocks", "all", "graph", "fused")] == [
-            "module", "module", "module", "graph", "fused",
+        assert [found[name].split for name in ("kept", "blocks", "all", "fused")] == [
+            "deferred", "deferred", "deferred", "fused",
         ]  # fmt: skip
         assert found["blocks"].between == rest
         assert found["blocks"].within == rest + max(kept.blocks)
-        for name in ("all", "graph", "fused"):
+        for name in ("all", "fused"):
             assert found[name].between == 0, name
             assert found[name].within == rest + max(kept.blocks), name
 

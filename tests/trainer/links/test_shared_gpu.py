@@ -40,4 +40,4 @@ def test_a_plan_with_the_direct_route_is_refused_in_words() -> None:
     for text in said:
         assert "plan 0 has link 0 on the direct route, but ranks" in text
         assert "share GPU GPU-0, and NCCL needs one for each rank" in text
-        assert 'Pipeline(route="delegated")' in text
+        assert 'Pipeline(options=Options(route="delegated"))' in text

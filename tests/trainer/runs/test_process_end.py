@@ -74,12 +74,12 @@ OF_ONE_GROUP = 2
 PEER_STOPS = """
 import os, signal, torch
 from torch import nn
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 
 context = TrainerContext.from_env()
 with Pipeline(
     nn.Linear(4, 4), context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
-    route="direct", deadline_seconds=5.0,
+    options=Options(route="direct"), deadline_seconds=5.0,
 ) as pipe:
     pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     if context.rank == 1:

@@ -30,7 +30,7 @@ from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.ir import StagePlacement
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.topology import hierarchy
 from pipemorph_trainer.topology.mesh import join_process_group, shape_of
@@ -250,7 +250,7 @@ def refusals(context: TrainerContext) -> list[str]:
     kind = {"embedding": ColwiseParallel(), "head": ColwiseParallel()}
     parallelize_module(apart, mesh["tp"], {k: v for k, v in kind.items() if hasattr(apart, k)})
     refused(apart, mesh=mesh, tied=TIED)
-    refused(part, mesh=mesh, dispatch="guided")
+    refused(part, mesh=mesh, options=Options(dispatch="guided"))
     with Pipeline(
         distribute(part, mesh), context=context, mesh=mesh, loss_fn=loss_fn, microbatches=N,
         deadline_seconds=60,

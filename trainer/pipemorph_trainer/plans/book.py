@@ -53,7 +53,7 @@ def check_routes(plan: RankPlan, ends: Iterable[LinkEnd]) -> None:
             raise InputError(
                 f"plan {plan.version} has link {end.link} on the direct route, but "
                 f"{end.no_direct}; give each rank a GPU, or set transport.route: delegated, as a "
-                'script Pipeline(route="delegated")'
+                'script Pipeline(options=Options(route="delegated"))'
             )
         if not end.has(route):
             raise InputError(
