@@ -247,7 +247,8 @@ def test_inductor_defers_what_the_block_would_uncompiled() -> None:
     want = sequential(job_of(case, "inductor"))
     got, runner = split(job_of(case, "pipemorph"), DELAYED)
     assert runner.report().deferred_share == 1.0, runner.report().lines()
-    assert not runner.report().notes
+    (note,) = runner.report().notes
+    assert "gradients may differ by 1e-05" in note
     assert_equal(want, got)
 
 
@@ -376,9 +377,12 @@ def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
     torch.manual_seed(3)
     job = Job(nn.Sequential(Block(), Block()), vectors, prepare=prepare, offloads=True)
     want = sequential(job)
-    got, runner = split(job, "F0 F1 F2 B0 B1 W0 B2 W1 W2", device_limit=1)
+    got, _ = split(job, "F0 F1 F2 B0 B1 W0 B2 W1 W2", device_limit=1)
     assert_equal(want, got)
-    assert runner.measured.copied_bytes > 0
+    # The first microbatches on the device are measured and tried: with the limit there is one.
+    tried, runner = split(job, DELAYED)
+    assert_equal(want, tried)
+    assert 0 < runner.measured.copied_bytes <= runner.measured.activation_bytes
 
 
 def test_a_compiled_function_around_a_linear_defers_it() -> None:

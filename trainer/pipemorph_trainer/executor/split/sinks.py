@@ -68,10 +68,11 @@ def catching() -> bool:
     return bool(_catching)
 
 
-def owned(parameter: Any, *, in_graph: bool = False) -> Owned | None:
+def owned(parameter: Any, *, in_graph: bool = False, in_use: bool = True) -> Owned | None:
     """What is known of a stage's parameter, while that stage runs such an op; else None.
 
-    ``in_graph``: it is found in a graph, and not at its use.
+    ``in_graph``: it is found in a graph, and not at its use. ``in_use``: a module has it now;
+    FSDP2's gathered parameters are no module's until the backward reaches them.
     """
     key = id(parameter)
     found = _owned.get(key)
@@ -79,17 +80,17 @@ def owned(parameter: Any, *, in_graph: bool = False) -> Owned | None:
         known = _foreign.get(key)
         if known is not None and known() is parameter:
             return None
-        found = _find(parameter, in_graph)
+        found = _find(parameter, in_graph, in_use)
     return found if found is not None and found.sink in _catching else None
 
 
-def _find(parameter: nn.Parameter, in_graph: bool) -> Owned | None:
+def _find(parameter: nn.Parameter, in_graph: bool, in_use: bool) -> Owned | None:
     """Look among the parameters that the running stages have now."""
     for sink in _catching:
         for name, each in sink.named_parameters():
             if each is parameter:
                 return sink.own(name, parameter, in_graph=in_graph)
-    if _catching:
+    if _catching and in_use:
         key = id(parameter)
         _foreign[key] = weakref.ref(parameter, lambda gone: _forget_foreign(key, gone))
     return None

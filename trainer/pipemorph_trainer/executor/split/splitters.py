@@ -108,7 +108,7 @@ class Deferring(Splitter):
             uses.setdefault(id(leaf), (leaf, []))[1].append(node)
         for leaf, nodes in uses.values():
             others = [node for node in nodes if not calls.is_call(node)]
-            each = sinks.owned(leaf, in_graph=True) if others else None
+            each = sinks.owned(leaf, in_graph=True, in_use=False) if others else None
             if each is None:
                 continue
             names = {"an output" if node is None else node.name() for node in others}
