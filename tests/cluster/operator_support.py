@@ -8,6 +8,7 @@ not grant is refused.
 import base64
 import http.client
 import json
+import re
 import socket
 import ssl
 import sys
@@ -316,6 +317,16 @@ class Jobs:
             DEADLINE,
             details=lambda: self.cluster.events("pipemorphjobs", name, self.namespace),
         )
+
+    def row(self, name: str) -> dict[str, str]:
+        """Read what ``kubectl get`` prints of a job: each column's name and the text below it."""
+        header, line = self.cluster.kubectl("get", "pmj", name, "-n", self.namespace).splitlines()
+        starts = [found.start() for found in re.finditer(r"\S+", header)]
+        ends = [*starts[1:], len(line)]
+        return {
+            header[start:end].strip(): line[start:end].strip()
+            for start, end in zip(starts, ends, strict=True)
+        }
 
     def expect_none_left(self, name: str) -> None:
         """A Job goes after its last rank."""

@@ -69,15 +69,15 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert "the plan changes saved" in lines[-2]
     assert "check the network between the hosts of the slow link" in lines[-1]
     expect_a_story(jobs.cluster.kubectl("describe", "pmj", "story", "-n", jobs.namespace))
-    row = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace).splitlines()[1].split()
-    assert re.fullmatch(r"\d+%", row[4]), "DONE"
-    assert re.fullmatch(r"\d+%/-?\d+%", row[7]) and re.fullmatch(r"\d+%", row[8])
+    row = jobs.row("story")
+    assert re.fullmatch(r"\d+%", row["DONE"]) and re.fullmatch(r"\d+%", row["GOODPUT"])
+    assert re.fullmatch(r"\d+%/-?\d+%", row["GAIN"])
     ranks.delays[1] = 0.0
     ranks.until("LinksHealthy=True")
     back = ranks.until("ScheduleAdapted=False")
     assert condition(back, "ScheduleAdapted")[1] in ("ReturnedToInitialPlan", "PlanPending")
-    shown = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace).splitlines()[1]
-    assert shown.split()[1:3] == ["Running", "4/4"]
+    shown = jobs.row("story")
+    assert (shown["STATE"], shown["READY"]) == ("Running", "4/4")
     for reason in ("SlowLinks", "PlanInEffect", "AllLinksHealthy"):
         jobs.expect_event("story", reason)
 

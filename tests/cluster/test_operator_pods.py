@@ -85,8 +85,8 @@ def test_a_job_without_restarts_says_which_init_container_failed(jobs: Jobs) -> 
     assert "rank 1 (stage 1): init container fetch exited with code 1: no such bucket" in said(
         found, "Failed"
     )
-    row = jobs.cluster.kubectl("get", "pmj", "init", "-n", jobs.namespace).splitlines()[1].split()
-    assert row[:4] == ["init", "Failed", "0/2", "RankFailed"]
+    row = jobs.row("init")
+    assert [row[c] for c in ("STATE", "READY", "REASON")] == ["Failed", "0/2", "RankFailed"]
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
