@@ -168,7 +168,8 @@ def test_a_job_keeps_its_plan_without_an_ingest_and_tells_the_next_one(
         assert [_applied(rank) for rank in ranks] == applied, "the plan has changed"
         ingest.start()
         after = _training(history.wait("later reports", _iterates(before)))
-        assert after["adaptations"] >= before["adaptations"]
+        told = f"{before}\nbecame {after}\n{ranks[0].process.log_end(200)}"
+        assert after["adaptations"] >= before["adaptations"], told
         assert after["wantedPlanVersion"] >= before["wantedPlanVersion"] > 0
         assert "handed in the snapshot" in ranks[0].process.log_end(200)
     finally:
