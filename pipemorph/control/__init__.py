@@ -2,14 +2,13 @@
 
 ``controller`` is what hosts call. ``assessment`` is what is known of a job, as far as measured
 iterations confirm it; ``decider`` asks for a proposal where that gives cause, and issues the plan;
-``plans`` are those that ranks run, should run, or return to. ``journal`` and ``records`` say what
-was decided and why; ``snapshot`` survives a restart of the host. ``record`` is what has happened:
-``history`` of iterations, the ``worth`` of changes, ``goodput``. ``generations`` says which ranks
-of pods run.
+``plans`` are those that ranks run, should run, or return to; ``snapshot`` survives a restart of the
+host. ``record`` is what has happened: ``history`` of iterations, the ``worth`` of changes,
+``goodput``. ``generations`` says which ranks of pods run.
 
 ``observe`` runs in the agent, and judges what ranks measure; ``observed`` is what it has told.
 ``decide`` makes decisions: ``triggers`` finds a cause, ``forecast`` predicts iteration times,
-``replan`` proposes a plan with its ``findings``, ``reasons`` turns them into text.
+``replan`` proposes a plan with its ``findings``, ``reasons`` turns them into text and records.
 """
 
 from pipemorph.control.controller import JobController

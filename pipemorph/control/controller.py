@@ -343,13 +343,13 @@ class JobController:
         self._plans.refuse()
         self._plans.unknown = False
         self._continue(saved, now)
-        self._decider.journal.keep(now, reasons.handed_in(directive))
+        self._decider.keep(now, reasons.handed_in(directive))
 
     def tick(self, now: float) -> None:
         """Call when time has passed without a report. Silence changes nothing, but it is recorded
         when all links have become silent."""
         if self._observed.fell_silent(now):
-            self._decider.journal.keep(
+            self._decider.keep(
                 now,
                 f"no samples for {self.spec.adaptation.stale_after_seconds:g} s, so the state of"
                 " the links is unknown; kept the plan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.assessment import Assessment
@@ -22,13 +22,11 @@ from pipemorph.control.decide.truth import (
     Verdict,
     without,
 )
-from pipemorph.control.journal import Journal
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observed.reports import Observed
 from pipemorph.control.plans import Plans, PlanVersions
-from pipemorph.control.record.history import Ledger
+from pipemorph.control.record.history import Decision, Ledger
 from pipemorph.control.record.worth import revise
-from pipemorph.control.records import Issued, record_of
 from pipemorph.planning import Plan, Policy
 from pipemorph.wire import Directive, Health, LinkState, PlanMessage
 
@@ -66,7 +64,8 @@ class Decider:
         self._endless = endless
         self._observed, self._ledger = observed, ledger
         self._plans, self._versions = plans, versions
-        self.journal = Journal(ledger, observed)
+        self._noted: set[str] = set()
+        """Topics of which something was said, see :meth:`note`."""
         self.pacing = Pacing()
         self.pending: Pending | None = None
         self._checked_rooms: tuple[Room, ...] = ()
@@ -96,7 +95,7 @@ class Decider:
     def _conclude(self, verdict: Verdict, now: float) -> None:
         trial, last = verdict.trial, self._ledger.last_iteration
         line = reasons.outcome(verdict)
-        self.journal.log(now, "outcome", line, line)
+        self._log(now, "outcome", line, line)
         stages = self._observed.stages.times()
         if not verdict.failed or stages is None or not trial.promise.may_go_back:
             return
@@ -129,16 +128,14 @@ class Decider:
         stages = observed.stages.times()
         if stages is None:
             if any(link.health is Health.SLOW for link in links):
-                self.journal.note(
-                    now, "times", "a link is slow, but no stage has reported op times yet"
-                )
+                self._note(now, "times", "a link is slow, but no stage has reported op times yet")
             return
         situation = assessment.believed(stages, links, now)
         if not self._knows_memory(now):
             return
         if any(room.device == 0 for room in rooms):
             memory = self._spec.schedule.activation_memory
-            self.journal.note(now, "memory", reasons.no_room(situation, memory))
+            self._note(now, "memory", reasons.no_room(situation, memory))
             self._checked_rooms = rooms
             return
         progress = assessment.progress
@@ -162,7 +159,7 @@ class Decider:
         evidence, since = assessment.evidence(cause, sources, situation, links)
         if lacking := truth.lacks(sources, evidence, last):
             if truth.hold(sources, since, last, lacking):
-                self.journal.keep(now, reasons.doubted(cause, links, lacking))
+                self.keep(now, reasons.doubted(cause, links, lacking))
             return
         self._ask(cause, situation, links, evidence=evidence, sources=sources)
 
@@ -174,10 +171,10 @@ class Decider:
             return False
         slow = [link for link in links if link.health is Health.SLOW]
         if slow:
-            self.journal.note(now, "policy", f"{reasons.describe(slow)}; {refusal}")
+            self._note(now, "policy", f"{reasons.describe(slow)}; {refusal}")
         too_much = excess(self._plans.wanted, stages.rooms)
         if too_much is not None:
-            self.journal.note(now, "memory", f"{reasons.too_much(too_much)}; {refusal}")
+            self._note(now, "memory", f"{reasons.too_much(too_much)}; {refusal}")
         return True
 
     def say_crowded(self, now: float) -> None:
@@ -186,7 +183,7 @@ class Decider:
         adapts = spec.adaptation.enabled and spec.schedule.policy_kind is Policy.PIPEMORPH
         if crowding > 1 and adapts:
             text = reasons.crowded(crowding, bool(spec.faults))
-            self.journal.note(now, "crowded", text)
+            self._note(now, "crowded", text)
 
     def _knows_memory(self, now: float) -> bool:
         """Whether limits in bytes can be converted to microbatches. A rank reports the size of a
@@ -196,7 +193,7 @@ class Decider:
         if self._spec.schedule.activation_memory is None or not unknown:
             return True
         if stages.measured:
-            self.journal.note(now, "bytes", reasons.not_measured(unknown))
+            self._note(now, "bytes", reasons.not_measured(unknown))
         return stages.measured
 
     # --- decisions ------------------------------------------------------------------------
@@ -276,7 +273,7 @@ class Decider:
         if not proposal.waits:
             self._turned, self._turned_at = {}, None
         if proposal.chosen is None:
-            self.journal.keep(now, reasons.reason(asked.cause, pending.links, proposal))
+            self.keep(now, reasons.reason(asked.cause, pending.links, proposal))
             return
         self._issue(pending, proposal, proposal.chosen, now)
         if proposal.promise is not None:
@@ -297,14 +294,17 @@ class Decider:
     def _issue(self, pending: Pending, proposal: Proposal, chosen: Option, now: float) -> None:
         """Make the chosen option the wanted plan, under a new plan version."""
         asked, version = pending.replan, self._versions.take()
-        issued = Issued(
+        record = reasons.record_of(
+            asked,
+            proposal,
+            chosen,
+            pending.links,
             version=version,
             at=now,
             iteration=self._observed.iteration,
             detectable_at=pending.detectable_at,
             peak_memory=self._observed.stages.peak_memory(),
         )
-        record = record_of(asked, proposal, chosen, pending.links, issued)
         plan = replace(chosen.plan, version=version)
         directive = Directive(
             plan_version=version,
@@ -328,7 +328,39 @@ class Decider:
         )
         self._ledger.append(record)
         line = reasons.short(version, asked.cause, pending.links, proposal)
-        self.journal.log(now, record.kind, record.reason, line, version)
+        self._log(now, record.kind, record.reason, line, version)
+
+    # --- what was decided, and why --------------------------------------------------------
+
+    def keep(self, now: float, reason: str) -> None:
+        """Record that the plan stays."""
+        self._log(now, "keep", reason, f"no change: {reason}")
+
+    def _note(self, now: float, topic: str, reason: str) -> None:
+        """Record once per ``topic`` that the plan stays: it would repeat with every report."""
+        if topic not in self._noted:
+            self._noted.add(topic)
+            self.keep(now, reason)
+
+    def _log(
+        self,
+        now: float,
+        kind: Literal["adapt", "return", "revert", "keep", "outcome"],
+        reason: str,
+        line: str,
+        plan_version: int | None = None,
+    ) -> None:
+        """Record a decision. ``line``: its text for a terminal."""
+        self._ledger.decisions.append(
+            Decision(
+                at=now,
+                iteration=self._observed.iteration,
+                kind=kind,
+                reason=reason,
+                line=line,
+                plan_version=plan_version,
+            )
+        )
 
 
 def _changed_at(pending: Pending) -> int:

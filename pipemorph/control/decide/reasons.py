@@ -1,4 +1,4 @@
-"""Texts of a controller's decisions, with the figures that they are based on.
+"""Texts and records of a controller's decisions, with the figures that they are based on.
 
 Each text is one line, for status and report.json. :func:`short` is the form for a terminal.
 """
@@ -6,16 +6,18 @@ Each text is one line, for status and report.json. :func:`short` is the form for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings
 from pipemorph.control.decide.forecast import Option, Situation
-from pipemorph.control.decide.replan import Cause, Proposal
+from pipemorph.control.decide.replan import Cause, Proposal, Replan, own_links
 from pipemorph.control.decide.truth import Verdict
 from pipemorph.control.memory_limits import Excess
-from pipemorph.planning import Policy
+from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import dashed
-from pipemorph.wire import Directive, Health, LinkState
+from pipemorph.planning.offload import most_left
+from pipemorph.wire import AdaptationRecord, Directive, Health, LinkState, OwnPlanRecord
 
 COLUMNS = 110
 """Most columns of :func:`short`."""
@@ -218,10 +220,10 @@ def _sentence(finding: findings.Finding) -> str:
             counts = str(least) if least == most else f"{least} to {most}"
             return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
         case findings.OwnPlans():
-            return ", ".join(own_plans(finding))
+            return ", ".join(_own_plans(finding))
 
 
-def own_plans(found: findings.OwnPlans) -> list[str]:
+def _own_plans(found: findings.OwnPlans) -> list[str]:
     """``replica 2: own plan for link 3 +30.0 ms``, for each plan that only some replicas run."""
     return [
         f"{shown_replicas(replicas)}: own plan for {_late(slow) or 'links that are well'}"
@@ -341,6 +343,71 @@ def _short_plan(current: Option | None, chosen: Option) -> list[str]:
     if own:
         return [forms[0], f"{warmup}{more}"]
     return [*forms, few.removesuffix(more)] if more else forms
+
+
+def record_of(
+    asked: Replan,
+    proposal: Proposal,
+    chosen: Option,
+    links: Sequence[LinkState],
+    *,
+    version: int,
+    at: float,
+    iteration: int,
+    detectable_at: int,
+    peak_memory: list[int | None],
+) -> AdaptationRecord:
+    """Record of the change to ``chosen``, as far as known when it is issued. ``links``: as they
+    were when it was asked for; ``at``: wall clock, seconds; ``iteration``: the newest that ranks
+    had begun; ``detectable_at``: the one that first showed the reason; ``peak_memory``: bytes per
+    stage until then."""
+    plan, current = chosen.plan, proposal.current
+    kind: Literal["adapt", "return", "revert"] = "adapt"
+    if asked.cause == "undelivered":
+        kind = "revert"
+    elif asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline):
+        kind = "return"
+    promised = None
+    if proposal.promise is not None:
+        promised = proposal.promise.gain
+    elif current is not None and current.seconds > 0:
+        promised = 1 - chosen.seconds / current.seconds
+    away = most_left(plan)
+    return AdaptationRecord(
+        plan_version=version,
+        kind=kind,
+        detected_at=at,
+        detected_at_iteration=iteration,
+        detectable_at=detectable_at,
+        reason=reason(asked.cause, links, proposal),
+        links=[link.without_windows() for link in links if link.health is not Health.HEALTHY],
+        warmup_before=list(asked.current.warmup),
+        warmup_after=list(plan.warmup),
+        routes=list(plan.all_routes),
+        predicted_seconds_before=current.seconds if current else None,
+        predicted_seconds_after=chosen.seconds,
+        promised=promised,
+        peak_memory_before=peak_memory,
+        device_limits_before=list(asked.current.device_limits),
+        device_limits_after=list(plan.device_limits),
+        offloaded=away.offloaded,
+        recomputed=away.recomputed,
+        fused_stages=list(plan.fused),
+        saving=None if proposal.start is None else proposal.start - chosen.seconds,
+        own_plans=_own_plan_records(plan, asked.situation),
+    )
+
+
+def _own_plan_records(plan: Plan, situation: Situation) -> list[OwnPlanRecord]:
+    """The plans that only some replicas run."""
+    return [
+        OwnPlanRecord(
+            replicas=list(replicas), text=text, warmup=list(own.warmup), routes=list(own.routes)
+        )
+        for (replicas, own), text in zip(
+            plan.own, _own_plans(own_links(situation, plan)), strict=True
+        )
+    ]
 
 
 # --- words --------------------------------------------------------------------------------
