@@ -13,7 +13,7 @@ import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -351,35 +351,6 @@ STATES = frozenset(
 )
 
 
-class History:
-    """The states of a job from now on, one by one: however late they are looked at, none is
-    missed."""
-
-    def __init__(self, jobs: Jobs, name: str) -> None:
-        self._jobs, self._name = jobs, name
-        self._last = jobs.get(name)
-
-    def wait(self, what: str, fits: Callable[[Object], object]) -> Object:
-        """The first state that fits, of those after the one that was found last."""
-
-        def look() -> Object | None:
-            since = self._last["metadata"]["resourceVersion"]
-            where = ("pipemorphjobs", self._name, self._jobs.namespace)
-            try:
-                for found in self._jobs.cluster.client.watch(*where, since=since, seconds=2):
-                    self._last = found
-                    if fits(found):
-                        return found
-            except OSError as error:
-                raise NotYet(f"the watch broke off: {error!r}") from None
-            return None
-
-        def details() -> str:
-            return f"last status: {json.dumps(self._last.get('status', {}), indent=1)}"
-
-        return wait_for(f"{what} of {self._name}", look, DEADLINE, interval=0.0, details=details)
-
-
 UNSEEN = {"observedGeneration": 0}
 """Status of a job that no operator has looked at."""
 
@@ -416,7 +387,6 @@ def may(jobs: Jobs, account: str, asked: Object) -> bool:
 
 
 __all__ = [
-    "History",
     "Installation",
     "Jobs",
     "Program",

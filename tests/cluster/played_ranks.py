@@ -14,7 +14,7 @@ from testbed import NotYet, wait_for
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import initial_plan
 from pipemorph.http_client import FIRST_PAUSE
-from pipemorph.planning import Plan, Route, StageTimes, problem_for, simulate
+from pipemorph.planning import Plan, StageTimes, problem_for, simulate
 from pipemorph.planning.offload import device_peak
 from pipemorph.wire import (
     Directive,
@@ -39,8 +39,6 @@ class Ranks:
         self.jobs, self.name, self.spec, self.token = jobs, name, spec, token
         self.attempt = attempt
         self.delays = [0.0] * (spec.parallelism.stages - 1)
-        self.avoidable = False
-        """Whether the delegated route knows nothing of the delays."""
         self.plan: Plan = initial_plan(spec)
         self.newest: Directive | None = None
         self.next: Directive | None = None
@@ -91,10 +89,7 @@ class Ranks:
     def _iterate(self) -> None:
         if self.next is not None:
             self.plan, self.next = self.next.plan.plan(), None
-        felt = [
-            0.002 + (delay if route is Route.DIRECT or not self.avoidable else 0.0)
-            for delay, route in zip(self.delays, self.plan.routes, strict=True)
-        ]
+        felt = [0.002 + delay for delay in self.delays]
         stages = self.spec.parallelism.stages
         problem = problem_for(
             self.spec.schedule.microbatches, [STEP] * stages, felt, self.plan.routes, queues=8

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import pytest
 import yaml
@@ -40,17 +39,10 @@ from testbed import wait_for
 from testbed.api import Object
 from testbed.node import RESOURCE
 from testbed.node_cluster import NodeCluster
-from testbed.waiting import patience
 from viewers import Shell, viewer
-
-from pipemorph.manifest import parse_job
-from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
 
 pytest_plugins = ("node_fixtures",)
 pytestmark = [pytest.mark.node, pytest.mark.timeout(600)]
-
-# Iterations whose median is `iterationSeconds` in status.
-WINDOW = 5
 
 
 def test_the_chart_runs_and_passes_its_own_test(release: NodeCluster) -> None:
@@ -94,62 +86,6 @@ def test_the_first_example_adapts_and_completes(release: NodeCluster, node_jobs:
     text = release.kubectl("get", f"--namespace={node_jobs.namespace}", "pipemorphjobs")
     assert text.splitlines()[1].split()[:3] == ["one-link", "Complete", "2/2"]
     node_jobs.delete("one-link")
-
-
-@pytest.mark.soak
-def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, node_jobs: Jobs) -> None:
-    """By the clock, so with the machine to itself. What does not need one the tests beside this
-    show; `tests/trainer/runs/test_run.py` holds the same loop to times without Kubernetes."""
-    before = {node.name: addresses(node) for node in release.nodes}
-    # Status is written where something turns, and 5 and 10 s after that: each of the three parts of
-    # the run takes longer than 5 s on a fast machine.
-    begin, end, iterations = 30, 70, 135
-    slow = {"link": 1, "fromIteration": begin, "toIteration": end, "delayMs": 80.0}
-    node_jobs.apply(manifest("slow", iterations=iterations, faults=[slow]))
-    with Witness(node_jobs, "slow") as witness:
-        node_jobs.wait("slow", "Running", START)
-        _check_ranks(release, node_jobs, "slow")
-        # Not while a busy machine makes links slow before: ranks start all at once.
-        adapted_to = _adapted_to(1, since=begin)
-        found = witness.wait("a plan for the slow link", adapted_to, 2 * START)
-        node_jobs.wait("slow", _forgotten(found, link=1, delay_ms=80.0), 180.0)
-        done = node_jobs.wait("slow", all_told, 240.0)
-    assert follows(witness.conditions("LinksHealthy"), "False", "True")
-    assert follows(witness.conditions("ScheduleAdapted"), "True", "False")
-    assert follows(witness.conditions("LinksDelegated"), "True", "False")
-    witness.never_back("control", "planVersion")
-    witness.never_back("training", "appliedPlanVersion")
-
-    change = found["status"]["training"]["lastAdaptation"]
-    taken = change["appliedAtIteration"] - change["detectedAtIteration"]
-    # Two on an idle machine. The ingest alone may have to wait for a processor, while ranks go on.
-    assert taken <= 4 * max(2.0, patience()), told(found)
-    # While the link is slow, in windows that the new plan has to itself. What else the machine
-    # adds to an iteration it has added before, too.
-    before_it = _iteration_seconds(witness, 1, begin)
-    first = max(begin, change["appliedAtIteration"]) + WINDOW
-    adapted = median(_iteration_seconds(witness, first, end))
-    left = adapted - median(before_it)
-    cost = _cost_with_the_plan_of_the_start(link=1, delay_ms=80.0)
-    assert left < cost / 2, (
-        f"{left} s more than before, where the plan of the start would take {cost} s more: less"
-        f" than half of it won back\n{told(found)}"
-    )
-    well = min(before_it)
-    after = min(_iteration_seconds(witness, end + WINDOW, iterations))
-    assert after < 1.25 * well, f"{after} s when all was well again, {well} s before"
-    # Not ScheduleAdapted: a busy machine makes op times uneven, and a plan for those may be in
-    # effect before the link is slow.
-    story = [("LinksHealthy", "False"), ("LinksDelegated", "True")]
-    times = [witness.since(kind, status) for kind, status in story]
-    assert times == sorted(times), f"{story} since {times}"
-    assert condition(done, "PreflightPassed")["status"] == "True"
-    assert done["status"]["training"]["state"] == "finished"
-    text = release.kubectl("get", f"--namespace={node_jobs.namespace}", "pipemorphjobs")
-    assert text.splitlines()[1].split()[:3] == ["slow", "Complete", "4/4"]
-
-    node_jobs.delete("slow")
-    assert {node.name: addresses(node) for node in release.nodes} == before
 
 
 def test_ranks_train_on_while_the_operator_is_replaced(
@@ -394,32 +330,3 @@ def _forgotten(adapted: Object, *, link: int, delay_ms: float) -> Callable[[Obje
         )
 
     return forgotten
-
-
-def _cost_with_the_plan_of_the_start(*, link: int, delay_ms: float) -> float:
-    """What a delay adds to an iteration of a job of `manifest` that never gets another plan:
-    simulated, seconds."""
-    spec = parse_job(yaml.safe_dump(manifest("slow", iterations=1))).spec
-    times = StageTimes(forward=0.010, backward_input=0.010, backward_weight=0.005)
-    stages = [times] * spec.parallelism.stages
-    well = [0.0] * (len(stages) - 1)
-    slow = [delay_ms / 1e3 if i == link else 0.0 for i in range(len(well))]
-    first, after = (
-        problem_for(spec.schedule.microbatches, stages, delays, [Route.DIRECT] * len(delays))
-        for delays in (well, slow)
-    )
-    schedule = plan(first, Policy("pipemorph")).schedule
-    return predict(schedule, after) - predict(schedule, first)
-
-
-def _iteration_seconds(witness: Witness, first: int, last: int) -> list[float]:
-    """Iteration times reported while an iteration from `first` to `last` was in progress: each
-    the median of the `WINDOW` before."""
-    found: list[float] = [
-        training["iterationSeconds"]
-        for status in witness.seen
-        if (training := status.get("training")) and first <= training["iteration"] <= last
-        if training.get("iterationSeconds")
-    ]
-    assert found, f"no iteration time was reported from iteration {first} to {last}"
-    return found

@@ -15,7 +15,6 @@ from testbed.api import Object
 
 from pipemorph.explain import explain_job
 from pipemorph.terminal import render
-from pipemorph.wire import DirectiveEnvelope
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -109,64 +108,6 @@ def expect_a_story(described: str) -> None:
             if key == "Confidence":
                 continue  # A probability.
             assert f"{float(value):.0%}" in told[IN_PERCENT[key]], f"{key}: {value}"
-
-
-def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: Jobs) -> None:
-    jobs.apply(manifest("moved"))
-    ranks = Ranks.of(jobs, "moved", jobs.run("moved", 4)[0])
-    ranks.avoidable = True
-    ranks.run(4)
-    ranks.delays[1] = 4 * SLOW
-    moved = ranks.until("LinksDelegated=True")
-    assert condition(moved, "LinksDelegated")[1] == "LinksDelegated"
-    assert moved["status"]["training"]["routes"] == ["direct", "delegated", "direct"]
-    ranks.delays[1] = 0.0
-    # A fault that is avoided looks like one that is over: the link may be tried and moved again,
-    # and a plan that moves it be on its way as well.
-    back = ranks.until("LinksDelegated=False", "AllLinksDirect")
-    assert back["status"]["training"]["routes"] == ["direct"] * 3
-    for reason in ("LinksDelegated", "AllLinksDirect"):
-        jobs.expect_event("moved", reason)
-
-
-def test_a_plan_version_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
-    jobs.apply(manifest("kept", failurePolicy={"maxRestarts": 1}))
-    pods = jobs.run("kept", 4)
-    ranks = Ranks.of(jobs, "kept", pods[0])
-    ranks.run(4)
-    ranks.delays[1] = SLOW
-    ranks.until("ScheduleAdapted=True")
-    control = jobs.get("kept")["status"]["control"]
-    before = control["planVersion"]
-    assert before == ranks.observed
-    jobs.installation.ingest.restart()
-    # State is rebuilt from the agent's snapshot and its reports: the link is slow, then well.
-    ranks.run(3)
-    assert ranks.observed == before, "a needless change"
-    # A new agent asks from the start, and is given the directive again.
-    path = f"/v1/jobs/{jobs.namespace}/kept/directive?attempt=0&after=0"
-    status, answer = jobs.installation.request("GET", path, token=ranks.token)
-    directive = DirectiveEnvelope.model_validate(answer).directive
-    assert status == 200
-    assert directive is not None
-    assert directive.plan_version == before
-    ranks.delays[1] = 0.0
-    ranks.until("LinksHealthy=True")
-    ranks.until("ScheduleAdapted=False")
-    wait_for("another directive", lambda: ranks.observed > before or ranks.run(1), DEADLINE)
-    assert ranks.observed == before + 1
-    # Over attempts as well.
-    newest = ranks.observed
-    jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
-    again = Ranks.of(jobs, "kept", jobs.run("kept", 4, attempt=1)[0], attempt=1)
-    jobs.wait("kept", lambda job: job["status"]["training"]["attempt"] == 1)
-    again.run(4)
-    late = ranks.report(sequence=10_000).model_dump_json().encode()
-    # Its pod is gone: once the token is reviewed again, the API server does not know it either.
-    assert ranks.post(late)[0] in (401, 403), "ranks of the last attempt were heard"
-    again.delays[2] = SLOW
-    again.until("ScheduleAdapted=True")
-    assert again.observed > newest
 
 
 def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
@@ -282,46 +223,6 @@ def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
     assert metric("pipemorph_ingest_requests_total", kind="report", code="401") == counted + 1
     # None of it left a trace: the good one is still news.
     assert ranks.post(good)[0] == 200
-
-
-def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
-    jobs.apply(manifest("strict", stages=2))
-    ranks = Ranks.of(jobs, "strict", jobs.run("strict", 2)[0])
-    ranks.run(2)
-    before = jobs.wait("strict", lambda job: job["status"].get("training", {}).get("iteration"))[
-        "status"
-    ]
-    replayed = ranks.report(iteration=999).model_dump_json().encode()
-    fresh = json.loads(ranks.report(sequence=500, iteration=999).model_dump_json())
-    for expected, body in (
-        (409, replayed),
-        (400, b"{"),
-        (422, json.dumps(fresh | {"links": [{"link": 0}]}).encode()),
-        (422, json.dumps(fresh | {"unknown": 1}).encode()),
-        (403, json.dumps(fresh | {"job": "other"}).encode()),
-        (403, json.dumps(fresh | {"attempt": 7}).encode()),
-        (413, b"x" * (64 * 1024 + 1)),
-    ):
-        status, answer = ranks.post(body)
-        assert status == expected, answer
-        assert "\n" not in answer["error"]
-    # The next in order is still the next, and nothing of what was refused shows.
-    ranks.run(1)
-    # Progress is written now and then: an older figure may be there for some seconds.
-    after = jobs.wait(
-        "strict", lambda job: job["status"]["training"]["iteration"] == ranks.iteration
-    )["status"]
-    assert after["training"]["wantedPlanVersion"] == before["training"]["wantedPlanVersion"]
-    assert after.get("attempts") == before.get("attempts")
-
-
-def test_silence_makes_links_unknown_and_a_report_known_again(jobs: Jobs) -> None:
-    jobs.apply(manifest("quiet", adaptation={"staleAfterSeconds": 3.0}))
-    ranks = Ranks.of(jobs, "quiet", jobs.run("quiet", 4)[0])
-    ranks.until("LinksHealthy=True")
-    stale = ("Unknown", "ReportsStale")
-    jobs.wait("quiet", lambda job: condition(job, "LinksHealthy") == stale)
-    ranks.until("LinksHealthy=True")
 
 
 def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:

@@ -7,12 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from api_proxy import api_proxy
 from operator_support import DEADLINE, FULL_NAME, SYSTEM, Jobs, Object, Program, manifest
-from played_ranks import Ranks
 from testbed import wait_for
 from testbed.waiting import patience
 
@@ -42,11 +40,6 @@ def wait_leads(program: Program) -> float:
 
 def lease(jobs: Jobs) -> Object:
     found: Object = jobs.cluster.client.get("leases", FULL_NAME, SYSTEM)["spec"]
-    return found
-
-
-def ingest_lease(jobs: Jobs) -> Object:
-    found: Object = jobs.cluster.client.get("leases", f"{FULL_NAME}-ingest", SYSTEM)["spec"]
     return found
 
 
@@ -89,47 +82,6 @@ def test_another_leads_when_the_leader_is_killed_in_the_middle_of_something(jobs
         assert [a["attempt"] for a in status["attempts"]] == [0]
         assert second.says() == "ok\nsecond leads\n"
         assert "second became leader" in jobs.cluster.events("leases", FULL_NAME, SYSTEM)
-
-
-@pytest.mark.soak
-def test_a_leader_is_killed_in_every_transition(jobs: Jobs) -> None:
-    chance = random.Random(4)
-    name = "killed"
-    with two(jobs) as (leader, other):
-
-        def strike() -> None:
-            nonlocal leader, other
-            time.sleep(chance.uniform(0.0, 0.15))
-            leader.kill()
-            wait_leads(other)
-            leader, other = other, leader
-            other.start()
-
-        jobs.apply(manifest(name, stages=2, failurePolicy={"maxRestarts": 1}))
-        strike()  # creation
-        for pod in jobs.pods(name, 2):
-            jobs.cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"])
-        strike()  # running
-        jobs.wait(name, "Running")
-        jobs.patch(name, {"suspend": True})
-        strike()  # suspending
-        jobs.wait(name, "Suspended")
-        jobs.expect_none_left(name)
-        jobs.patch(name, {"suspend": False})
-        strike()  # resuming
-        pods = jobs.run(name, 2, attempt=1)
-        jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
-        strike()  # restarting
-        pods = jobs.run(name, 2, attempt=2)
-        status = jobs.get(name)["status"]
-        assert (status["attempt"], status["restarts"]) == (2, 1), "an attempt was counted twice"
-        jobs.succeed(pods)
-        strike()  # completing
-        jobs.wait(name, "Complete")
-        jobs.cluster.client.delete("pipemorphjobs", name, jobs.namespace)
-        strike()  # deleting
-        jobs.wait(name, "deleted")
-        jobs.expect_none_left(name)
 
 
 def test_a_leader_that_slept_over_the_end_of_its_lease_writes_nothing(
@@ -203,97 +155,3 @@ def test_a_leader_that_is_cut_off_stops_before_another_leads(jobs: Jobs, tmp_pat
         wait_leads(first)
         jobs.succeed(pods)
         jobs.wait("alone", "Complete")
-
-
-@pytest.mark.soak
-def test_the_api_server_is_away_for_a_while_and_one_leads_when_it_is_back(jobs: Jobs) -> None:
-    plane = jobs.cluster.control_plane
-    if plane is None:
-        pytest.skip("the control plane is not ours to stop")
-    with two(jobs) as both:
-        jobs.apply(manifest("before", stages=1))
-        pods = jobs.run("before", 1)
-        plane.stop_apiserver()
-        try:
-            for program in both:
-                wait_for("nobody to lead", lambda p=program: not leads(p), DEADLINE)
-        finally:
-            plane.start_apiserver()
-        plane.wait_for_controllers()
-        wait_for("one to lead", lambda: any(map(leads, both)), DEADLINE)
-        assert not all(map(leads, both))
-        jobs.succeed(pods)
-        jobs.wait("before", "Complete")
-        jobs.apply(manifest("after", stages=1))
-        jobs.run("after", 1)
-        assert all(program.process.running for program in both)
-
-
-def test_the_standby_of_the_ingest_leads_when_the_leader_is_killed(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks reach the replicas by one name, here any of them, until one leads. Plan versions only
-    grow, and the directive that was served last is the one in status."""
-    installation = jobs.installation
-    first = installation.ingest
-    second, port = installation.ingest_replica("second-ingest")
-    ports, request = [installation.port, port], installation.request
-    chance = random.Random(1)
-    turned_away: list[str] = []
-
-    def by_name(*arguments: Any, **more: Any) -> tuple[int, Object]:
-        def look() -> tuple[int, Object] | None:
-            try:
-                answer = request(*arguments, **more, port=chance.choice(ports))
-            except OSError:
-                return None
-            if answer[0] == 503:
-                turned_away.append(answer[1]["error"])
-            # The leader first has to hear of the job.
-            return None if answer[0] in (503, 403) else answer
-
-        return wait_for("a replica that leads", look, DEADLINE, interval=0.01)
-
-    monkeypatch.setattr(installation, "request", by_name)
-    # So many iterations that a change of plan always pays, however long this takes.
-    endless = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
-    jobs.apply(manifest("led", trainer=endless))
-    pods = jobs.run("led", 4)
-    second.start()
-    try:
-        assert second.says() == "ok\nsecond-ingest stands by; ingest leads\n"
-        ranks = Ranks.of(jobs, "led", pods[0])
-        ranks.run(3)
-        assert "this replica of the ingest stands by; connect again" in turned_away
-        seen, term = [0], ingest_lease(jobs)["leaseTransitions"]
-
-        def adapted() -> bool:
-            ranks.run(1)
-            return ranks.observed > seen[-1]
-
-        ranks.delays[1] = 0.06
-        ranks.run(2)  # While evidence is gathered, or the directive is on its way.
-        first.kill()
-        began = time.monotonic()
-        ranks.run(1)
-        took = time.monotonic() - began
-        assert took < 10.0 * patience(), f"another led after {took:.1f} s"
-        # A process that got no processor for long has to renew its Lease first.
-        leads = "ok\nsecond-ingest leads\n"
-        wait_for("the leader", lambda: second.says() == leads, DEADLINE)
-        assert ingest_lease(jobs)["leaseTransitions"] == term + 1
-        wait_for("a directive", adapted, DEADLINE, interval=0.0)
-        seen.append(ranks.observed)
-        assert jobs.get("led")["status"]["control"]["planVersion"] >= ranks.observed
-        # The Lease is deleted under its leader: adaptation goes on.
-        jobs.cluster.client.delete("leases", f"{FULL_NAME}-ingest", SYSTEM)
-        ranks.delays[1] = 0.0
-        wait_for("another directive", adapted, DEADLINE, interval=0.0)
-        seen.append(ranks.observed)
-        first.start()
-        ranks.delays[1] = 0.06
-        second.process.stop()  # A clean end: the Lease is free at once.
-        wait_for("a third directive", adapted, DEADLINE, interval=0.0)
-        assert jobs.get("led")["status"]["control"]["planVersion"] >= ranks.observed > seen[-1]
-    finally:
-        second.process.stop()

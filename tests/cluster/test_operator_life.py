@@ -13,7 +13,6 @@ from operator_support import (
     Object,
     condition,
     manifest,
-    said,
 )
 from played_ranks import Ranks
 from testbed import TestbedError, wait_for
@@ -107,20 +106,15 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
     expect_nothing_left(jobs)
 
 
-def test_kopf_leaves_no_finalizer_and_no_annotation(jobs: Jobs) -> None:
-    jobs.apply(manifest("clean", stages=2))
-    jobs.pods("clean", 2)
-    metadata = jobs.wait("clean", "Starting")["metadata"]
-    assert "finalizers" not in metadata
-    assert [k for k in metadata.get("annotations", {}) if "kopf" in k] == []
-
-
 def test_a_failed_pod_restarts_all_ranks_once_under_another_number(jobs: Jobs) -> None:
     jobs.apply(manifest("lost", stages=2, failurePolicy={"maxRestarts": 1}))
     old = jobs.run("lost", 2)
     jobs.cluster.fake_pod_failed(jobs.namespace, old[1]["metadata"]["name"], exit_code=3)
     new = jobs.run("lost", 2, attempt=1)
-    status = jobs.get("lost")["status"]
+    job = jobs.get("lost")
+    status, metadata = job["status"], job["metadata"]
+    assert "finalizers" not in metadata, "kopf left one"
+    assert not [key for key in metadata.get("annotations", {}) if "kopf" in key]
     assert (status["attempt"], status["restarts"]) == (1, 1)
     assert status["attempts"][0]["reason"] == "RankFailed"
     names = {pod["metadata"]["name"].rsplit("-", 2)[0] for pod in (*old, *new)}
@@ -149,61 +143,6 @@ def test_an_edited_template_is_that_of_the_next_attempt(jobs: Jobs) -> None:
     assert images == ["none.invalid/trainer", "none.invalid/trainer:2"]
 
 
-def test_when_every_attempt_is_used_the_job_is_failed_and_stays_so(jobs: Jobs) -> None:
-    jobs.apply(manifest("spent", stages=2, failurePolicy={"maxRestarts": 1}))
-    for attempt in (0, 1):
-        pods = jobs.pods("spent", 2, attempt)
-        jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
-    failed = jobs.wait("spent", "Failed")
-    assert condition(failed, "Failed") == ("True", "MaxRestartsExceeded")
-    message = said(failed, "Failed")
-    assert "rank 1 (stage 1)" in message
-    assert "exited with code 3" in message
-    jobs.expect_event("spent", "Warning MaxRestartsExceeded")
-    # Terminal state wins: neither an edit nor a restart of the operator runs it again.
-    jobs.patch("spent", {"failurePolicy": {"maxRestarts": 9}})
-    jobs.installation.operator.restart()
-    # Nor do suspend and resume.
-    for suspend in (True, False):
-        jobs.patch("spent", {"suspend": suspend})
-    jobs.wait("spent", lambda job: kstatus(job) == "Failed")
-    jobs.apply(manifest("after", stages=1))
-    jobs.pods("after", 1)
-    assert jobs.get("spent")["status"]["attempt"] == failed["status"]["attempt"]
-    assert jobs.get("spent")["status"]["state"] == "Failed"
-
-
-def test_input_that_cannot_be_used_is_not_tried_again(jobs: Jobs) -> None:
-    jobs.apply(manifest("input", stages=2, failurePolicy={"maxRestarts": 5}))
-    pods = jobs.pods("input", 2)
-    jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"], exit_code=2)
-    failed = jobs.wait("input", "Failed")
-    assert condition(failed, "Failed") == ("True", "InvalidInput")
-    assert failed["status"].get("restarts", 0) == 0
-
-
-def test_a_failed_preflight_is_a_condition(jobs: Jobs) -> None:
-    jobs.apply(manifest("fit", stages=1, placement={"sharedMemory": "1Gi"}))
-    pods = jobs.pods("fit", 1)
-    command = pods[0]["spec"]["containers"][0]["command"]
-    assert command[:4] == ["python", "-m", "pipemorph_trainer.preflight", f"--shm={1 << 30}"]
-    jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"], exit_code=78)
-    failed = jobs.wait("fit", "Failed")
-    assert condition(failed, "PreflightPassed") == ("False", "PreflightFailed")
-
-
-def test_a_lost_node_is_not_held_against_the_job(jobs: Jobs) -> None:
-    jobs.apply(manifest("node", stages=2))
-    pods = jobs.run("node", 2)
-    jobs.cluster.fake_pod_failed(
-        jobs.namespace, pods[0]["metadata"]["name"], exit_code=137, disruption="DeletionByPodGC"
-    )
-    jobs.run("node", 2, attempt=1)
-    status = jobs.get("node")["status"]
-    assert (status["disruptions"], status["restarts"]) == (1, 0)
-    assert status["attempts"][0]["counted"] is False
-
-
 def test_suspend_while_it_waits_for_the_last_attempts_ranks(jobs: Jobs) -> None:
     jobs.apply(manifest("pause", stages=2, failurePolicy={"maxRestarts": 1}))
     node = f"{jobs.namespace}-slow"
@@ -214,6 +153,7 @@ def test_suspend_while_it_waits_for_the_last_attempts_ranks(jobs: Jobs) -> None:
     jobs.wait("pause", "Running")
     jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"])
     jobs.wait("pause", "Restarting")
+    assert len(jobs.batch_jobs("pause")) == 1, "two attempts at a time"
     jobs.patch("pause", {"suspend": True})
     jobs.cluster.fake_pod_gone(jobs.namespace, pods[1]["metadata"]["name"])
     jobs.wait("pause", "Suspended")
@@ -237,18 +177,6 @@ def test_suspend_and_resume_in_one_breath_leave_one_attempt_that_runs(jobs: Jobs
     assert jobs.wait("breath", "Running")["status"]["restarts"] == 0
     alive = [job for job in jobs.batch_jobs("breath") if "deletionTimestamp" not in job["metadata"]]
     assert len(alive) == 1
-
-
-def test_a_job_object_that_somebody_suspends_is_an_eviction(jobs: Jobs) -> None:
-    """As a queue preempts: another attempt, none of maxRestarts."""
-    jobs.apply(manifest("evicted", stages=1))
-    jobs.run("evicted", 1)
-    name = jobs.batch_jobs("evicted")[0]["metadata"]["name"]
-    jobs.cluster.client.patch("jobs", name, {"spec": {"suspend": True}}, jobs.namespace)
-    jobs.run("evicted", 1, attempt=1)
-    status = jobs.get("evicted")["status"]
-    assert (status["disruptions"], status["restarts"]) == (1, 0)
-    assert status["attempts"][0]["reason"] == "Evicted"
 
 
 def test_metrics_count_what_became_of_jobs_and_forget_those_that_are_gone(jobs: Jobs) -> None:
@@ -321,27 +249,6 @@ def test_suspend_stops_all_ranks_and_resume_starts_an_attempt(jobs: Jobs, when: 
     assert jobs.get(name)["status"]["state"] == "Complete"
 
 
-def test_a_deadline_counts_over_attempts_and_ends_the_ranks(jobs: Jobs) -> None:
-    jobs.apply(manifest("late", stages=2, failurePolicy={"maxRestarts": 1}))
-    pods = jobs.run("late", 2)
-    began = jobs.get("late")["status"]["startTime"]
-    jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
-    jobs.run("late", 2, attempt=1)
-    assert jobs.get("late")["status"]["startTime"] == began
-    jobs.patch("late", {"activeDeadlineSeconds": 1})
-    failed = jobs.wait("late", "Failed")
-    assert condition(failed, "Failed") == ("True", "DeadlineExceeded")
-    assert kstatus(failed) == "Failed"
-    jobs.pods("late", 0, attempt=1)
-
-
-def test_a_finished_job_is_deleted_after_its_time(jobs: Jobs) -> None:
-    jobs.apply(manifest("brief", stages=1, ttlSecondsAfterFinished=2))
-    jobs.succeed(jobs.run("brief", 1))
-    jobs.wait("brief", "deleted")
-    expect_nothing_left(jobs)
-
-
 def test_jobs_managed_by_others_are_left_alone(jobs: Jobs) -> None:
     jobs.apply(manifest("theirs", stages=1, managedBy="kueue.x-k8s.io/multikueue"))
     jobs.apply(manifest("ours", stages=1, managedBy="pipemorph.io/operator"))
@@ -349,18 +256,6 @@ def test_jobs_managed_by_others_are_left_alone(jobs: Jobs) -> None:
     assert jobs.get("theirs")["status"] == UNSEEN
     with pytest.raises(TestbedError, match="managedBy is immutable"):
         jobs.apply(manifest("theirs", stages=1, managedBy="pipemorph.io/operator"))
-
-
-def test_two_jobs_of_one_name_in_two_namespaces(jobs: Jobs) -> None:
-    with jobs.cluster.namespace() as elsewhere:
-        other = Jobs(jobs.installation, elsewhere)
-        for each in (jobs, other):
-            each.apply(manifest("same", stages=2))
-        pods = jobs.run("same", 2)
-        other.run("same", 2)
-        jobs.succeed(pods)
-        jobs.wait("same", "Complete")
-        assert other.get("same")["status"]["state"] == "Running"
 
 
 def test_a_job_deleted_while_it_is_created_leaves_nothing(jobs: Jobs) -> None:
@@ -374,25 +269,6 @@ def test_a_job_deleted_while_it_is_created_leaves_nothing(jobs: Jobs) -> None:
         jobs.run(f"gone-{i}", 2)
         jobs.cluster.client.delete("pipemorphjobs", f"gone-{i}", jobs.namespace)
     expect_nothing_left(jobs)
-
-
-def test_a_job_object_deleted_by_hand_is_another_attempt(jobs: Jobs) -> None:
-    jobs.apply(manifest("hand", stages=1, failurePolicy={"maxRestarts": 1}))
-    jobs.run("hand", 1)
-    name = jobs.batch_jobs("hand")[0]["metadata"]["name"]
-    jobs.cluster.kubectl("delete", "job", name, "-n", jobs.namespace, "--wait=false")
-    jobs.run("hand", 1, attempt=1)
-    assert jobs.get("hand")["status"]["attempts"][0]["reason"] == "JobDeleted"
-
-
-def test_what_only_the_operator_can_know_stalls_with_a_reason(jobs: Jobs) -> None:
-    job = manifest("limits", stages=2)
-    job["spec"]["schedule"]["inFlightLimit"] = [0, "x"]
-    jobs.apply(job)
-    stalled = jobs.wait("limits", lambda job: condition(job, "Stalled")[0] == "True")
-    assert condition(stalled, "Stalled") == ("True", "InvalidSpec")
-    assert "spec.schedule.inFlightLimit" in said(stalled, "Stalled")
-    jobs.expect_event("limits", "Warning InvalidSpec")
 
 
 def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:

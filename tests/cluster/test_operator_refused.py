@@ -1,14 +1,9 @@
 """What a real API server refuses of a job, its Jobs or its pods is said in status, in its words."""
 
-import itertools
-import json
-
 import pytest
-from operator_support import DEADLINE, Jobs, Object, condition, manifest, said
-from testbed import ApiError, NotYet, wait_for
+from operator_support import Jobs, Object, condition, manifest, said
 
 from pipemorph_operator.children import Attempt, objects
-from pipemorph_operator.children.naming import attempt_name
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
 
@@ -57,86 +52,6 @@ def test_a_wrong_template_is_explained_and_the_job_runs_once_it_is_edited(jobs: 
         jobs.patch(name, {"template": {"spec": fixed}})
     for name, *_ in WRONG_TEMPLATES:
         jobs.run(name, 1)
-
-
-def test_a_held_job_may_be_edited(jobs: Jobs) -> None:
-    """What the ranks are given of the job is an object that cannot be changed."""
-    good = manifest("held", stages=1)
-    trainer = good["spec"]["template"]["spec"]["containers"][0]
-    wrong = manifest("held", stages=1)
-    wrong["spec"]["template"]["spec"]["containers"] = [trainer | {"resouces": {}}]
-    jobs.apply(wrong)
-    refused = ("False", "ObjectRefused")
-    jobs.wait("held", lambda job: condition(job, "PodsReady") == refused)
-    # What a turn leaves that is killed on its way.
-    (spec, metadata) = (good["spec"], jobs.get("held")["metadata"])
-    labels = {"pipemorph.io/job-uid": metadata["uid"]}
-    about = {"name": attempt_name("held", metadata["uid"], 0, 1), "labels": labels}
-    left = {"metadata": about, "immutable": True}
-
-    def leave() -> bool:
-        try:
-            jobs.cluster.client.create(
-                "configmaps", left | {"data": {"job.json": "{}"}}, jobs.namespace
-            )
-        except ApiError as refused:
-            # One of a turn in progress, which takes it away again.
-            raise NotYet(str(refused)) from None
-        return True
-
-    wait_for("what a turn leaves", leave, DEADLINE, interval=0.02)
-    jobs.patch("held", {"activeDeadlineSeconds": 7200, "adaptation": {"minGain": 0.2}})
-    jobs.wait("held", lambda job: job["status"]["observedGeneration"] == 2)
-    assert "unknown field" in said(jobs.get("held"), "PodsReady")
-    jobs.patch("held", {"template": spec["template"]})
-    jobs.run("held", 1)
-    (made,) = [
-        found["data"]["job.json"]
-        for found in jobs.cluster.client.list("configmaps", jobs.namespace)
-        if "job.json" in found["data"]
-    ]
-    assert json.loads(made)["spec"]["activeDeadlineSeconds"] == 7200
-
-
-def no_job_is_taken(jobs: Jobs) -> bool:
-    """Whether the API server, which hears of a quota apart from its controller, refuses a Job."""
-    pod = {"restartPolicy": "Never", "containers": [{"name": "main", "image": "none.invalid/a"}]}
-    probe = {"metadata": {"name": "probe"}, "spec": {"template": {"spec": pod}}}
-    url = jobs.cluster.client.path("jobs", jobs.namespace)
-    try:
-        jobs.cluster.client.request("POST", url, probe, query={"dryRun": "All"})
-    except ApiError as refused:
-        assert "exceeded quota" in refused.message, refused
-        return True
-    return False
-
-
-def test_a_quota_is_said_in_status_and_the_job_starts_when_it_is_raised(jobs: Jobs) -> None:
-    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
-    jobs.cluster.client.create("resourcequotas", quota, jobs.namespace)
-    jobs.cluster.wait(
-        "resourcequotas",
-        "none",
-        lambda found: "hard" in found.get("status", {}),
-        namespace=jobs.namespace,
-    )
-    wait_for("the quota to be in force", lambda: no_job_is_taken(jobs), DEADLINE)
-    jobs.apply(manifest("dear", stages=1))
-    refused = ("False", "ObjectRefused")
-    held = jobs.wait("dear", lambda job: condition(job, "PodsReady") == refused)
-    assert held["status"]["state"] == "Pending"
-    jobs.expect_event("dear", "Warning ObjectRefused: ")
-    assert "exceeded quota" in jobs.cluster.events("pipemorphjobs", "dear", jobs.namespace)
-    jobs.cluster.client.delete("resourcequotas", "none", jobs.namespace)
-    edits = itertools.count(1)
-
-    def made() -> list[Object]:
-        # Any edit is a turn; by itself the operator looks every half minute.
-        jobs.patch("dear", {"failurePolicy": {"maxRestarts": next(edits)}})
-        return jobs.batch_jobs("dear")
-
-    wait_for("its Job", lambda: made() or None, DEADLINE, interval=0.5)
-    jobs.run("dear", 1)
 
 
 def refused_pods(jobs: Jobs, name: str) -> str:

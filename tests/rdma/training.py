@@ -64,14 +64,6 @@ class RankOf:
     def signal(self, number: signal.Signals) -> None:
         self.guest.run("kill", f"-{int(number)}", str(self.pid))
 
-    def process_state(self) -> str:
-        """The kernel's letter for it: T is stopped."""
-        return self.guest.process_stat(self.pid).state
-
-    def cpu_ticks(self) -> int:
-        """The processor time it has had."""
-        return self.guest.process_stat(self.pid).cpu_ticks
-
     def ended(self) -> int | None:
         found: int | None = self.do("ended")
         return found

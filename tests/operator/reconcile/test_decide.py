@@ -129,6 +129,16 @@ def test_the_preflight_has_passed_when_the_ranks_of_this_attempt_train(
     assert [(c["status"], c["reason"]) for c in found] == [("True", "AllRanksChecked")] * passed
 
 
+def test_a_preflight_that_fails_is_a_condition() -> None:
+    world = World(body())
+    world.running()
+    world.jobs[0] = job_facts(active=0, failed=failed())
+    world.pods = [pod(0, exit_code=78)]
+    world.settle()
+    assert world.condition("PreflightPassed") == ("False", "PreflightFailed")
+    assert world.condition("Failed")[0] == "True"
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
     """Its PodGroup, which goes with the ConfigMap, can hold the resources of a queue."""

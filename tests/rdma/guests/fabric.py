@@ -20,13 +20,11 @@ from typing import ClassVar
 
 from testbed.waiting import wait_for
 
-from guests.guest import Guest, Nic, Task
+from guests.guest import Guest, Nic
 from guests.kernel import Kernel, kernel
 
 AGENT = Path(__file__).with_name("agent.py")
 ROCE_PORT = 4791
-# The operation of a reliable connection's acknowledgement (InfiniBand specification, 9.2.1).
-ACKNOWLEDGE = 0x11
 _NICS = range(3)
 # Without crc32 `rdma link add` fails with "No such file".
 _MODULES = (
@@ -62,22 +60,6 @@ class Rail:
     def unplug(self) -> None:
         self.guest.run("ip", "link", "set", self.netdev, "down")
 
-    @contextmanager
-    def unplugged_in_mid_chunk(self, packets: int = 32) -> Iterator[Task]:
-        """As soon as this many packets wait to leave a slow rail, which the guest sees for itself
-        from now on: asking it from outside takes as long as sending a chunk. The task ends then."""
-        watching = self.guest.spawn(
-            "sh",
-            "-ec",
-            f"until tc -s qdisc show dev {self.netdev} root | "
-            f"awk '/backlog/ {{n = $3 + 0}} END {{exit n < {packets}}}'; do :; done; "
-            f"ip link set {self.netdev} down",
-        )
-        try:
-            yield watching
-        finally:
-            watching.kill()
-
     def plug(self) -> None:
         self.guest.sh(self.plugging())
 
@@ -106,18 +88,16 @@ class Rail:
         flags = json.loads(said)[0]["flags"]
         return " ".join(flag for flag in ("UP", "LOWER_UP", "NO-CARRIER") if flag in flags)
 
-    def drop_incoming(self, *, only_acknowledgements: bool = False) -> None:
+    def drop_incoming(self) -> None:
         """Lose every RoCE packet that comes in here; the cable and TCP stay as they are.
 
         Not on its way out of the other end: rxe takes that for a full queue and tries again at
         once, for ever, which starves the guest.
         """
-        # The first byte of the payload is the operation; 20 bytes of IPv4 and 8 of UDP before it.
-        what = f"match u8 {ACKNOWLEDGE:#x} 0xff at 28 " if only_acknowledgements else ""
         self.guest.sh(
             f"tc qdisc replace dev {self.netdev} clsact; "
             f"tc filter add dev {self.netdev} ingress protocol ip u32 "
-            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff {what}action drop"
+            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff action drop"
         )
 
     def dropped(self) -> int:
