@@ -93,6 +93,33 @@ def test_memory_of_a_tensor_that_is_gone_waits_for_its_copy(rig: Rig) -> None:
     same_bits(other, values(2, 64))
 
 
+@pytest.mark.parametrize("slots", [8, 0], ids=["slots", "no slot yet"])
+def test_a_source_is_held_until_its_copy_is_done_and_no_longer(rig: Rig, slots: int) -> None:
+    """By a reference, so its allocator knows of the compute stream alone. A message that waits for
+    a slot does not hold it."""
+    metas = (META, META)
+    rig.begin(rig.batch(*metas), slots=slots)
+    sources = [rig.sender.tensor(values(seed, 64)) for seed in (1, 2)]
+    blocks = [rig.sender._block(source.data_ptr()) for source in sources]
+    rig.outgoing.send(0, sources)
+    sources.clear()
+    rig.sender.run(rig.sender.compute)
+    assert not any(block.free or block.kept for block in blocks)
+    rig.sender.run()
+
+    def freed() -> bool:
+        rig.sender.runnable()
+        return all(block.free for block in blocks)
+
+    until(freed, "both sources are given back")
+    rig.incoming.reserve(8, rig.batch(*metas))
+    came = rig.arrived(0)
+    rig.receiver.run()
+    for tensor, seed in zip(came, (1, 2), strict=True):
+        assert tensor is not None
+        same_bits(tensor, values(seed, 64))
+
+
 def test_a_tensor_that_is_not_contiguous(rig: Rig) -> None:
     rig.begin(rig.batch(TensorMeta((8, 4), torch.float32)))
     wanted = values(3, 4, 8)

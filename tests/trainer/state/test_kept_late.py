@@ -69,6 +69,21 @@ def test_a_copy_is_of_the_moment_it_began_at() -> None:
         assert parameter.tolist() == [-1.0] * 5 and buffer.tolist() == [-1.0] * 3
 
 
+def test_what_is_dropped_is_held_until_it_is_copied() -> None:
+    """Gradients, for one: the next work of the compute stream gets their memory."""
+    device = SimulatedDevice()
+    late = LateCopies(device)
+    written, tensors = begin(device, late, 4.0)
+    tensors.clear()
+    others = [device.tensor(torch.full((size,), -1.0)) for size in (5, 3)]
+    device.run(device.compute, *device.streams)
+    late.finish(SECONDS)
+    assert written.values == {"parameter.w": [4.0] * 5, "buffer.b": [4.0] * 3}
+    assert [tensor.tolist() for tensor in others] == [[-1.0] * 5, [-1.0] * 3]
+    device.runnable()
+    assert sum(block.free for block in device._blocks if block.home) == 2, "held for ever"
+
+
 def test_the_copies_wait_for_the_work_before() -> None:
     device = SimulatedDevice()
     late = LateCopies(device)

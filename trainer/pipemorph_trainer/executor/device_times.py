@@ -94,10 +94,10 @@ class LossCopy:
 
     def __init__(self, accelerator: Accelerator, losses: Sequence[Tensor]) -> None:
         stream = accelerator.compute_stream()
-        found = torch.stack([loss.detach().reshape(()).double() for loss in losses])
+        # Held until the copy is done.
+        self._source = torch.stack([loss.detach().reshape(()).double() for loss in losses])
         self._values = accelerator.pinned_empty((len(losses),), torch.float64)
-        accelerator.copy(stream, self._values, found)
-        accelerator.keep(found, stream)
+        accelerator.copy(stream, self._values, self._source)
         self._event = accelerator.record(stream)
 
     def done(self) -> bool:

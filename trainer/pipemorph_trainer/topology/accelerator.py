@@ -47,8 +47,11 @@ class Accelerator(Protocol):
     How a tensor is copied to the host (the other way is similar, with :meth:`empty` first)::
 
         side.wait ◀── event ◀── compute stream        the tensor is complete
-        side: copy(pinned_empty(...), tensor), keep(tensor, side)
+        side: copy(pinned_empty(...), tensor)
         done = record(side)                           once reached, the bytes are on the host
+
+    The tensor is held until ``done``: then its memory is used again at a moment that the host
+    knows, and not when an allocator happens to look.
     """
 
     @property
@@ -76,11 +79,11 @@ class Accelerator(Protocol):
     def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         """Copy in ``stream``. Both tensors have the same shape and dtype and are contiguous. The
         host tensor must be page-locked (:meth:`pinned_empty`, :meth:`register`), or else the host
-        may wait, and must be kept until an event behind the copy is reached."""
+        may wait. Both must be held until an event behind the copy is reached."""
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         """Keep ``tensor``'s device memory until ``stream`` has done its current work, even if the
-        last reference to the tensor goes earlier."""
+        last reference to the tensor goes earlier. For what was received, which a stage drops."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream) -> Tensor:
         """Device memory that ``stream`` may write at once. Another stream must :meth:`wait` before

@@ -249,9 +249,9 @@ class StagedOutgoing(DelegatedOutgoing):
                 to = accelerator.pinned_empty((source.numel(),), torch.uint8)
             if source.numel():
                 accelerator.copy(staging.to_host.stream, to, source)
-                accelerator.keep(source, staging.to_host.stream)
             payload.append(to if lease is None else lease)
         hand_over = _HandOver(self, batch, microbatch, present, payload)
+        hand_over.sources = sources
         self._staged += hand_over.staged
         letter = self.direction.letter
         staging.to_host.follow(
@@ -275,6 +275,9 @@ class _HandOver:
         present: int,
         payload: list[Tensor | _engine.Lease | None],
     ) -> None:
+        self.sources: list[Tensor | None] = []
+        """Device memory that is being copied. Held until the copy is done, so that its allocator
+        need not be told of the side stream."""
         self._end, self._batch, self._microbatch = end, batch, microbatch
         self._present, self._payload = present, payload
         self.staged = any(isinstance(each, Tensor) for each in payload)
@@ -285,6 +288,7 @@ class _HandOver:
 
     def __call__(self) -> bool:
         end, batch = self._end, self._batch
+        self.sources.clear()
         if self._note is None:
             # Its time in the queue starts now, when it is complete on the host.
             self._note = end.note(batch, self._microbatch, self._present)

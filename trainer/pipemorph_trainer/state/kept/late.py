@@ -61,6 +61,7 @@ class LateCopies:
             try:
                 device.enter_thread()
                 done.synchronize()
+                whole.clear()  # Held until they were copied: their owners may drop them.
                 write({**host, **copied})
             except Exception as error:  # noqa: BLE001  told by finish()
                 self._error = first_sentence(error)
@@ -72,7 +73,6 @@ class LateCopies:
         for name in names:
             if values[name].numel():
                 self._accelerator.copy(self._side, self._pinned[name], values[name])
-                self._accelerator.keep(values[name], self._side)
 
     def before_step(self) -> None:
         """The next work of the compute stream changes parameters: it waits for their copy."""
