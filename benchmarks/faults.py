@@ -51,6 +51,7 @@ from typing import Any, NamedTuple
 
 from recovery import REPLICAS, STAGES, Run, losses, manifest
 
+from pipemorph.arguments import duration
 from pipemorph.exits import progress_file, progress_of
 
 KINDS = ("kill", "stop", "link", "port")
@@ -466,7 +467,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=3600, help="of the run with faults, about")
+    parser.add_argument("--seconds", type=duration, default=3600, help="of the run with faults")
     parser.add_argument("--iterations", type=int, help="so many instead")
     parser.add_argument("--faults", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)

@@ -45,6 +45,7 @@ from scale_load import ITERATION, Kind, Reports, cpu_seconds, running  # noqa: E
 from testbed import Cluster, catalog, wait_for  # noqa: E402
 
 from pipemorph.api.mesh import MeshShape  # noqa: E402
+from pipemorph.arguments import duration  # noqa: E402
 from pipemorph.control import JobController  # noqa: E402
 from pipemorph.control.decide.replan import propose  # noqa: E402
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore  # noqa: E402
@@ -372,7 +373,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--stages", type=int, default=STAGES, help="of the large job")
-    parser.add_argument("--seconds", type=float, default=WELL, help="for which its links are well")
+    parser.add_argument("--seconds", type=duration, default=WELL, help="of healthy links")
     parser.add_argument("--only", choices=["agent", "fleet"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pipemorph.arguments import port, whole_number
 from pipemorph.errors import InputError
 from pipemorph.ingest import FirstPlanner
 from pipemorph.log_level import log_level
@@ -27,7 +28,6 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
-from pipemorph_operator.options import port, whole_number
 from pipemorph_operator.reconcile.owned_jobs import FailedPods, OwnedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler

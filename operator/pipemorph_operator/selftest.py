@@ -7,6 +7,7 @@ import sys
 
 from tenacity import Retrying
 
+from pipemorph.arguments import duration
 from pipemorph.http_client import HttpClient, NoAnswer, retries
 
 ATTEMPT_SECONDS = 10.0
@@ -20,7 +21,7 @@ def main() -> None:
     parser.add_argument("--ingest-url", required=True)
     parser.add_argument("--ingest-ca", required=True)
     parser.add_argument(
-        "--wait", type=float, default=WAIT_SECONDS, help="seconds to wait for an answer"
+        "--wait", type=duration, default=WAIT_SECONDS, help="seconds to wait for an answer"
     )
     options = parser.parse_args()
     client = HttpClient(options.ingest_url, authority=options.ingest_ca)

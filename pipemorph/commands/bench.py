@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipemorph.arguments import LONGEST_SECONDS, number, whole_number
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError, one_line
 
@@ -45,7 +46,9 @@ def add_parser(subparsers: Any) -> None:
         help="run the receiving end, on this address (default: all)",
     )
     ends.add_argument("--connect", metavar="HOST", help="run the sending end, which prints results")
-    link.add_argument("--port", type=int, default=PORT, help="default: %(default)s")
+    link.add_argument(
+        "--port", type=whole_number(1, 65535), default=PORT, help="default: %(default)s"
+    )
     link.add_argument(
         "--transports",
         metavar="A,B,…",
@@ -53,14 +56,23 @@ def add_parser(subparsers: Any) -> None:
         "available)",
     )
     link.add_argument("--sizes", metavar="4K,1M,…", help="bytes per message (default: 4K to 64M)")
-    link.add_argument("--window", type=int, default=4, help="messages in flight (%(default)s)")
-    link.add_argument("--rounds", type=int, default=5, help="rounds per point (%(default)s)")
+    link.add_argument(
+        "--window", type=whole_number(1), default=4, help="messages in flight (%(default)s)"
+    )
+    link.add_argument(
+        "--rounds", type=whole_number(1), default=5, help="rounds per point (%(default)s)"
+    )
     link.add_argument(
         "--volume", default="128M", help="bytes per round and point (default: %(default)s)"
     )
-    link.add_argument("--pings", type=int, default=2000, help="latency samples (%(default)s)")
     link.add_argument(
-        "--wait", type=float, default=60.0, help="seconds to wait for the other end (%(default)s)"
+        "--pings", type=whole_number(1), default=2000, help="latency samples (%(default)s)"
+    )
+    link.add_argument(
+        "--wait",
+        type=number(0.001, LONGEST_SECONDS),
+        default=60.0,
+        help="seconds to wait for the other end (%(default)s)",
     )
     link.add_argument(
         "--output", choices=["text", "json"], default="text", help="default: %(default)s"
@@ -76,12 +88,16 @@ def add_parser(subparsers: Any) -> None:
     )
     rails.add_argument(
         "--gid-index",
-        type=int,
+        type=whole_number(0, 255),
         metavar="N",
         help="index in the GID table (default: a routable RoCE v2 entry)",
     )
-    rails.add_argument("--traffic-class", type=int, default=0, help="default: %(default)s")
-    rails.add_argument("--service-level", type=int, default=0, help="default: %(default)s")
+    rails.add_argument(
+        "--traffic-class", type=whole_number(0, 255), default=0, help="default: %(default)s"
+    )
+    rails.add_argument(
+        "--service-level", type=whole_number(0, 15), default=0, help="default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,29 +119,15 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         if name not in TRANSPORTS:
             raise InputError(f"--transports: {name!r} is not one of {', '.join(TRANSPORTS)}")
     sizes = [_bytes("--sizes", s) for s in args.sizes.split(",")] if args.sizes else SIZES
-    for name in ("window", "rounds", "pings"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name}: {getattr(args, name)} is less than 1")
     held = args.window * max(sizes)
     if 2 * held > memory_bytes():
         raise InputError(
             f"--window and --sizes: {args.window} messages of {max(sizes)} bytes, sent and "
             f"received, do not fit into this host's memory of {memory_bytes()} bytes"
         )
-    if not 0 < args.port < 65536:
-        raise InputError(f"--port: {args.port} is not between 1 and 65535")
     for device in args.device:
         if not re.fullmatch(DEVICE, device):
             raise InputError(f"--device: {device!r} is not a device such as mlx5_0 or mlx5_0:2")
-    for name, value, most in (
-        ("gid-index", 0 if args.gid_index is None else args.gid_index, 255),
-        ("traffic-class", args.traffic_class, 255),
-        ("service-level", args.service_level, 15),
-    ):
-        if not 0 <= value <= most:
-            raise InputError(f"--{name}: {value} is not between 0 and {most}")
-    if not 0 < args.wait < float("inf"):
-        raise InputError(f"--wait: {args.wait} is not a number of seconds above 0")
     named = bool(args.device) or args.gid_index is not None
     if named and asked and "rdma" not in asked:
         raise InputError("--device and --gid-index are for rdma, which --transports excludes")

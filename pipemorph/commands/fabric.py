@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipemorph.arguments import whole_number
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError, one_line
 
@@ -60,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     )
     check.add_argument(
         "--gid-index",
-        type=int,
+        type=whole_number(0, 255),
         metavar="N",
         help="index in the hosts' GID tables (default: a routable RoCE v2 entry)",
     )
@@ -101,8 +102,6 @@ def _validate(args: argparse.Namespace) -> None:
     for device in args.device:
         if not re.fullmatch(DEVICE, device):
             raise InputError(f"--device: {device!r} is not a device such as mlx5_0 or mlx5_0:2")
-    if args.gid_index is not None and not 0 <= args.gid_index <= 255:
-        raise InputError(f"--gid-index: {args.gid_index} is not between 0 and 255")
 
 
 def _check(args: argparse.Namespace) -> CheckResult:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from pipemorph.arguments import number, whole_number
 from pipemorph.commands.emit import emit
 from pipemorph.commands.output import format_by_ending
 from pipemorph.errors import InputError, one_line
@@ -21,8 +22,6 @@ from pipemorph.terminal import RenderableType, render, table
 
 FORMATS = ("text", "json", "html")
 HEADINGS = ("", "seconds", "it/min", "of the oracle’s gain", " ")
-MOST_DELEGATION = 1000
-MOST_REPLICAS = 1024
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,23 +50,28 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--delegation",
-        type=float,
+        type=number(0, 1000),
         default=0.0,
         metavar="PERCENT",
         help="of an op that a message over a delegated link takes of the processor or device at "
         "either end (default: %(default)s)",
     )
     parser.add_argument(
-        "--iterations", type=int, metavar="N", help="default: to the end of the trace, and 20 more"
+        "--iterations",
+        type=whole_number(1),
+        metavar="N",
+        help="default: to the end of the trace, and 20 more",
     )
     parser.add_argument(
         "--replicas",
-        type=int,
+        type=whole_number(1, 1024),
         default=1,
         metavar="N",
         help="data-parallel replicas, whose links TRACE names as LINK@REPLICA (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="of the noise (default: %(default)s)"
+    )
     parser.add_argument(
         "--output",
         choices=FORMATS,
@@ -78,14 +82,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.iterations is not None and args.iterations < 1:
-        raise InputError(f"--iterations is {args.iterations}; expected at least 1")
-    if not 0 <= args.delegation <= MOST_DELEGATION:
-        raise InputError(
-            f"--delegation is {args.delegation:g}; expected 0 to {MOST_DELEGATION} percent"
-        )
-    if not 1 <= args.replicas <= MOST_REPLICAS:
-        raise InputError(f"--replicas is {args.replicas}; expected 1 to {MOST_REPLICAS}")
     output = args.output or format_by_ending(args.out, "text")
     if output not in FORMATS:
         raise InputError(

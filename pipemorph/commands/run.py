@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from pipemorph.arguments import port
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
 
@@ -39,12 +40,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no port; expected 1 to 65535, or 0 for any that is free; put the job"
-            " before --watch"
-        )
-    return int(text)
+    try:
+        return port(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; put the job before --watch") from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import ssl
@@ -135,7 +136,8 @@ def parse_listen(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         host = ""
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+    # int() raises an error of its own for thousands of digits.
+    if not (colon and host and re.fullmatch(r"\d{1,5}", port, re.ASCII) and int(port) < 1 << 16):
         raise InputError(
             f"--listen is {one_line(text)!r}; expected HOST:PORT, such as 127.0.0.1:7411 or "
             "[::1]:7411; port 0 is any free port"

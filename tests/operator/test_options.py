@@ -49,15 +49,8 @@ def test_numbers_are_taken_within_their_range_alone(
             parser().parse_args([*needed, f"{option}={text}"])
         assert ended.value.code == 2
         said = capsys.readouterr().err
-        assert f"argument {option}: {text!r} is not a whole number {expected}" in said
-
-
-def test_all_numbers_have_a_range() -> None:
-    """``int`` takes any number, such as -1 planner processes."""
-    for parser, _ in (OPERATOR, INGEST):
-        assert [
-            each.option_strings for each in parser()._actions if each.type in (int, float)
-        ] == []
+        assert f"argument {option}: {text[:30]!r}"[:-1] in said
+        assert f" is not a whole number {expected}" in said
 
 
 @pytest.mark.parametrize("text", ["ab", "/b", "a/", "a/b/c", ""])

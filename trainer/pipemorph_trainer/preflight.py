@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipemorph.arguments import whole_number
 from pipemorph.discovery.host import LEAST_LOCKED_BYTES, locked_limit
 from pipemorph.discovery.host import may_lock as _may_lock
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="preflight", description=__doc__)
     parser.add_argument("--rdma", action="store_true")
     parser.add_argument("--memlock", action="store_true")
-    parser.add_argument("--shm", type=int, metavar="BYTES")
+    parser.add_argument("--shm", type=whole_number(0), metavar="BYTES")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     found = faults(rdma=options.rdma, memlock=options.memlock, shm_bytes=options.shm)

@@ -19,6 +19,7 @@ from pipemorph.api.sections.template import (
     TRAINER_CONTAINER,
     gpus,
 )
+from pipemorph.arguments import LONGEST_SECONDS
 from pipemorph_operator import names
 from pipemorph_operator.children import gang, placement, pod_template
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
@@ -208,7 +209,7 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
 def _grace(spec: Object) -> float:
     """Seconds from SIGTERM to SIGKILL. The API server refuses what is not a number."""
     stated = spec.get("terminationGracePeriodSeconds", POD_GRACE_SECONDS)
-    return float(stated if isinstance(stated, int) else POD_GRACE_SECONDS)
+    return min(float(stated if isinstance(stated, int) else POD_GRACE_SECONDS), LONGEST_SECONDS)
 
 
 def starts_again(template: Object) -> bool:

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from pipemorph.arguments import whole_number
 from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.cluster.events import Event, emit
 from pipemorph_operator.cluster.lease import (
@@ -33,7 +34,6 @@ from pipemorph_operator.cluster.lease import (
 )
 from pipemorph_operator.metrics import LEADS
 from pipemorph_operator.names import OPERATOR_OWNER
-from pipemorph_operator.options import whole_number
 
 log = logging.getLogger("pipemorph.election")
 

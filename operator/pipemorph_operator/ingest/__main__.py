@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
+from pipemorph.arguments import port, whole_number
 from pipemorph.control import JobController
 from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
@@ -48,7 +49,6 @@ from pipemorph_operator.metrics import (
     REPORTS,
 )
 from pipemorph_operator.names import INGEST_OWNER, KIND, LABEL_LEADER
-from pipemorph_operator.options import port, whole_number
 
 log = logging.getLogger("pipemorph.ingest")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipemorph.arguments import number, whole_number
 from pipemorph.commands.cluster import kubectl, reach
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError, one_line
@@ -40,20 +41,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--out", metavar="FILE", required=True, help="where to write the trace")
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=number(0.001, MOST_SECONDS),
         default=SECONDS,
         help=f"how long to watch, up to {MOST_SECONDS:g} (default: {SECONDS:g})",
     )
     parser.add_argument(
-        "--column", type=int, help="pipeline to trace (default: that with the slowest link)"
+        "--column",
+        type=whole_number(0),
+        help="pipeline to trace (default: that with the slowest link)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 0 < args.seconds <= MOST_SECONDS:
-        raise InputError(
-            f"--seconds: is {args.seconds:g}; expected more than 0, up to {MOST_SECONDS:g}"
-        )
     page = reach.find_pod(args.job, args.namespace, args.context)
     token = reach.read_token(page, args.context)
     with reach.Forward(page, token, args.context) as forward:
@@ -129,16 +128,16 @@ def _stages(column: int, picture: Picture) -> Iterator[Any]:
     from pipemorph.local.results.traces import StageTrace
 
     begin = picture.at or 0.0
-    for number, row in enumerate(picture.rows):
+    for rank, row in enumerate(picture.rows):
         ops: dict[int, list[TimedOp]] = {}
         at = 0
         for i, letter in enumerate(row.kinds):
             start = at + row.gaps[i]
             at = start + row.durations[i]
-            stage = row.stages[i] if row.stages else number
+            stage = row.stages[i] if row.stages else rank
             op = TimedOp(KINDS[letter], row.microbatches[i], begin + start / 1e6, begin + at / 1e6)
             ops.setdefault(stage, []).append(op)
         for stage, own in sorted(ops.items()):
             yield StageTrace(
-                number, stage, column, picture.iteration, picture.plan_version, tuple(own)
+                rank, stage, column, picture.iteration, picture.plan_version, tuple(own)
             )

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from pipemorph.arguments import number
 from pipemorph.commands.cluster import kubectl
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError, one_line
@@ -37,15 +38,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--every",
         metavar="SECONDS",
-        type=float,
+        type=number(LEAST_EVERY, 3600),
         default=EVERY,
         help=f"time between two refreshes, at least {LEAST_EVERY:g} (default: {EVERY:g})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if not LEAST_EVERY <= args.every <= 3600:
-        raise InputError(f"--every: is {args.every:g}; expected {LEAST_EVERY:g} to 3600 seconds")
     if args.all_namespaces and (args.job or args.namespace):
         raise InputError("--all-namespaces: does not go with a job or --namespace; give one")
     what, arguments = _target(args)

@@ -8,6 +8,7 @@ import webbrowser
 from types import FrameType
 from typing import Any
 
+from pipemorph.arguments import port
 from pipemorph.commands.cluster import kubectl, reach
 from pipemorph.errors import InputError
 
@@ -24,15 +25,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("job", metavar="JOB", help="[NAMESPACE/]NAME of the job")
     kubectl.add_arguments(parser)
     parser.add_argument(
-        "--port", type=_port, default=0, help="port of 127.0.0.1 (default: any that is free)"
+        "--port", type=port, default=0, help="port of 127.0.0.1 (default: any that is free)"
     )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 0 to 65535")
-    return int(text)
 
 
 class _Stopped(KeyboardInterrupt):

@@ -101,8 +101,6 @@ def test_a_job_that_cannot_be_read_hides_no_other(
             "--namespace: is other; team/gpt names team; give one",
         ),
         (["top", "-A", "-n", "x"], "--all-namespaces: does not go with"),
-        (["top", "--every", "0.1"], "--every: is 0.1; expected 1 to 3600 seconds"),
-        (["top", "--every", "nan"], "--every: is nan; expected 1 to 3600 seconds"),
         (["top", "--context", "x", "gone"], '"gone" not found'),
     ],
 )

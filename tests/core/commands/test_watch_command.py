@@ -244,9 +244,3 @@ def test_a_page_of_another_release_is_said(
     kubectl.answers((200, '{"version": 9}'))
     assert main(["timeline", "gpt", "--out", os.devnull]) == 2
     assert "its page is of another release than this command" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("seconds", ["0", "601", "nan"])
-def test_a_timeline_has_a_bound(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", "gpt", "--out", "x", "--seconds", seconds]) == 2
-    assert "--seconds: is " in capsys.readouterr().err

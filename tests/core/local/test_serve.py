@@ -67,7 +67,9 @@ def test_a_certificate_and_its_key_are_given_together(
     assert "No such file" in line
 
 
-@pytest.mark.parametrize("text", ["7411", "127.0.0.1", "127.0.0.1:", ":7411", "::1:7", "h:99999"])
+@pytest.mark.parametrize(
+    "text", ["7411", "127.0.0.1", "127.0.0.1:", ":7411", "::1:7", "h:99999", f"h:{'9' * 5000}"]
+)
 def test_an_address_has_a_host_and_a_port(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

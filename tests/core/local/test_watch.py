@@ -194,13 +194,6 @@ def test_a_port_in_use_is_said_before_anything_starts(
     assert "cannot be used" in capsys.readouterr().err and not run.out.exists()
 
 
-@pytest.mark.parametrize("port", ["-1", "65536", "x", "²"])
-def test_a_port_is_a_number(port: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "job.yaml", "--out", "out", f"--watch={port}"])
-    assert ended.value.code == 2 and "is no port" in capsys.readouterr().err
-
-
 def test_a_job_after_watch_is_not_its_port(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--out", "out", "--watch", "job.yaml"])

@@ -241,11 +241,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "there is no link 7; the problem has 3" in capsys.readouterr().err
 
 
-def test_iterations_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", "trace", "problem", "--iterations", "0"]) == 2
-    assert "--iterations is 0; expected at least 1" in capsys.readouterr().err
-
-
 def test_fields_without_time() -> None:
     nothing = Replay(1, dict.fromkeys(("static", "adaptive", "oracle"), Trained((0.0,))), [])
     assert nothing.fields()["contenders"]["adaptive"]["iterations_per_minute"] is None

@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pipemorph.arguments import duration
 from pipemorph.errors import InputError
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph_trainer.launcher.pod import Pod
@@ -41,7 +42,7 @@ def _tell(ending: Ending) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launcher", description=__doc__)
-    parser.add_argument("--grace", type=float, default=GRACE_SECONDS)
+    parser.add_argument("--grace", type=duration, default=GRACE_SECONDS)
     parser.add_argument("--generations", action="store_true")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
