@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "binding/calls.hpp"
 #include "binding/payload.hpp"
 #include "engine/link.hpp"
 #include "os/clock.hpp"
@@ -136,7 +137,7 @@ class PyMessage {
         check();
         const Buffer to(destination, PyBUF_WRITABLE);
         if (to.size() != arrived_.info.bytes) throw wrong_size(to.size());
-        const nb::gil_scoped_release no_gil;
+        const Calls::WithoutGil no_gil;
         if (to.size() == 0) return;
         copy_past_caches(to.data(), arrived_.data, to.size());
         link_.link->copied_in(to.size());
@@ -148,7 +149,7 @@ class PyMessage {
         if (address == 0 && bytes > 0)
             throw nb::value_error("the destination has no memory: address is 0");
         if (bytes > 0) {
-            std::optional<nb::gil_scoped_release> no_gil;
+            std::optional<Calls::WithoutGil> no_gil;
             if (bytes >= kCopyWithoutGil) no_gil.emplace();
             copy_past_caches(reinterpret_cast<uint8_t*>(address), arrived_.data, bytes);
             link_.link->copied_in(bytes);

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 
+#include "binding/calls.hpp"
 #include "binding/messages.hpp"
 #include "crypto/library.hpp"
 #include "engine/engine.hpp"
@@ -41,11 +42,6 @@ KeyTuple to_tuple(const Key& k) {
 int64_t deadline_after(double timeout) {
     if (std::isnan(timeout)) throw nb::value_error("timeout must be a number");
     return steady_ns() + to_ns(std::max(timeout, 0.0));
-}
-
-void check_signals() {
-    const nb::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
 nb::object lease(const PyLink& self, const KeyTuple& key, int64_t bytes) {
@@ -85,8 +81,8 @@ void wait_sent(const PyLink& self, uint64_t ticket, double timeout) {
     Link& link = self.use();
     const int64_t deadline = deadline_after(timeout);
     {
-        const nb::gil_scoped_release no_gil;
-        while (!link.wait_sent(ticket, deadline, kSlice, timeout)) check_signals();
+        const Calls::WithoutGil no_gil;
+        while (!link.wait_sent(ticket, deadline, kSlice, timeout)) Calls::check();
     }
     self.use();  // the payload is free now
 }
@@ -97,8 +93,8 @@ nb::object receive(const PyLink& self, const KeyTuple& key, double timeout) {
     const int64_t deadline = deadline_after(timeout);
     std::optional<Arrived> arrived;
     {
-        const nb::gil_scoped_release no_gil;
-        while (!(arrived = link.receive(k, deadline, kSlice, timeout))) check_signals();
+        const Calls::WithoutGil no_gil;
+        while (!(arrived = link.receive(k, deadline, kSlice, timeout))) Calls::check();
     }
     return wrap(self, std::move(arrived));
 }
@@ -108,7 +104,7 @@ nb::object try_receive(const PyLink& self, const KeyTuple& key) {
     const Key k = to_key(key);
     std::optional<Arrived> arrived;
     {
-        std::optional<nb::gil_scoped_release> no_gil;
+        std::optional<Calls::WithoutGil> no_gil;
         arrived = link.try_receive(k, [&no_gil](uint64_t bytes) {
             if (bytes >= kCopyWithoutGil) no_gil.emplace();
         });
@@ -132,7 +128,7 @@ void reserve(const PyLink& self, int direction, int64_t slots, int64_t slot_byte
     if (slots < 0 || slots > 65536) throw nb::value_error("slots must be between 0 and 65536");
     if (slot_bytes < 1 || slot_bytes > (int64_t{1} << 40))
         throw nb::value_error("slot_bytes must be between 1 and 2**40");
-    const nb::gil_scoped_release no_gil;
+    const Calls::WithoutGil no_gil;
     link.reserve(direction, static_cast<uint32_t>(slots), static_cast<uint64_t>(slot_bytes));
 }
 
@@ -213,7 +209,7 @@ class PyEngine {
         c.flight_bytes = static_cast<uint64_t>(flight_bytes);
         c.numa_node =
             numa_node < 0 ? -1 : static_cast<int>(bounded(numa_node, "numa_node", 0, 1023));
-        const nb::gil_scoped_release no_gil;
+        const Calls::WithoutGil no_gil;
         engine_ = std::make_unique<Engine>(std::move(c));
     }
     ~PyEngine() {
@@ -221,7 +217,7 @@ class PyEngine {
             static_cast<void>(engine_.release());  // whose threads cannot be waited for here
             return;
         }
-        const nb::gil_scoped_release no_gil;
+        const Calls::WithoutGil no_gil(false);
         engine_.reset();
     }
     PyEngine(const PyEngine&) = delete;
@@ -239,8 +235,8 @@ class PyEngine {
         const uint32_t link = to_rank(link_id, "link_id");
         const auto to_port = static_cast<uint16_t>(bounded(port, "port", 1, 65535));
         deadline_after(timeout);
-        const nb::gil_scoped_release no_gil;
-        return {engine_->connect(peer, link, host, to_port, timeout, check_signals), graveyard_};
+        const Calls::WithoutGil no_gil;
+        return {engine_->connect(peer, link, host, to_port, timeout, Calls::check), graveyard_};
     }
 
     PyLink accept(int64_t peer_rank, int64_t link_id, double timeout) const {
@@ -248,16 +244,16 @@ class PyEngine {
         const uint32_t peer = to_rank(peer_rank, "peer_rank");
         const uint32_t link = to_rank(link_id, "link_id");
         deadline_after(timeout);
-        const nb::gil_scoped_release no_gil;
-        return {engine_->accept(peer, link, timeout, check_signals), graveyard_};
+        const Calls::WithoutGil no_gil;
+        return {engine_->accept(peer, link, timeout, Calls::check), graveyard_};
     }
 
     void close(double timeout) const {
         if (graveyard_->inherited()) return;
         deadline_after(timeout);
         {
-            const nb::gil_scoped_release no_gil;
-            engine_->close(timeout);
+            const Calls::WithoutGil no_gil;
+            engine_->close(timeout, Calls::ending);
         }
         graveyard_->release_all();
     }
@@ -275,6 +271,8 @@ NB_MODULE(_engine, m) {
 
     nb::exception<EngineError> engine_error(m, "EngineError", PyExc_RuntimeError);
     nb::exception<EngineTimeout>(m, "EngineTimeout", engine_error.ptr());
+
+    Calls::begin();
 
     m.def("crypto_library", [] { return crypto().version; });
 
@@ -396,8 +394,8 @@ NB_MODULE(_engine, m) {
             if (self.graveyard->inherited()) return;
             Link& link = self.use();
             {
-                const nb::gil_scoped_release no_gil;
-                link.close(steady_ns() + 5 * kSecond);
+                const Calls::WithoutGil no_gil;
+                link.close(steady_ns() + 5 * kSecond, Calls::ending);
             }
             self.use();
         });
@@ -418,7 +416,7 @@ NB_MODULE(_engine, m) {
         .def("rail_counters",
              [](const PyEngine& self) {
                  Engine& engine = self.use();
-                 const nb::gil_scoped_release no_gil;
+                 const Calls::WithoutGil no_gil;
                  return engine.rail_counters();
              })
         .def_prop_ro("rails_trouble",

@@ -362,7 +362,7 @@ void Engine::link_settled(const std::shared_ptr<Link>& link, const std::string& 
 
 // --- Ending -----------------------------------------------------------------------------------
 
-void Engine::close(double timeout) {
+void Engine::close(double timeout, const Link::Hurry& hurry) {
     std::vector<std::shared_ptr<Link>> links;
     {
         const std::lock_guard lock(mu_);
@@ -371,13 +371,7 @@ void Engine::close(double timeout) {
         for (const auto& [_, link] : links_) links.push_back(link);
         changed_.notify_all();
     }
-    // Links say goodbye side by side, not one deadline after the other.
-    const int64_t deadline = steady_ns() + to_ns(timeout);
-    std::vector<std::thread> closers;
-    for (size_t i = 1; i < links.size(); ++i)
-        closers.emplace_back([link = links[i], deadline] { link->close(deadline); });
-    if (!links.empty()) links[0]->close(deadline);
-    for (std::thread& t : closers) t.join();
+    Link::close_all(links, steady_ns() + to_ns(timeout), hurry);
 
     // The listeners' connections are the control thread's, so it must be the one to end them.
     auto done = std::make_shared<std::promise<void>>();

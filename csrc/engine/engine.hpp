@@ -35,7 +35,7 @@ class Engine {
     const std::string& rails_trouble() const { return runtime_->rails_trouble; }
     Runtime& runtime() { return *runtime_; }
     int memory_node() const { return runtime_->memory_node; }
-    void close(double timeout);
+    void close(double timeout, const Link::Hurry& hurry = {});
 
   private:
     using Name = std::pair<uint32_t, uint32_t>;  // peer's rank, link

@@ -8,6 +8,12 @@
 #include "os/copy.hpp"
 
 namespace pipemorph {
+namespace {
+
+// How long a closing thread waits at most before it looks at all links again.
+constexpr int64_t kClosingSlice = 20 * kMillisecond;
+
+}  // namespace
 
 Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
     : runtime_(std::move(runtime)),
@@ -97,34 +103,69 @@ void Link::wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns) {
     wait_ns(changed_, lock, std::min(deadline_ns - steady_ns(), slice_ns));
 }
 
-void Link::close(int64_t deadline_ns) {
-    constexpr int64_t kSlice = 50 * kMillisecond;
+void Link::close(int64_t deadline_ns, const Hurry& hurry) {
+    close_all({shared_from_this()}, deadline_ns, hurry);
+}
+
+// On this thread alone: where links are closed there may be no other to be had.
+void Link::close_all(const std::vector<std::shared_ptr<Link>>& links, int64_t deadline_ns,
+                     const Hurry& hurry) {
+    // The links of which `done` is not true in time. It waits a moment for the first of them.
+    const auto wait_for = [&](int64_t until_ns, bool (Link::*done)(bool wait)) {
+        auto waiting = links;
+        do {
+            bool wait = true;
+            std::erase_if(waiting, [&](const auto& link) {
+                const bool is_done = (*link.*done)(wait);
+                wait = wait && is_done;
+                return is_done;
+            });
+        } while (!waiting.empty() && steady_ns() < until_ns && !(hurry && hurry()));
+        return waiting;
+    };
+    for (const auto& link : wait_for(deadline_ns, &Link::leave)) link->say_goodbye();
+    // The peer closes the connection when it has read the goodbye.
+    const int64_t patience = std::min(deadline_ns, steady_ns() + kSecond);
+    wait_for(patience, &Link::was_heard);
+    for (const auto& link : links)
+        while (!link->is_closed()) {
+        }
+}
+
+// Whether everything has been acknowledged, so that it could say goodbye.
+bool Link::leave(bool wait) {
     {
         Lock lock(mu_);
-        while (!over() && core_.out().in_flight() > 0 && steady_ns() < deadline_ns)
-            wait_slice(lock, deadline_ns, kSlice);
-        if (!over()) {
-            const size_t unsent = core_.out().in_flight();
-            control_.send_frame(
-                ByeFrame{unsent == 0 ? "" : std::to_string(unsent) + " messages unsent"});
-            leaving_ = true;
-            // The peer closes the connection when it has read the goodbye.
-            const int64_t patience = std::min(deadline_ns, steady_ns() + kSecond);
-            while (!over() && control_.connected() && steady_ns() < patience)
-                wait_slice(lock, patience, kSlice);
-        }
+        if (!over() && wait && core_.out().in_flight() > 0)
+            wait_slice(lock, steady_ns() + kClosingSlice, kClosingSlice);
+        if (over()) return true;
+        if (core_.out().in_flight() > 0) return false;
     }
-    const std::string why = describe() + " is closed";
-    finish(State::closed, why);
+    say_goodbye();
+    return true;
+}
+
+void Link::say_goodbye() {
+    const Lock lock(mu_);
+    if (over() || leaving_) return;
+    const size_t unsent = core_.out().in_flight();
+    control_.send_frame(ByeFrame{unsent == 0 ? "" : std::to_string(unsent) + " messages unsent"});
+    leaving_ = true;
+}
+
+bool Link::was_heard(bool wait) {
     Lock lock(mu_);
-    while (!ended()) {
-        wait_slice(lock, steady_ns() + kSlice, kSlice);
-        if (over()) continue;
-        // There was no memory for it. Now there may be some.
-        lock.unlock();
-        finish(State::closed, why);
-        lock.lock();
-    }
+    if (!over() && control_.connected() && wait)
+        wait_slice(lock, steady_ns() + kClosingSlice, kClosingSlice);
+    return over() || !control_.connected();
+}
+
+bool Link::is_closed() {
+    finish(State::closed, describe() + " is closed");
+    Lock lock(mu_);
+    // There may have been no memory for it. Now there may be some.
+    if (!ended()) wait_slice(lock, steady_ns() + kClosingSlice, kClosingSlice);
+    return ended();
 }
 
 void Link::set_terms(Terms terms) {

@@ -120,8 +120,13 @@ class Link final : public std::enable_shared_from_this<Link> {
     LinkStats stats() const;
     void sever_data_path(uint32_t index) { paths_.sever(index); }
     void sever_control() { control_.sever(); }
-    // Waits for acknowledgements until the deadline, says goodbye, lets go of everything.
-    void close(int64_t deadline_ns);
+    // Waits for acknowledgements until the deadline, says goodbye, lets go of everything. `hurry`:
+    // asked now and then whether nobody can wait any longer.
+    using Hurry = std::function<bool()>;
+    void close(int64_t deadline_ns, const Hurry& hurry = {});
+    // The same of several, side by side.
+    static void close_all(const std::vector<std::shared_ptr<Link>>& links, int64_t deadline_ns,
+                          const Hurry& hurry = {});
 
     // --- The engine's side. Control thread. ---
     // What both ends agreed on.
@@ -207,6 +212,11 @@ class Link final : public std::enable_shared_from_this<Link> {
     bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
     std::optional<Arrived> take(Lock& lock, const Key& key, const Copies& copies = {});
     void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
+    // Parts of closing: whether this one is over. `wait`: a moment for that.
+    bool leave(bool wait);
+    void say_goodbye();
+    bool was_heard(bool wait);
+    bool is_closed();
     std::string nothing_arrived(const Key& key, double timeout) const;
     std::string without_name(const std::string& why) const;
     void look_after(int64_t now_ns);  // no lock

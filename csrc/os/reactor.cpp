@@ -55,8 +55,11 @@ Reactor::Reactor(std::string name)
       wake_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })),
       delay_(
           Fd::made_by([] { return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK); })) {
-    if (!epoll_ || !wake_ || !delay_)
-        throw EngineError(std::string("epoll: ") + std::strerror(errno));
+    for (const auto& [fd, what] : {std::pair(&epoll_, "epoll"), std::pair(&wake_, "an eventfd"),
+                                   std::pair(&delay_, "a timerfd")})
+        if (!*fd)
+            throw EngineError("thread " + name_ + " cannot have " + what + ": " +
+                              std::strerror(errno));
     add(wake_.get(), EPOLLIN, [this](uint32_t) {
         uint64_t count;
         [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &count, sizeof count);
@@ -66,15 +69,32 @@ Reactor::Reactor(std::string name)
         [[maybe_unused]] const ssize_t n = ::read(delay_.get(), &count, sizeof count);
         run_delayed();
     });
+    const std::lock_guard lock(reactors().mu);
+    reactors().all.insert(this);
+    try {
+        start();
+    } catch (...) {
+        reactors().all.erase(this);
+        throw;
+    }
+}
+
+void Reactor::start() {
     // Signals belong to Python's main thread.
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { run(); });
+    std::string failed;
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (const std::exception& e) {
+        failed = e.what();
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    const std::lock_guard lock(reactors().mu);
-    reactors().all.insert(this);
+    if (!failed.empty())
+        throw EngineError("thread " + name_ + " cannot be started: " + failed +
+                          " (see ulimit -u, and the pids limit of the container)");
 }
 
 Reactor::~Reactor() {

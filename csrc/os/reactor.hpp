@@ -58,6 +58,7 @@ class Reactor {
         uint32_t generation = 0;
         std::shared_ptr<Handler> handler;
     };
+    void start();
     void run();
     void halt();
     template <typename F>
