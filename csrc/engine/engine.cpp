@@ -292,7 +292,14 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
         return;
     }
     HelloReply reply;
-    if (same_host && !either(Transport::tcp) && !either(Transport::rdma)) {
+    const bool shared = same_host && !either(Transport::tcp) && !either(Transport::rdma);
+    const std::string unshared = shared ? Memory::why_not_shareable() : "";
+    if (!unshared.empty() && either(Transport::shm)) {
+        greeting->refuse(Verdict::refused, "shm is required, but " + rank_text(c.rank) +
+                                               " has no shared memory: " + unshared);
+        return;
+    }
+    if (shared && unshared.empty()) {
         reply.transport = Transport::shm;
         reply.unix_name = unix_name_;
     } else if (pairs > 0 && !either(Transport::tcp)) {
@@ -307,7 +314,7 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     auto link = std::make_shared<Link>(
         runtime_, Link::Identity{c.rank, h.from_rank, h.link, false, h.session});
     // Where its engine listens: dialled only to see whether anybody is left there.
-    Link::Terms terms{reply.transport, reply.sockets, {}, {}, {}};
+    Link::Terms terms{reply.transport, reply.sockets, {}, {}, {}, unshared};
     terms.address = greeting->from().with_port(h.listen_port);
     if (!reply.rails.empty()) terms.rails.resize(pairs);
     link->set_terms(std::move(terms));

@@ -151,16 +151,16 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     const HelloReply& reply = control.reply;
     Transport transport = reply.transport;
     std::string error;
-    Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name};
+    Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name, {}};
     if (!reply.rails.empty()) terms.rails = pair_rails(runtime_->rail_gids(), reply.rails);
     if (transport == Transport::shm) {
-        const Fd probe = start_connect(abstract_unix(reply.unix_name));
-        if (!probe) {
+        terms.trouble = Memory::why_not_shareable();
+        if (terms.trouble.empty() && !start_connect(abstract_unix(reply.unix_name)))
+            terms.trouble = "the peer's unix socket cannot be reached (another network namespace?)";
+        if (!terms.trouble.empty()) {
             transport = terms.rails.empty() ? Transport::tcp : Transport::rdma;
             if (runtime_->config.transport == Transport::shm)
-                error =
-                    "refused: shm is required, but the peer's unix socket cannot be reached "
-                    "(another network namespace?)";
+                error = "refused: shm is required, but " + terms.trouble;
         }
     }
     const Link::Identity& id = attempt->identity;

@@ -171,6 +171,7 @@ bool Link::is_closed() {
 void Link::set_terms(Terms terms) {
     const Lock lock(mu_);
     terms_ = std::move(terms);
+    last_trouble_ = terms_.trouble;
     paths_.assign();
 }
 

@@ -138,6 +138,7 @@ class Link final : public std::enable_shared_from_this<Link> {
         // Of the peer's engine. The acceptor dials it only to see whether anybody is left.
         Address address;
         std::string unix_name;
+        std::string trouble;  // why it is not shared memory, where it should be
     };
     void set_terms(Terms terms);
     // The dialler's last word: the link is up on both sides. The acceptor is told by a frame, the

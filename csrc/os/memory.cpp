@@ -48,8 +48,21 @@ std::shared_ptr<Memory> Memory::anonymous(size_t bytes) {
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) fail("allocating", bytes);
     std::shared_ptr<Memory> memory(new Memory(static_cast<uint8_t*>(p), bytes, Fd()));
+    // A forked child, such as a worker that loads data, has no use for it. Without this the first
+    // message into each slot after a fork would copy it, page by page, for every child; and where a
+    // device has the pages locked, the fork itself would. A child sees zeros there.
+    madvise(p, bytes, MADV_WIPEONFORK);
     prefault(memory->data(), bytes);
     return memory;
+}
+
+std::string Memory::why_not_shareable() {
+    try {
+        shareable(1);
+    } catch (const EngineError& e) {
+        return e.what();
+    }
+    return {};
 }
 
 std::shared_ptr<Memory> Memory::shareable(size_t bytes) {

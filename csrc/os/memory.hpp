@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "os/fd.hpp"
 
@@ -18,6 +19,8 @@ class Memory {
     // A memfd: it has no name anywhere, so nothing is left behind however the process ends. It is
     // sealed, so that the peer can map it but never shrink it under us.
     static std::shared_ptr<Memory> shareable(size_t bytes);
+    // Whether there may be any, as not under every sandbox: why not, or nothing.
+    static std::string why_not_shareable();
     // A peer's memfd. Refuses one that could still be shrunk.
     static std::shared_ptr<Memory> map_peer(const Fd& fd, size_t bytes);
 

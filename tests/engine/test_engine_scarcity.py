@@ -88,3 +88,68 @@ high.close(0.5)
         str(links),
         str(unsent),
     )
+
+
+def test_auto_takes_tcp_where_there_is_no_shared_memory():
+    said = run("""
+no_shared_memory()
+with pairs.in_process() as pair:
+    assert (pair.dialled.transport, pair.accepted.transport) == ("tcp", "tcp")
+    print(pair.dialled.stats().trouble, pair.accepted.stats().trouble)
+    pair.accepted.reserve(0, 2, 4096)
+    pair.dialled.send((0, 0, 0, 0, 0), b"x" * 4096)
+    assert pair.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).view() == b"x" * 4096
+""")
+    assert "shared memory of 4096 bytes for slots failed: File too large" in said
+
+
+def test_shared_memory_that_is_required_and_not_there_is_said_at_once():
+    said = run("""
+import threading
+no_shared_memory()
+low, high = (pairs.engine(rank, transport="shm") for rank in (0, 1))
+refused = []
+def accept():
+    try:
+        high.accept(peer_rank=0, link_id=0, timeout=5.0)
+    except EngineError as error:
+        refused.append(error)
+acceptor = threading.Thread(target=accept)
+acceptor.start()
+try:
+    low.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=high.port, timeout=pairs.TIMEOUT)
+except EngineError as error:
+    print(error)
+high.close(0.0)
+low.close(0.0)
+acceptor.join()
+""")
+    assert "shm is required, but rank 1 has no shared memory: allocating" in said
+
+
+def test_a_forked_child_gets_no_copy_of_slots():
+    """The kernel would copy each page of a slot, for each child, when the next message comes."""
+    run("""
+with pairs.in_process(transport="tcp") as pair:
+    pair.accepted.reserve(0, 4, 1 << 20)
+    for address, size in pair.accepted.slot_memory():
+        with open("/proc/self/smaps") as smaps:
+            flags, inside = [], False
+            for line in smaps:
+                first, _, rest = line.partition("-")
+                if rest and " " in rest and all(c in "0123456789abcdef" for c in first):
+                    end = int(rest.split()[0], 16)
+                    inside = int(first, 16) < address + size and address < end
+                elif inside and line.startswith("VmFlags:"):
+                    flags.append(line.split()[1:])
+        assert flags and all("wf" in f for f in flags), flags
+    # The parent's messages are there, whatever its children do.
+    key = (0, 0, 0, 0, 0)
+    pair.dialled.send(key, b"x" * (1 << 20))
+    with pair.accepted.receive(key, pairs.TIMEOUT) .view() as view:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert view == b"x" * (1 << 20)
+""")
