@@ -94,9 +94,9 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
             return;
         }
         if (!handshake_.feed({buffer, static_cast<size_t>(n)})) {
-            // Said by nobody knows whom: the peer's address may be another's for a moment. What
-            // makes no sense is not final; an engine's word that the secret differs may be.
-            result_.refused = handshake_.verdict() == Verdict::unauthenticated;
+            // Nobody has signed it: the address may belong to another job for a moment, whose
+            // secret differs. No later answer changes another version of the protocol.
+            result_.refused = handshake_.other_version();
             fail(handshake_.failure());
             return;
         }

@@ -159,9 +159,11 @@ bool DiallerHandshake::advance() {
         case Step::nonce: {
             if (r.u32() != kMagic) return fail("the peer is not a PipeMorph engine");
             const uint16_t version = r.u16();
-            if (version != kVersion)
+            other_version_ = version != kVersion;
+            if (other_version_)
                 return fail("the peer speaks protocol version " + std::to_string(version) +
-                            ", this engine " + std::to_string(kVersion));
+                            ", this engine " + std::to_string(kVersion) +
+                            ": run one release of PipeMorph on all ranks");
             r.u16();
             listener_nonce_ = r.fixed<32>();
             openings_.insert(openings_.end(), in_.begin(), in_.end());

@@ -121,6 +121,8 @@ class DiallerHandshake : public Handshake {
     DiallerHandshake(const Digest& key, Hello hello, std::string boot_id);
     // The listener has said that it is an engine, and knows who asks.
     bool met() const { return step_ != Step::nonce; }
+    // It has failed since the peer is an engine of another version.
+    bool other_version() const { return other_version_; }
     Verdict verdict() const { return verdict_; }
     const std::string& refusal() const { return refusal_; }
     const HelloReply& reply() const { return reply_; }
@@ -131,6 +133,7 @@ class DiallerHandshake : public Handshake {
   private:
     enum class Step { nonce, verdict, reply };
     Step step_ = Step::nonce;
+    bool other_version_ = false;
     Hello hello_;
     std::string boot_id_;
     std::vector<uint8_t> hello_bytes_;

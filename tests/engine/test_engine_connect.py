@@ -53,9 +53,96 @@ def expect_refusal(match, *, low=None, high=None, link=pairs.LINK, peer=1, first
 
 
 def test_a_wrong_secret_is_refused():
-    refused = expect_refusal("authentication failed", low={"secret": b"guess"})
+    # It asks again for all of its time: the address may be another job's for a moment.
+    refused = expect_refusal("authentication failed", low={"secret": b"guess"}, first=1.0)
     assert len(refused) == 1
     assert "wrong job secret" in refused[0]
+
+
+def engine_soon(engine, port, box):
+    """Start an engine that accepts at a port as soon as nobody else listens there."""
+
+    def accept():
+        engine.append(pairs.engine(1, port=port))
+        box.append(engine[0].accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT))
+
+    return threading.Thread(target=accept)
+
+
+@pytest.mark.parametrize("answer", ["another job", "a forged refusal", "nonsense"])
+def test_what_nobody_has_signed_ends_no_setup(answer):
+    """Another process at the peer's address for a moment, or somebody on the way to it."""
+    answered, box, right = threading.Event(), [], []
+    if answer == "another job":
+        other = pairs.engine(5, job="other", secret=b"other")
+        port = other.port
+
+        def leave():
+            pairs.eventually(lambda: bool(other.refused()))
+            other.close(0.0)
+
+    else:
+        listener = listening(16)
+        port = listener.getsockname()[1]
+
+        def leave():
+            connection, _ = listener.accept()
+            opening = connection.recv(40)
+            connection.sendall(opening[:8] + os.urandom(32))
+            connection.recv(2000)
+            connection.sendall(b"\1\0\0" if answer == "a forged refusal" else b"\xff" * 99)
+            with contextlib.suppress(OSError):
+                connection.recv(1)  # it closes
+            connection.close()
+            listener.close()
+
+    def then():
+        leave()
+        answered.set()
+        engine_soon(right, port, box).run()
+
+    thread = threading.Thread(target=then)
+    thread.start()
+    with contextlib.closing(pairs.engine(0)) as dialler:
+        link = dialler.connect(
+            peer_rank=1, link_id=pairs.LINK, host="127.0.0.1", port=port, timeout=pairs.TIMEOUT
+        )
+        thread.join()
+        assert answered.is_set()
+        assert link.alive
+        right[0].close(0.0)
+
+
+@pytest.mark.parametrize("version", [0, 1, 99, 65535])
+def test_another_version_is_final_after_one_answer(version):
+    answers = []
+
+    def answer(listener):
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            opening = connection.recv(40)
+            answers.append(opening)
+            other = version.to_bytes(2, "little")
+            connection.sendall(opening[:4] + other + opening[6:8] + os.urandom(32))
+            with contextlib.suppress(OSError):
+                connection.recv(1)  # it closes
+            connection.close()
+
+    with contextlib.closing(pairs.engine(0)) as dialler, listening(16) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        said = rf"the peer speaks protocol version {version}, this engine \d+: run one release"
+        with pytest.raises(EngineError, match=said):
+            dialler.connect(
+                peer_rank=1, link_id=0, host="127.0.0.1", port=listener.getsockname()[1],
+                timeout=pairs.TIMEOUT,
+            )  # fmt: skip
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert len(answers) == 1
 
 
 def test_a_wrong_job_or_attempt_is_refused():
