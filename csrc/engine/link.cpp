@@ -413,6 +413,7 @@ std::string Link::nothing_arrived(const Key& key, double timeout) const {
 // there, it is copied now, by the caller's thread and without the lock.
 std::optional<Arrived> Link::take(Lock& lock, const Key& key, const Copies& copies) {
     auto message = core_.take(key);
+    if (message && message->info.bytes == 0) or_die([this] { act_for_reader(); });
     if (!message || !message->copy_to) return message;
     Arrived& a = *message;
     const Destination to = std::move(*a.copy_to);

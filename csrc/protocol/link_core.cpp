@@ -74,6 +74,27 @@ void LinkCore::acknowledge(uint64_t message) {
     actions_.flush = true;
 }
 
+// They take no slot, so something else has to bound how many are here: the sender has no more than
+// so many under way.
+void LinkCore::acknowledge_empty(uint64_t message) {
+    constexpr size_t kMostUntaken = 4096;
+    if (++untaken_empty_ > kMostUntaken)
+        unacknowledged_empty_.push_back(message);
+    else
+        acknowledge(message);
+}
+
+std::optional<Arrived> LinkCore::take(const Key& key) {
+    auto message = in_.take(key);
+    if (!message || message->info.bytes > 0) return message;
+    --untaken_empty_;
+    if (!unacknowledged_empty_.empty()) {
+        acknowledge(unacknowledged_empty_.front());
+        unacknowledged_empty_.pop_front();
+    }
+    return message;
+}
+
 void LinkCore::release(uint32_t slot, uint64_t serial, bool at_once) {
     const auto next = in_.release(slot, serial);
     if (!next) return;
@@ -138,7 +159,7 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         const uint64_t id = empty->message.id;
         in_.deliver_empty(std::move(empty->message), now_wall);
         ++counters_.messages_received;
-        acknowledge(id);
+        acknowledge_empty(id);
         changed();
     } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
         out_.granted(ack->slots);

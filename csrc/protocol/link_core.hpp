@@ -123,7 +123,7 @@ class LinkCore {
     bool post_receive(const Key& key, Destination destination) {
         return in_.post(key, std::move(destination));
     }
-    std::optional<Arrived> take(const Key& key) { return in_.take(key); }
+    std::optional<Arrived> take(const Key& key);
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, but at
     // most two wait for that.
     void release(uint32_t slot, uint64_t serial, bool at_once);
@@ -213,6 +213,7 @@ class LinkCore {
   private:
     void send_empty_messages(int64_t now_wall_ns, int64_t now_ns);
     void acknowledge(uint64_t message);
+    void acknowledge_empty(uint64_t message);
     void grant(const std::vector<SlotGrant>& grants);
     void replace(uint32_t path);
     void lose(uint32_t path, const std::string& why, int64_t now_ns);
@@ -243,7 +244,11 @@ class LinkCore {
     PathSet paths_;
     Counters counters_;
     Actions actions_;
-    AckFrame waiting_;        // to be collected
+    AckFrame waiting_;  // to be collected
+    // Empty messages that the application has not taken, and of those the ones whose
+    // acknowledgement waits for that.
+    size_t untaken_empty_ = 0;
+    std::deque<uint64_t> unacknowledged_empty_;
     uint32_t held_back_ = 0;  // grants that were released since the last flush
     Watchdog watchdog_;
     const uint64_t flight_bytes_;

@@ -214,6 +214,40 @@ TEST(acknowledgements_are_not_overtaken_by_reports) {
     CHECK(report != frames.end() && std::get<BitmapFrame>(*report).reports.at(0).chunks == 0);
 }
 
+// An empty message takes no slot: the acknowledgement of one too many waits for the application.
+TEST(link_core_bounds_empty_messages_that_nobody_takes) {
+    constexpr int64_t kMany = 10'000;
+    LinkCore core({false, 0, 1, 4096});
+    size_t acknowledged = 0;
+    const auto count = [&] {
+        for (const Frame& frame : said_by(core))
+            if (const auto* ack = std::get_if<AckFrame>(&frame))
+                acknowledged += ack->messages.size();
+    };
+    const auto key = [](int64_t i) { return Key{0, 0, i, 0, 0}; };
+    for (int64_t i = 0; i < kMany; ++i) {
+        InlineFrame empty;
+        empty.message.id = static_cast<uint64_t>(i) + 1;
+        empty.message.key = key(i);
+        Frame frame = std::move(empty);
+        CHECK(core.handle(frame, 0, 0).empty());
+    }
+    count();
+    CHECK(acknowledged == 4096);
+    for (int64_t i = 0; i < kMany; ++i) CHECK(core.take(key(i)));
+    CHECK(core.take_actions().flush);
+    count();
+    CHECK(acknowledged == kMany);
+    // And then as before.
+    InlineFrame last;
+    last.message.id = kMany + 1;
+    last.message.key = key(kMany);
+    Frame frame = std::move(last);
+    CHECK(core.handle(frame, 0, 0).empty());
+    count();
+    CHECK(acknowledged == kMany + 1);
+}
+
 // What is under way would be less than nothing, and no path would ever be late, or each at once.
 TEST(an_acknowledgement_of_what_was_not_sent_breaks_the_protocol) {
     LinkCore core({false, 1, 1, kChunk});
