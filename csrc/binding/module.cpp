@@ -336,6 +336,7 @@ NB_MODULE(_engine, m) {
         .def_ro("reconnects", &LinkStats::reconnects)
         .def_ro("frames_refused", &LinkStats::frames_refused)
         .def_ro("trouble", &LinkStats::trouble)
+        .def_ro("path_trouble", &LinkStats::path_trouble)
         .def_ro("rtt_min", &LinkStats::rtt_min)
         .def_ro("rtt_mean", &LinkStats::rtt_mean)
         .def_ro("rtt_p99", &LinkStats::rtt_p99)

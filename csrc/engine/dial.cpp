@@ -15,13 +15,16 @@ namespace {
 // For the network to make the connection, with a second try of the kernel's. An address may be that
 // of a pod that is gone, which its name has not heard of, or the first of several.
 constexpr int64_t kReach = 3 * kSecond;
+// What every network carries, whatever lies between.
+constexpr uint32_t kSmallSegment = 536;
 
 class Dialling : public std::enable_shared_from_this<Dialling> {
   public:
     Dialling(Runtime& runtime, const Address& address, Hello hello,
-             std::function<void(DialResult)> done)
+             std::function<void(DialResult)> done, uint32_t segment_bytes)
         : runtime_(runtime),
           address_(address),
+          segment_bytes_(hello.purpose == Purpose::control ? kSmallSegment : segment_bytes),
           handshake_(runtime.key, std::move(hello), runtime.boot_id),
           done_(std::move(done)) {}
 
@@ -37,7 +40,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
                 self->out_of_time();
         });
         guarded([&] {
-            fd_ = start_connect(address_);
+            fd_ = start_connect(address_, segment_bytes_);
             if (!fd_) {
                 connect_failed(errno);
                 return;
@@ -155,6 +158,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
 
     Runtime& runtime_;
     const Address address_;
+    const uint32_t segment_bytes_;
     DiallerHandshake handshake_;
     std::function<void(DialResult)> done_;
     Fd fd_;
@@ -168,8 +172,8 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
 }  // namespace
 
 void dial(Runtime& runtime, const Address& address, Hello hello, int64_t limit_ns,
-          std::function<void(DialResult)> done) {
-    std::make_shared<Dialling>(runtime, address, std::move(hello), std::move(done))
+          std::function<void(DialResult)> done, uint32_t segment_bytes) {
+    std::make_shared<Dialling>(runtime, address, std::move(hello), std::move(done), segment_bytes)
         ->start(limit_ns);
 }
 

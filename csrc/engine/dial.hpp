@@ -22,7 +22,9 @@ struct DialResult {
 
 // On the runtime's control thread. `done` is called exactly once, on that thread, unless the
 // reactor stops first. An address that does not answer at all is given up before the limit.
+// `segment_bytes`: as of `start_connect`. Control connections carry little, and always in packets
+// that every network takes.
 void dial(Runtime& runtime, const Address& address, Hello hello, int64_t limit_ns,
-          std::function<void(DialResult)> done);
+          std::function<void(DialResult)> done, uint32_t segment_bytes = 0);
 
 }  // namespace pipemorph

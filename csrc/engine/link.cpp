@@ -21,7 +21,8 @@ Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
       core_({identity.dials, identity.peer_rank, runtime_->config.queues,
              runtime_->config.chunk_bytes, runtime_->config.flight_bytes,
              // As long as a connection may take to say that what it was given got through.
-             std::max(runtime_->peer_deadline_ns / 2, kSecond)}),
+             std::max(runtime_->peer_deadline_ns / 2, kSecond),
+             std::max(runtime_->peer_deadline_ns, 2 * kSecond)}),
       control_(*this),
       paths_(*this) {}
 
@@ -193,11 +194,16 @@ void Link::tick() {
 
 void Link::look_after(int64_t now) {
     control_.look_after(now);
+    std::string stuck;
     {
         const Lock lock(mu_);
         if (state_ != State::up || !control_.connected() || !doom_.empty()) return;
-        core_.look_after_flow(now);
+        stuck = core_.look_after_flow(now);
         act();
+    }
+    if (!stuck.empty()) {
+        die(describe() + " is dead: " + stuck);
+        return;
     }
     paths_.look_after_rails(now);
     if (identity_.dials) paths_.dial_paths();

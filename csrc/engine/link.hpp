@@ -57,6 +57,7 @@ struct LinkStats {
     uint64_t reconnects = 0;
     uint64_t frames_refused = 0;  // their seal was wrong
     std::string trouble;          // the last, over now or not; empty: there was none
+    std::string path_trouble;     // what is or just was wrong with data paths; empty: nothing
     std::optional<double> rtt_min;
     std::optional<double> rtt_mean;
     std::optional<double> rtt_p99;

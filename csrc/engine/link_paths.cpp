@@ -380,11 +380,13 @@ void LinkPaths::dial_paths() {
     std::vector<Call> calls;
     std::vector<std::pair<uint32_t, uint32_t>> offers;
     Address address;
+    uint32_t segment_bytes = 0;
     {
         const Lock lock(mu_);
         if (link_.state_ != Link::State::up || link_.leaving_) return;
         address = link_.terms_.transport == Transport::shm ? abstract_unix(link_.terms_.unix_name)
                                                            : link_.terms_.address;
+        segment_bytes = core_.paths().segment_bytes();
         for (const auto& [index, epoch] : core_.due(steady_ns())) {
             if (core_.paths()[index].kind == Transport::rdma) {
                 offers.emplace_back(index, epoch);
@@ -410,7 +412,8 @@ void LinkPaths::dial_paths() {
                 }
                 const Lock lock(mu_);
                 link_.or_die([&] { core_.dial_failed(index, epoch, r.error, steady_ns()); });
-            });
+            },
+            segment_bytes);
     }
 }
 
@@ -673,6 +676,7 @@ PathStats LinkPaths::describe(uint32_t index) const {
 
 void LinkPaths::count(LinkStats& s) const {
     for (uint32_t i = 0; i < held_.size(); ++i) s.paths.push_back(describe(i));
+    s.path_trouble = text();
     s.bytes_copied_out = bytes_copied_out_.load(std::memory_order_relaxed);
     s.bytes_copied_in = bytes_copied_in_.load(std::memory_order_relaxed);
 }
@@ -693,9 +697,11 @@ std::string LinkPaths::text() const {
         down += (down.empty() ? "" : "; ") + (s.rail.empty() ? s.kind : s.rail) + " " + s.state +
                 (s.trouble.empty() ? "" : ": " + s.trouble);
     }
-    if (down.empty()) return {};
-    return std::to_string(up) + " of " + std::to_string(held_.size()) + " data paths up (" + down +
-           ")";
+    std::string text = core_.path_trouble(steady_ns());
+    if (!down.empty())
+        text = std::to_string(up) + " of " + std::to_string(held_.size()) + " data paths up (" +
+               down + ")" + (text.empty() ? "" : ", ") + text;
+    return text;
 }
 
 }  // namespace pipemorph

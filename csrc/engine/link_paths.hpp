@@ -78,7 +78,8 @@ class LinkPaths final : public PathHost {
     // be let go of while the mutex is held.
     std::vector<std::shared_ptr<DataPath>> start_to_close(const std::shared_ptr<void>& ending);
     void drop_connections();
-    // For errors, if something is wrong: "1 of 2 data paths up (rxe0 port 1 DOWN: ...)".
+    // For errors, such as "1 of 2 data paths up (rxe0 port 1 DOWN: ...)"; empty if nothing is or
+    // just was wrong.
     std::string text() const;
     // What is missing where nothing but rails may carry; empty where something may.
     std::string missing_rail(int64_t now_ns) const;

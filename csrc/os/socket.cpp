@@ -158,9 +158,11 @@ Address peer_address(const Fd& socket) {
     return out;
 }
 
-Fd start_connect(const Address& address) {
+Fd start_connect(const Address& address, uint32_t segment_bytes) {
     Fd fd = make_socket(address);
     if (!fd) return fd;
+    if (segment_bytes > 0 && address.family() != AF_UNIX)
+        set_option(fd, IPPROTO_TCP, TCP_MAXSEG, static_cast<int>(segment_bytes));
     if (::connect(fd.get(), address.get(), address.size) != 0 && errno != EINPROGRESS) {
         const int error = errno;
         fd.reset();

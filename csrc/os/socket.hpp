@@ -55,7 +55,8 @@ uint16_t local_port(const Fd& socket);
 Address peer_address(const Fd& socket);
 
 // Starts connecting; errno is EINPROGRESS or 0 on success. An invalid Fd means it failed at once.
-Fd start_connect(const Address& address);
+// `segment_bytes`: the most that a packet of either end may carry; 0: what the network seems to.
+Fd start_connect(const Address& address, uint32_t segment_bytes = 0);
 int connect_error(const Fd& socket);
 
 void set_no_delay(const Fd& socket);

@@ -46,6 +46,8 @@ struct ChunkSink {
     uint32_t slot = 0;
     uint64_t serial = 0;
     uint32_t index = 0;
+    uint32_t path = 0;  // over which it comes
+    uint32_t epoch = 0;
     std::shared_ptr<void> keep;
 };
 

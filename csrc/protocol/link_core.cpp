@@ -12,6 +12,14 @@ constexpr uint32_t kMostHeldBack = 3;
 constexpr size_t kPerFrame = 4096;
 constexpr size_t kMaxError = 1000;
 
+std::string stuck_text(const OutMessage& message, int64_t clock_ns) {
+    return "nothing of " + message.info.key.describe() + " has got through in " +
+           seconds_text(to_seconds(clock_ns - message.first_loss_ns)) + ", and " +
+           std::to_string(message.losses) +
+           (message.losses == 1 ? " data connection was" : " data connections were") +
+           " lost with a chunk of it";
+}
+
 }  // namespace
 
 LinkCore::LinkCore(const Settings& settings)
@@ -20,6 +28,7 @@ LinkCore::LinkCore(const Settings& settings)
       out_(settings.queues, settings.chunk_bytes),
       paths_(settings.chunk_bytes, settings.flight_bytes),
       watchdog_(settings.patience_ns),
+      give_up_ns_(settings.give_up_ns),
       flight_bytes_(settings.flight_bytes) {}
 
 void LinkCore::send(const Frame& frame) {
@@ -166,6 +175,7 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         actions_.wake = true;
         if (!ack->slots.empty() && out_.has_chunks()) actions_.kick = true;
         if (ack->messages.empty()) return {};
+        note_progress();
         for (const uint64_t id : ack->messages) {
             const auto message = out_.find(id);
             if (!message) continue;
@@ -180,12 +190,18 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         changed();
     } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
         if (fence->path >= paths_.size()) return "a fence for a path that does not exist";
+        // It had given it something.
+        if (!fence->messages.empty() && paths_[fence->path].received_epoch < fence->epoch)
+            paths_.lost_in_vain(fence->path, fence->epoch);
         paths_.fenced_by_peer(*fence);
         actions_.retire.push_back({fence->path, fence->epoch});
         note_carrier(now);
         actions_.kick = true;
     } else if (const auto* report = std::get_if<BitmapFrame>(&frame)) {
-        out_.fenced(*report);
+        const auto [missing, arrived] = out_.fenced(*report, watchdog_.clock_ns());
+        if (arrived) note_progress();
+        if (missing && !arrived && report->path < paths_.size())
+            paths_.lost_in_vain(report->path, report->epoch);
         if (report->last && report->path < paths_.size())
             paths_.fence_answered(report->path, report->epoch);
         if (out_.has_chunks()) actions_.kick = true;
@@ -232,6 +248,8 @@ bool LinkCore::path_lost(uint32_t path, uint32_t epoch, const std::string& why, 
 
 void LinkCore::lose(uint32_t path, const std::string& why, int64_t now) {
     paths_.lose(path, why, now);
+    last_loss_ = "data path " + std::to_string(path) + ": " + why;
+    last_loss_ns_ = now;
     note_carrier(now);
     // What nobody has taken yet can go another way at once.
     actions_.kick = true;
@@ -293,6 +311,8 @@ ChunkSink LinkCore::begin_chunk(const ChunkHeader& header) {
     ChunkSink sink;
     sink.verdict = ChunkSink::Verdict::stale;
     if (paths_.is_current(header.path, header.epoch)) sink = in_.begin_chunk(header);
+    sink.path = header.path;
+    sink.epoch = header.epoch;
     if (sink.verdict == ChunkSink::Verdict::duplicate) ++counters_.duplicate_chunks;
     if (sink.verdict == ChunkSink::Verdict::stale) ++counters_.stale_chunks;
     return sink;
@@ -300,6 +320,10 @@ ChunkSink LinkCore::begin_chunk(const ChunkHeader& header) {
 
 uint64_t LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall) {
     const auto finished = in_.finish_chunk(sink, intact, now_wall);
+    if (intact) {
+        paths_.received(sink.path, sink.epoch);
+        note_progress();
+    }
     if (!finished.message_complete) return 0;
     ++counters_.messages_received;
     counters_.bytes_received += finished.bytes;
@@ -431,9 +455,47 @@ void LinkCore::look_after_rails(bool recovered, int64_t now) {
 
 // --- Long links ----------------------------------------------------------------------------------
 
-void LinkCore::look_after_flow(int64_t now) {
+std::string LinkCore::look_after_flow(int64_t now) {
     give_up_late_paths();
     for (int direction = 0; direction < kDirections; ++direction) grow_slots(direction, now);
+    return why_stuck();
+}
+
+// Paths that break are made anew without limit, so something else has to bound how long that may go
+// on without any use: a message waits for the receiver to have more of it than before.
+std::string LinkCore::why_stuck() {
+    const int64_t clock = watchdog_.clock_ns();
+    const int64_t limit = std::max(give_up_ns_, 2 * watchdog_.patience_ns(out_.bytes_under_way()));
+    // One accident may cost several connections, a moment apart.
+    const auto stuck = out_.stuck(give_up_ns_ / 4);
+    if (out_.in_flight() == 0 || paths_.any_carries()) note_progress();
+    const bool without_path = clock - carried_ns_ > give_up_ns_;
+    if (stuck && (without_path || clock - stuck->first_loss_ns > limit))
+        return stuck_text(*stuck, clock) + last_loss() +
+               ". Does something on the way drop large packets (path MTU), or cut connections?";
+    if (without_path)
+        return "there is something to send, and no data path has been up for " +
+               seconds_text(to_seconds(clock - carried_ns_)) + last_loss();
+    return {};
+}
+
+std::string LinkCore::last_loss() const {
+    return last_loss_.empty() ? "" : " (last: " + last_loss_ + ")";
+}
+
+std::string LinkCore::path_trouble(int64_t now) const {
+    constexpr int64_t kRecent = 30 * kSecond;
+    std::string text;
+    if (const auto stuck = out_.stuck())
+        text = stuck_text(*stuck, watchdog_.clock_ns()) + last_loss();
+    else if (!last_loss_.empty() && now - last_loss_ns_ < kRecent)
+        text = "data paths were lost " + std::to_string(paths_.times_lost()) + " times, last " +
+               seconds_text(to_seconds(now - last_loss_ns_)) + " ago (" + last_loss_ + ")";
+    if (const uint32_t bytes = paths_.segment_bytes(); bytes > 0)
+        text += (text.empty() ? "" : "; ") + std::string("packets of more than ") +
+                std::to_string(bytes) +
+                " bytes seem not to get through (path MTU), so none are sent";
+    return text;
 }
 
 void LinkCore::give_up_late_paths() {

@@ -60,6 +60,8 @@ class LinkCore {
         uint64_t flight_bytes = uint64_t{512} << 20;
         // Nothing counts as late sooner.
         int64_t patience_ns = 5'000'000'000;
+        // For so long a link without any path, or of which nothing gets through, goes on.
+        int64_t give_up_ns = 10'000'000'000;
     };
     struct Counters {
         uint64_t messages_received = 0;
@@ -203,8 +205,12 @@ class LinkCore {
     // A frame of the peer's came in.
     void heard(int64_t now_ns) { watchdog_.heard(now_ns); }
     void echoed(int64_t rtt_ns, int64_t now_ns) { watchdog_.echoed(rtt_ns, now_ns); }
-    // Now and then: what is late, and are there enough slots?
-    void look_after_flow(int64_t now_ns);
+    // Now and then: what is late, and are there enough slots? Returns why the link has to end: it
+    // has something to send and its paths get nothing through, whatever is tried.
+    std::string look_after_flow(int64_t now_ns);
+    // What is wrong with the paths although they may be up, or was in the last half minute; empty:
+    // nothing.
+    std::string path_trouble(int64_t now_ns) const;
     // After `Actions::grow`: the slots are there, or there is no memory for more of them.
     void grown(int direction, bool there);
 
@@ -226,6 +232,9 @@ class LinkCore {
         changed();
     }
     void give_up_late_paths();
+    void note_progress() { carried_ns_ = watchdog_.clock_ns(); }
+    std::string why_stuck();
+    std::string last_loss() const;
     void blame(OutMessage& message);
     void grow_slots(int direction, int64_t now_ns);
     void emptied(const SlotGrant& slot) { turnover_[slot.direction].bytes += slot.bytes; }
@@ -251,6 +260,11 @@ class LinkCore {
     std::deque<uint64_t> unacknowledged_empty_;
     uint32_t held_back_ = 0;  // grants that were released since the last flush
     Watchdog watchdog_;
+    const int64_t give_up_ns_;
+    // By its clock: when a path was up last, or something got through, or nothing was to be sent.
+    int64_t carried_ns_ = 0;
+    std::string last_loss_;  // which path was lost last, and why
+    int64_t last_loss_ns_ = 0;
     const uint64_t flight_bytes_;
     // What the application has emptied since then, by direction.
     struct Turnover {

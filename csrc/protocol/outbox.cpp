@@ -261,21 +261,44 @@ std::vector<uint64_t> Outbox::entrusted_to(uint32_t path, uint32_t epoch) const 
     return out;
 }
 
-void Outbox::fenced(const BitmapFrame& report) {
+Outbox::Fenced Outbox::fenced(const BitmapFrame& report, int64_t clock_ns) {
+    Fenced all;
     for (const ChunkReport& r : report.reports) {
         const auto it = by_id_.find(r.message);
         if (it == by_id_.end()) continue;
         const Pointer& m = it->second;
+        bool progress = false;
+        bool lost = false;
         for (uint32_t i = 0; i < m->next_chunk; ++i) {
             OutMessage::Carrier& c = m->carriers[i];
             if (c.path != report.path || c.epoch != report.epoch || c.confirmed) continue;
             // Marked either way, so that a repeated report cannot queue a chunk twice.
             c.confirmed = true;
-            if (r.has(i)) continue;
+            if (r.has(i)) {
+                progress = true;
+                continue;
+            }
+            lost = true;
             again_.emplace_back(m, i);
             ++m->again;
         }
+        all.missing = all.missing || lost;
+        all.arrived = all.arrived || progress;
+        if (progress) m->losses = m->times_late = 0;
+        if (progress || !lost) continue;
+        if (m->losses++ == 0) m->first_loss_ns = clock_ns;
+        m->last_loss_ns = clock_ns;
     }
+    return all;
+}
+
+Outbox::Pointer Outbox::stuck(int64_t again_after_ns) const {
+    Pointer longest;
+    for (const auto& [_, m] : by_id_)
+        if (m->losses > 0 && m->last_loss_ns - m->first_loss_ns >= again_after_ns &&
+            (!longest || m->first_loss_ns < longest->first_loss_ns))
+            longest = m;
+    return longest;
 }
 
 std::vector<Outbox::Pointer> Outbox::late(int64_t clock_ns, int64_t patience_ns) const {
@@ -283,7 +306,9 @@ std::vector<Outbox::Pointer> Outbox::late(int64_t clock_ns, int64_t patience_ns)
     std::vector<Pointer> out;
     for (const auto& [_, m] : by_id_) {
         if (m->next_chunk < m->chunks || m->chunks == 0 || m->again > 0) continue;
-        const int64_t patience = patience_ns << std::min(m->times_late, kMostDoubled);
+        // What gets nothing through is to be known soon; what is slow is to be left in peace.
+        const uint32_t doubled = std::min(m->times_late, m->losses > 0 ? 1 : kMostDoubled);
+        const int64_t patience = patience_ns << doubled;
         if (clock_ns - m->watched_ns > patience) out.push_back(m);
     }
     return out;

@@ -42,6 +42,11 @@ struct OutMessage {
     uint32_t again = 0;      // chunks that wait to be sent again
     int64_t watched_ns = 0;  // when a chunk was given last, or a path was given up for it
     uint32_t times_late = 0;
+    // Connections that were lost with a chunk of it since the receiver last had one that it had not
+    // reported before: how many, and by the watchdog's clock when the first and the last.
+    uint64_t losses = 0;
+    int64_t first_loss_ns = 0;
+    int64_t last_loss_ns = 0;
 
     // Before that it cannot be anywhere else.
     bool was_sent() const { return chunks == 0 ? started_steady_ns != 0 : next_chunk == chunks; }
@@ -90,13 +95,22 @@ class Outbox {
 
     // The messages with chunks entrusted to a path's epoch: what to ask the receiver about.
     std::vector<uint64_t> entrusted_to(uint32_t path, uint32_t epoch) const;
-    void fenced(const BitmapFrame& report);
+    // Chunks of that epoch: whether some are missing, and some have arrived of which that was not
+    // known.
+    struct Fenced {
+        bool missing = false;
+        bool arrived = false;
+    };
+    Fenced fenced(const BitmapFrame& report, int64_t clock_ns = 0);
 
     // Bytes of the messages that have been given to paths, whole or in part.
     uint64_t bytes_under_way() const { return under_way_; }
     // Of all chunks of these messages nothing was heard for `patience_ns` by the watchdog's clock,
     // doubled with each time that a path was given up for the message.
     std::vector<std::shared_ptr<OutMessage>> late(int64_t clock_ns, int64_t patience_ns) const;
+    // The message that has waited longest since its first loss; null: there is none. `again_after`:
+    // one of which a chunk was lost so long after that as well.
+    std::shared_ptr<OutMessage> stuck(int64_t again_after_ns = 0) const;
 
     // The link is dead: let go of every payload.
     void abandon() noexcept;

@@ -43,6 +43,7 @@ std::vector<PathSet::Call> PathSet::due(int64_t now) {
     for (uint32_t i = 0; i < paths_.size(); ++i) {
         Path& p = paths_[i];
         if (barred(p) || !p.machine.may_dial(now)) continue;
+        p.segment_step = segment_step_;
         calls.push_back({i, p.machine.dial()});
     }
     return calls;
@@ -156,7 +157,19 @@ void PathSet::delivered(uint32_t path, uint32_t epoch, int64_t now) {
 
 void PathSet::proved(const OutMessage::Carrier& carrier) {
     Path& p = paths_[carrier.path];
-    if (carrier.epoch == p.machine.epoch()) p.proved_ns = std::max(p.proved_ns, carrier.given_ns);
+    if (carrier.epoch != p.machine.epoch()) return;
+    p.proved_ns = std::max(p.proved_ns, carrier.given_ns);
+    p.trouble.clear();
+}
+
+void PathSet::lost_in_vain(uint32_t path, uint32_t epoch) {
+    const Path& p = paths_[path];
+    // Several are lost at once; those that were dialled with smaller segments are to be tried
+    // first.
+    if (p.kind != Transport::tcp || p.local_thread || p.machine.epoch() != epoch ||
+        p.segment_step != segment_step_)
+        return;
+    segment_step_ = std::min(segment_step_ + 1, kSegments.size() - 1);
 }
 
 // Within a host one socket per thread keeps the thread busy, and what would wait in a second one

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <optional>
 #include <string>
@@ -23,7 +24,7 @@ class PathSet {
     struct Path {
         Transport kind = Transport::tcp;
         PathMachine machine;
-        std::string trouble;  // why it was lost last
+        std::string trouble;  // why it was lost last; empty once something got through again
         uint64_t chunks = 0;  // entrusted to it
         uint64_t bytes = 0;
 
@@ -32,6 +33,8 @@ class PathSet {
         std::vector<FenceFrame> fences;  // the peer's, not answered yet
         // The thread that serves a socket between two processes of one host.
         std::optional<uint32_t> local_thread;
+        uint32_t received_epoch = 0;  // the last over which a chunk came in whole
+        size_t segment_step = 0;      // with which it was dialled
 
         // Rails only.
         uint32_t our_rail = 0;
@@ -121,6 +124,18 @@ class PathSet {
         return is_current(carrier.path, carrier.epoch) && !paths_[carrier.path].giving_up;
     }
     void give_up(uint32_t path) { paths_[path].giving_up = true; }
+    void received(uint32_t path, uint32_t epoch) {
+        Path& p = paths_[path];
+        p.received_epoch = epoch;
+        p.trouble.clear();
+    }
+    // Of what this socket was given nothing arrived, in one direction or the other: perhaps because
+    // something on the way drops large packets and says nothing. The next ones are dialled with
+    // smaller segments.
+    void lost_in_vain(uint32_t path, uint32_t epoch);
+    // The most bytes of payload in a packet of a socket that is dialled now; 0: as the kernel
+    // finds.
+    uint32_t segment_bytes() const { return kSegments[segment_step_]; }
     // Bytes that one rail may have under way.
     uint64_t share_of_rail() const { return most_under_way_ / std::max(rails_, 1U); }
     // Both ends are on one host, as far as is known.
@@ -139,6 +154,14 @@ class PathSet {
     void measured(uint32_t path, uint32_t epoch, double bytes_per_second, int64_t now_ns);
     // What carries may have changed. True: rails have handed over to sockets or the other way.
     bool note_carrier(int64_t now_ns);
+    uint64_t times_lost() const {
+        uint64_t n = 0;
+        for (const Path& p : paths_) n += p.machine.times_lost();
+        return n;
+    }
+    bool any_carries() const {
+        return std::any_of(paths_.begin(), paths_.end(), [](const Path& p) { return carries(p); });
+    }
     // Without rails for so long that sockets carry from now on: true once.
     bool head_start_over(int64_t now_ns);
 
@@ -193,6 +216,9 @@ class PathSet {
     std::map<uint32_t, std::string> barred_ours_;
     std::map<uint32_t, std::string> barred_peers_;
     int64_t without_rail_since_ns_ = 0;  // 0 while one carries
+    // Tunnels take some 100 bytes of a packet's 1500; every network carries 576.
+    static constexpr std::array<uint32_t, 3> kSegments{0, 1200, 536};
+    size_t segment_step_ = 0;
     bool fell_back_ = false;
     uint64_t fallbacks_ = 0;
     uint64_t failbacks_ = 0;

@@ -78,30 +78,6 @@ TEST(link_never_leases_the_last_slot_and_takes_back_what_is_not_sent) {
     until("granted", [&] { return two.dialled->send_slots(0) == 2; });
 }
 
-TEST(link_sends_leases_over_every_transport_although_paths_are_lost) {
-    for (const Transport transport : {Transport::tcp, Transport::shm}) {
-        constexpr size_t kBytes = 300'000;
-        constexpr int64_t kMessages = 60;
-        Two two(transport);
-        two.accepted->reserve(0, 4, kBytes);
-        until("granted", [&] { return two.dialled->send_slots(0) == 4; });
-        std::thread sends([&] {
-            for (int64_t i = 0; i < kMessages; ++i) {
-                const Link::Lease lease = two.dialled->lease(0, kBytes);
-                if (i % 4 == 1) two.dialled->sever_data_path(0);
-                if (i % 4 == 3) two.accepted->sever_data_path(0);
-                CHECK(!lease.slot || transport == Transport::shm);
-                fill_and_send(*two.dialled, lease, {0, 0, i, 0, 0});
-            }
-        });
-        for (int64_t i = 0; i < kMessages; ++i)
-            check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), kBytes);
-        sends.join();
-        until("granted", [&] { return two.dialled->send_slots(0) == 4; });
-        CHECK(two.accepted->stats().messages_received == kMessages);
-    }
-}
-
 TEST(link_leases_after_it_has_ended_are_harmless) {
     std::unique_ptr<Two> two = std::make_unique<Two>(Transport::shm);
     two->accepted->reserve(0, 2, 4096);

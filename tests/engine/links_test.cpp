@@ -1,11 +1,10 @@
-// Two engines in one process, with faults.
+// Two engines in one process. link_stress_test.cpp cuts their connections.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <future>
-#include <random>
 #include <thread>
 
 #include "check.hpp"
@@ -81,106 +80,6 @@ void all_sizes(Transport transport) {
     CHECK(two.dialled->drain_telemetry().size() == 21);
 }
 
-// Both directions under load while data and control connections are cut at random.
-void storm(Transport transport, uint32_t seed) {
-    constexpr int64_t kMessages = 300;
-    Two two(transport);
-    two.accepted->reserve(0, 4, 1 << 20);
-    two.dialled->reserve(1, 3, 1 << 20);
-    std::atomic<int> running{4};
-    std::atomic<bool> failed{false};
-    std::string error;
-    std::mutex error_mu;
-    const auto guarded = [&](auto body) {
-        return [&, body] {
-            try {
-                body();
-            } catch (const std::exception& e) {
-                const std::lock_guard lock(error_mu);
-                error = e.what();
-                failed = true;
-            }
-            --running;
-        };
-    };
-    const auto sender = [&](Link& link, int64_t direction) {
-        return [&link, direction] {
-            std::vector<uint64_t> tickets;
-            for (int64_t i = 0; i < kMessages; ++i)
-                tickets.push_back(send(link, {0, 0, i, direction, 0}, size_of(i)));
-            for (const uint64_t t : tickets) wait_sent(link, t, 60.0);
-        };
-    };
-    const auto receiver = [&](Link& link, int64_t direction) {
-        return [&link, direction] {
-            // Every other message goes to a destination that was posted a little ahead.
-            constexpr int64_t kAhead = 6;
-            const auto post = [&](int64_t i) {
-                if (i % 2 == 0 || i >= kMessages) return;
-                auto into = std::make_shared<std::vector<uint8_t>>(size_of(i));
-                uint8_t* at = into->data();
-                link.post_receive({0, 0, i, direction, 0}, {at, size_of(i), std::move(into)});
-            };
-            for (int64_t i = 0; i < kAhead; ++i) post(i);
-            for (int64_t i = 0; i < kMessages; post(i++ + kAhead))
-                check_and_release(link, receive(link, {0, 0, i, direction, 0}, 60.0), size_of(i));
-        };
-    };
-    std::vector<std::thread> threads;
-    threads.emplace_back(guarded(sender(*two.dialled, 0)));
-    threads.emplace_back(guarded(sender(*two.accepted, 1)));
-    threads.emplace_back(guarded(receiver(*two.accepted, 0)));
-    threads.emplace_back(guarded(receiver(*two.dialled, 1)));
-
-    std::mt19937 random(seed);
-    const uint32_t paths = transport == Transport::shm ? 1 : 4;
-    // A path that breaks young pauses longer every time, up to a second: a dozen such pauses where
-    // it is the only one.
-    const uint64_t between_cuts = transport == Transport::shm ? 25 : 4;
-    int cuts = 0;
-    while (running > 0 && !failed) {
-        Link& link = random() % 2 == 0 ? *two.dialled : *two.accepted;
-        try {
-            if (random() % 4 == 0)
-                link.sever_control();
-            else
-                link.sever_data_path(random() % paths);
-        } catch (const EngineError& e) {
-            failed = true;
-        }
-        ++cuts;
-        // Cuts while nothing is up would only add to the pause before the next connection.
-        const uint64_t enough = two.dialled->stats().messages_sent + between_cuts;
-        const int64_t deadline = steady_ns() + 30 * kSecond;
-        while (running > 0 && !failed && two.dialled->stats().messages_sent < enough) {
-            if (steady_ns() > deadline) {
-                const std::lock_guard lock(error_mu);
-                error = "fewer than " + std::to_string(between_cuts) +
-                        " messages in 30 s after cut " + std::to_string(cuts);
-                failed = true;
-            }
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        }
-    }
-    if (failed) two.low.close(0.0);
-    for (auto& t : threads) t.join();
-    if (failed) check::fail(__FILE__, __LINE__, error);
-
-    const auto a = two.dialled->stats();
-    const auto b = two.accepted->stats();
-    CHECK(a.messages_sent == kMessages && b.messages_received == kMessages);
-    CHECK(b.messages_sent == kMessages && a.messages_received == kMessages);
-    CHECK(b.bytes_received == a.bytes_sent && a.bytes_received == b.bytes_sent);
-    CHECK(a.reconnects + b.reconnects > 0 && cuts > 0);
-    CHECK(a.sends_in_flight == 0 && a.slots_in_use == 0 && b.slots_in_use == 0);
-    for (int64_t i = 0; i < kMessages; ++i) CHECK(!two.accepted->arrived({0, 0, i, 0, 0}));
-    std::printf("        %d cuts, %lu reconnects, %lu chunks resent, %lu duplicate, %lu stale\n",
-                cuts, static_cast<unsigned long>(a.reconnects + b.reconnects),
-                static_cast<unsigned long>(a.chunks_resent + b.chunks_resent),
-                static_cast<unsigned long>(a.duplicate_chunks + b.duplicate_chunks),
-                static_cast<unsigned long>(a.stale_chunks + b.stale_chunks));
-}
-
 }  // namespace
 
 TEST(link_all_sizes_tcp) {
@@ -189,14 +88,6 @@ TEST(link_all_sizes_tcp) {
 
 TEST(link_all_sizes_shm) {
     all_sizes(Transport::shm);
-}
-
-TEST(link_storm_tcp) {
-    storm(Transport::tcp, 1);
-}
-
-TEST(link_storm_shm) {
-    storm(Transport::shm, 2);
 }
 
 TEST(link_small_messages_pass_no_thread_of_the_engine_tcp) {

@@ -6,6 +6,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import pairs
+
+from pipemorph_trainer._engine import Engine, Link
 
 OPENING = 40
 MAC = 32
@@ -13,6 +18,7 @@ FRAME_HEADER = 24
 SEAL = 16
 TRAILER = 16
 CHUNK_HEAD = 224 + SEAL
+SLOT_BYTES = 200_000
 CONTROL, DATA = 1, 2
 """What an opening says the connection is for."""
 
@@ -22,6 +28,10 @@ Change = Callable[[int, bytes], list[bytes]]
 
 class Gone(Exception):
     """The connection has ended."""
+
+
+class Cut(Gone):
+    """A change that is the end of its connection."""
 
 
 def read(source: socket.socket, size: int) -> bytes:
@@ -129,15 +139,23 @@ class Relay:
         heard: bytearray,
     ) -> None:
         change, payload = changes
-        with contextlib.suppress(Gone, OSError):
-            for number in itertools.count():
+        for number in itertools.count():
+            try:
                 frame, rest = (control_frame if kind == CONTROL else chunk)(source)
                 heard += frame
                 for part in [frame] if change is None else change(number, frame):
                     sink.sendall(part)
                 for part in [rest] if payload is None else payload(number, rest):
                     sink.sendall(part)
-        self._end(source, sink)
+            except Cut:
+                self._end(source, sink)
+                return
+            except (Gone, OSError):
+                break
+        # What is on its way in the other direction still arrives, such as the reason of an end.
+        for end, how in ((source, socket.SHUT_RD), (sink, socket.SHUT_WR)):
+            with contextlib.suppress(OSError):
+                end.shutdown(how)
 
     def _end(self, *ends: socket.socket) -> None:
         for end in ends:
@@ -175,3 +193,35 @@ def relay(port: int, **changes: Callable[[int, bool], Change | None]) -> Iterato
         yield one
     finally:
         one.close()
+
+
+@contextlib.contextmanager
+def linked(
+    relay_of: Callable[[int], contextlib.AbstractContextManager[Relay]], **settings: Any
+) -> Iterator[tuple[Link, Link, Engine, Relay]]:
+    """Rank 0's end, rank 1's end, rank 1's engine and the relay between them."""
+    with contextlib.ExitStack() as stack:
+        a, b = (
+            stack.enter_context(contextlib.closing(pairs.engine(r, transport="tcp", **settings)))
+            for r in (0, 1)
+        )
+        between = stack.enter_context(relay_of(b.port))
+        box: list[Link] = []
+        acceptor = threading.Thread(
+            target=lambda: box.append(
+                b.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
+            )
+        )
+        acceptor.start()
+        low = a.connect(
+            peer_rank=1,
+            link_id=pairs.LINK,
+            host="127.0.0.1",
+            port=between.port,
+            timeout=pairs.TIMEOUT,
+        )
+        acceptor.join()
+        low.reserve(1, 2, SLOT_BYTES)
+        box[0].reserve(0, 2, SLOT_BYTES)
+        yield low, box[0], b, between
+        stack.close()

@@ -28,6 +28,13 @@ void World::send_chunk(int side, uint32_t path) {
     }
     Flight f;
     f.task = std::move(*task);
+    if (persists(1 - side)) {
+        const Persistent fault = *options_.persistent;
+        f.swallowed = fault == Persistent::swallow ||
+                      (fault == Persistent::large && f.task.bytes == kChunkBytes);
+        f.dropped = f.swallowed || fault == Persistent::cut;
+        c->cut = c->cut || fault == Persistent::cut;
+    }
     c->towards[1 - side].push_back(std::move(f));
     check_carrier(side, *c);
 }
@@ -202,6 +209,7 @@ ChunkSink World::begin(int side, const Flight& f) {
 }
 
 void World::finish(int side, const ChunkSink& sink, const Flight& f) {
+    progress_ns_ = now_;
     const uint64_t before = core(side).counters().messages_received;
     core(side).finish_chunk(sink, true, 3);
     if (core(side).counters().messages_received > before) {

@@ -252,6 +252,10 @@ class World {
     bool happen(Fault fault, int side, uint32_t path);
     bool bar_a_rail(int side);
 
+    bool persists(int towards) const { return persists_ && (afflicted_ & (1 << towards)) != 0; }
+    void begin_to_persist();
+    void check_patience(int side);
+
     // --- The end ---
     bool over() const;
     // Lets everything that is still under way arrive, then counts.
@@ -278,6 +282,14 @@ class World {
     bool leases_last_ = false;   // until everything that was posted has been acknowledged
     bool sizes_change_ = false;  // of the receivers' slots, now and then
     std::optional<Fault> planned_left_;
+    int64_t patience_ = 0;  // LinkCore::Settings
+    // The persistent fault, if there is one.
+    uint64_t persists_from_ = 0;  // step
+    bool persists_ = false;
+    int afflicted_ = 0;  // bits: towards which ends
+    int64_t persists_since_ns_ = 0;
+    int64_t progress_ns_ = 0;  // when a chunk was whole last
+    std::string dead_;         // why
 };
 
 }  // namespace sim

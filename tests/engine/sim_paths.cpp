@@ -56,6 +56,11 @@ bool World::dial(bool half) {
             threads(kLow, path).setup.push_back([this, c, half] { offer(c, half); });
             continue;
         }
+        if (persists_ && *options_.persistent == Persistent::no_paths) {
+            connections_.pop_back();
+            core(kLow).dial_failed(path, epoch, "no answer", now_);
+            continue;
+        }
         require(epoch > core(1).paths()[path].machine.epoch(), "an epoch was used twice");
         attach(1, c);
         trace("path %u epoch %u is made%s", path, epoch, half ? " by halves" : "");
@@ -93,8 +98,9 @@ void World::start(int side, const ConnectionPointer& c) {
 void World::offer(const ConnectionPointer& c, bool half) {
     c->half = half;
     if (random_(8) == 0) c->stalled_until_ns = now_ + random_(8) * kSecond;
-    if (!core(kLow).offer(c->path, c->epoch, queue_pair(), random_(8) == 0 ? "no queue pair" : "",
-                          now_)) {
+    const bool none =
+        random_(8) == 0 || (persists_ && *options_.persistent == Persistent::no_paths);
+    if (!core(kLow).offer(c->path, c->epoch, queue_pair(), none ? "no queue pair" : "", now_)) {
         give_up(kLow, *c);
         give_up(1, *c);
     }

@@ -5,6 +5,7 @@ namespace sim {
 namespace {
 
 constexpr uint64_t kMaxSteps = 200'000;
+constexpr int64_t kForever = 1'000'000 * kSecond;
 
 }  // namespace
 
@@ -21,10 +22,12 @@ World::World(const Options& options, Tally& tally)
     for (uint32_t i = 0; i < rails_; ++i) rails.emplace_back(i, i);
     flight_bytes_ = (3 + random_(18)) * kChunkBytes;
     rtt_ = random_(3) != 0 ? 20 * kMillisecond : 2 * kSecond;
-    const int64_t patience = std::array{kSecond, 4 * kSecond, 30 * kSecond}[random_(3)];
+    patience_ = std::array{kSecond, 4 * kSecond, 30 * kSecond}[random_(3)];
     for (int side = 0; side < 2; ++side) {
+        // Faults that pass may take any time here, where a step is no moment.
+        const int64_t give_up = options.persistent ? 2 * patience_ : kForever;
         ends_.emplace_back(LinkCore::Settings{side == kLow, uint32_t(1 - side), 1 + random_(3),
-                                              kChunkBytes, flight_bytes_, patience});
+                                              kChunkBytes, flight_bytes_, patience_, give_up});
         End& e = ends_.back();
         // The acceptor learns from the offers which rail is whose.
         if (side != kLow) rails.assign(rails_, {0, 0});
@@ -43,11 +46,14 @@ World::World(const Options& options, Tally& tally)
         reserve(side, 1 + random_(2) + uint32_t{layout == 1 && leases_},
                 sizes_change_ ? kChunkBytes : kSlotBytes);
     faults_left_ = options.random_faults;
+    persists_from_ = chaos_(400);
+    afflicted_ = static_cast<int>(1 + chaos_(3));
 }
 
 uint64_t World::run() {
     uint64_t steps = 0;
     while (!over()) {
+        if (options_.persistent && steps == persists_from_) begin_to_persist();
         if (options_.planned && options_.planned->first == steps)
             planned_left_ = options_.planned->second;
         // A planned fault waits until there is something that it can happen to.
@@ -57,9 +63,26 @@ uint64_t World::run() {
             --faults_left_;
         step();
         if (++steps > kMaxSteps) fail("no progress: " + stuck());
+        if (!dead_.empty()) {
+            tally_.dead += persists_;  // a link may also be without a path for too long before
+            return steps;
+        }
+    }
+    if (persists_) {
+        ++tally_.over_in_time;
+        return steps;  // what nobody waits for may be under way for ever
     }
     settle();
     return steps;
+}
+
+void World::begin_to_persist() {
+    persists_ = true;
+    persists_since_ns_ = now_;
+    trace("-- from now on, towards %d: fault %d", afflicted_,
+          static_cast<int>(*options_.persistent));
+    if (*options_.persistent == Persistent::no_paths)
+        for (const ConnectionPointer& c : connections_) c->cut = true;
 }
 
 void World::step() {
@@ -113,13 +136,32 @@ void World::tick() {
             core(side).heard(now_);
             core(side).echoed(rtt_, now_);
         }
-        core(side).look_after_flow(now_);
+        const std::string stuck = core(side).look_after_flow(now_);
+        if (!stuck.empty() && !options_.persistent)
+            fail("no progress, says the link, of faults that pass: " + stuck);
+        if (!stuck.empty()) dead_ = stuck;
+        check_patience(side);
         core(side).look_after_rails(random_(16) == 0, now_);
         act(side);
         for (const PathSet::Path& p : core(side).paths())
             require(!p.offered || now_ - p.offered_ns < PathSet::kConnectLimitNs,
                     "an offer stands although nobody has answered it");
     }
+}
+
+// Until a thread is run and a frame is read, seconds pass here.
+constexpr int64_t kSlow = 60 * kSecond;
+
+// Dead or delivered: nobody waits for ever.
+void World::check_patience(int side) {
+    if (!persists_ || !dead_.empty()) return;
+    constexpr int64_t kRoundTrips = 8;  // the watchdog's
+    const int64_t patience = std::max(patience_, kRoundTrips * rtt_);
+    const int64_t waited = now_ - std::max(persists_since_ns_, progress_ns_);
+    tally_.longest_to_die = std::max(tally_.longest_to_die, waited * 100 / patience);
+    if (waited > 6 * patience + kSlow && core(side).out().in_flight() > 0)
+        fail("for " + std::to_string(waited / kMillisecond) +
+             " ms nothing was delivered, and the link is not dead: " + stuck());
 }
 
 void World::run_next(std::deque<std::function<void()>>& thread) {
@@ -348,6 +390,9 @@ Tally& Tally::operator+=(const Tally& o) {
     late_writes += o.late_writes;
     fenced_writes += o.fenced_writes;
     for (int i = 0; i < kFaults; ++i) faults[i] += o.faults[i];
+    dead += o.dead;
+    over_in_time += o.over_in_time;
+    longest_to_die = std::max(longest_to_die, o.longest_to_die);
     return *this;
 }
 

@@ -113,6 +113,31 @@ TEST(sim_random_faults_deliver_every_message_once) {
     for (const uint64_t count : t.faults) CHECK(count > schedules / 100);
 }
 
+// Each schedule has a fault that does not pass: the link ends with a reason, or gets all through.
+TEST(sim_faults_that_persist_end_the_link_in_time) {
+    const char* replayed = std::getenv("PIPEMORPH_SIM_SEED");
+    const uint64_t first = replayed == nullptr ? 0 : std::strtoull(replayed, nullptr, 10);
+    const uint64_t schedules = replayed == nullptr ? wanted(100'000) / 10 : 1;
+
+    for (int fault = 0; fault < kPersistent; ++fault) {
+        Tally tally;
+        for (uint64_t seed = first; seed < first + schedules; ++seed) {
+            Options o = random_schedule(seed);
+            o.trace = replayed != nullptr;
+            o.random_faults /= 2;
+            o.persistent = static_cast<Persistent>(fault);
+            if (const std::string why = play(o, tally); !why.empty())
+                report("schedule " + std::to_string(seed) + " with persistent fault " +
+                       std::to_string(fault) + ": " + why);
+        }
+        std::printf(
+            "        fault %d: %llu links ended, %llu delivered all; %.1f patiences at most\n",
+            fault, (unsigned long long)tally.dead, (unsigned long long)tally.over_in_time,
+            static_cast<double>(tally.longest_to_die) / 100);
+        CHECK(replayed != nullptr || tally.dead > schedules / 10);
+    }
+}
+
 // The same schedule again and again, each time with one fault one step later.
 TEST(sim_each_fault_at_every_step) {
     Tally tally;

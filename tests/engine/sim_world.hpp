@@ -40,9 +40,20 @@ enum class Fault {
 };
 constexpr int kFaults = 12;
 
+// What goes on once it has begun: nothing heals it but the link's own means.
+enum class Persistent {
+    swallow,   // no chunk arrives, and its path looks as if it had
+    large,     // no whole chunk does; what is smaller gets through
+    cut,       // every connection breaks with the first chunk that it is given
+    no_paths,  // every connection breaks, and no other can be made
+};
+constexpr int kPersistent = 4;
+
 struct Options {
     uint64_t seed = 0;
     int random_faults = 0;
+    // From some step on, in one direction or in both. The link has to end in time, or deliver all.
+    std::optional<Persistent> persistent;
     // One fault at one step, beside the random ones; the steps before it do not depend on it.
     std::optional<std::pair<uint64_t, Fault>> planned;
     bool trace = false;
@@ -60,6 +71,9 @@ struct Tally {
     uint64_t late_writes = 0;    // landed after the sender had given the path up: allowed
     uint64_t fenced_writes = 0;  // would have landed after that, but for the fence
     uint64_t faults[kFaults] = {};
+    uint64_t dead = 0;           // links that ended of a persistent fault
+    uint64_t over_in_time = 0;   // that delivered everything in spite of it
+    int64_t longest_to_die = 0;  // in patiences, x 100
     Tally& operator+=(const Tally& other);
 };
 

@@ -67,7 +67,28 @@ def peer(old: str, new: str = "") -> Mutant:
     return core(old, new, "peer_watch_test", PEER, "peer_")
 
 
+def stuck(old: str, new: str = "", unit: str = CORE) -> Mutant:
+    """A link that gets nothing through goes on for ever."""
+    return core(old, new, "the link is not dead|no progress", unit, "sim_faults")
+
+
 MUTANTS = {
+    "link_core: what gets nothing through is no reason to end": stuck(
+        "if (stuck && (without_path", "if (false && (without_path"
+    ),
+    "link_core: to have no path is no reason to end": stuck(
+        "clock - carried_ns_ > give_up_ns_;", "false;"
+    ),
+    "outbox: to send a chunk again is progress": stuck(
+        "    m->watched_ns = clock_ns;\n    ChunkTask task;",
+        "    m->watched_ns = clock_ns;\n    m->losses = 0;\n    ChunkTask task;",
+        "protocol/outbox.cpp",
+    ),
+    "outbox: what was lost last counts alone": stuck(
+        "if (m->losses++ == 0) m->first_loss_ns",
+        "m->losses++; m->first_loss_ns",
+        "protocol/outbox.cpp",
+    ),
     "bitmap: every chunk counts as the first": Mutant(
         INBOX,
         BITMAP,

@@ -15,41 +15,11 @@ import relays
 from pipemorph_trainer._engine import EngineError
 
 COUNT = 12
-SIZE = 200_000
+SIZE = relays.SLOT_BYTES
 AT = 5
 """The frame that is attacked: the dialler's first says that the link is up."""
 SEALED = "was altered or added on the way: its seal is wrong"
 BYE = 10
-
-
-@contextlib.contextmanager
-def linked(relay_of, **settings):
-    """Rank 0's end, rank 1's end, rank 1's engine and the relay between them."""
-    with contextlib.ExitStack() as stack:
-        a, b = (
-            stack.enter_context(contextlib.closing(pairs.engine(r, transport="tcp", **settings)))
-            for r in (0, 1)
-        )
-        between = stack.enter_context(relay_of(b.port))
-        box = []
-        acceptor = threading.Thread(
-            target=lambda: box.append(
-                b.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
-            )
-        )
-        acceptor.start()
-        low = a.connect(
-            peer_rank=1,
-            link_id=pairs.LINK,
-            host="127.0.0.1",
-            port=between.port,
-            timeout=pairs.TIMEOUT,
-        )
-        acceptor.join()
-        low.reserve(1, 2, SIZE)
-        box[0].reserve(0, 2, SIZE)
-        yield low, box[0], b, between
-        stack.close()
 
 
 def exchange(low, high, iteration=0):
@@ -107,7 +77,7 @@ def test_a_control_frame_that_is_not_the_peers_costs_one_connection(attack, to_a
     def control(connection, towards):
         return once(ATTACKS[attack]) if (connection, towards) == (0, to_acceptor) else None
 
-    with linked(lambda port: relays.relay(port, control=control)) as (low, high, _, relay):
+    with relays.linked(lambda port: relays.relay(port, control=control)) as (low, high, _, relay):
         hit, other = (high, low) if to_acceptor else (low, high)
         exchange(low, high)
         pairs.eventually(lambda: hit.stats().frames_refused > 0)
@@ -134,7 +104,7 @@ def test_frames_of_one_connection_are_nothing_on_the_next():
 
         return change if towards else None
 
-    with linked(lambda port: relays.relay(port, control=control)) as (low, high, _, relay):
+    with relays.linked(lambda port: relays.relay(port, control=control)) as (low, high, _, relay):
         pairs.eventually(lambda: high.stats().frames_refused == 2)
         pairs.eventually(lambda: relay.connections == 3)
         exchange(low, high)
@@ -143,7 +113,7 @@ def test_frames_of_one_connection_are_nothing_on_the_next():
 
 
 def test_a_recorded_connection_is_refused_as_a_strangers():
-    with linked(relays.relay) as (low, high, acceptor, relay):
+    with relays.linked(relays.relay) as (low, high, acceptor, relay):
         exchange(low, high)
         before = high.stats()
         with socket.create_connection(("127.0.0.1", acceptor.port)) as again:
@@ -209,7 +179,7 @@ class Impostor:
 
 
 def test_an_impostor_at_the_peers_address_is_not_believed():
-    with linked(lambda port: Impostor(port, 3)) as (low, high, _, impostor):
+    with relays.linked(lambda port: Impostor(port, 3)) as (low, high, _, impostor):
         exchange(low, high)
         said = set()
         impostor.left = 3
@@ -237,7 +207,7 @@ def test_a_chunk_header_that_is_not_the_peers_costs_one_path(to_acceptor):
 
         return change
 
-    with linked(lambda port: relays.relay(port, data=data)) as (low, high, _, _relay):
+    with relays.linked(lambda port: relays.relay(port, data=data)) as (low, high, _, _relay):
         hit = high if to_acceptor else low
         exchange(low, high)
         pairs.eventually(lambda: hit.stats().frames_refused == 1)
@@ -282,7 +252,7 @@ def test_a_payload_that_was_altered_with_its_checksum(to_acceptor, integrity):
 
         return change
 
-    with linked(lambda port: relays.relay(port, payload=payload), integrity=integrity) as (
+    with relays.linked(lambda port: relays.relay(port, payload=payload), integrity=integrity) as (
         low,
         high,
         _,
@@ -347,7 +317,7 @@ def test_a_frame_that_never_ends_counts_as_silence():
         long = once(lambda frame: [frame[:2] + b"\x0f" + frame[3:]])
         return long if connection == 0 and towards else None
 
-    with linked(lambda port: relays.relay(port, control=control), peer_deadline=2.0) as (
+    with relays.linked(lambda port: relays.relay(port, control=control), peer_deadline=2.0) as (
         low,
         high,
         _,
@@ -365,7 +335,7 @@ def test_whoever_lets_only_handshakes_through_ends_the_link_as_a_cut_does():
     def control(_, __):
         return lambda number, frame: flipped(-1)(frame) if broken.is_set() else [frame]
 
-    with linked(lambda port: relays.relay(port, control=control), peer_deadline=2.0) as (
+    with relays.linked(lambda port: relays.relay(port, control=control), peer_deadline=2.0) as (
         low,
         high,
         _,

@@ -90,7 +90,7 @@ class PathStats:
     state: str
     """``INIT``, ``CONNECTING``, ``UP``, ``SUSPECT``, ``FENCING``, ``DOWN`` or ``COOLDOWN``."""
     trouble: str
-    """Why it was lost or could not be made the last time; empty for a rail that is up."""
+    """Why it was lost or could not be made the last time; empty once anything got through again."""
     epoch: int
     chunks: int
     """Chunks given to it, including chunks that were lost with it."""
@@ -140,6 +140,10 @@ class LinkStats:
     left out something on the way. Each ended its connection, and none was believed."""
     trouble: str
     """Why a connection of the link was lost the last time; empty if none was."""
+    path_trouble: str
+    """What is wrong with the data paths, or was in the last 30 seconds: paths that are down or were
+    lost, and a message of which nothing gets through. Errors of waits say the same. Empty if
+    nothing is."""
     rtt_min: float | None
     rtt_mean: float | None
     rtt_p99: float | None

@@ -1,0 +1,136 @@
+"""Faults that do not pass: a message is delivered, or its link ends in time, and says why."""
+
+import contextlib
+import itertools
+import socket
+import time
+
+import pairs
+import pytest
+import relays
+
+from pipemorph_trainer._engine import EngineError
+
+PEER_DEADLINE = 4.0
+CHUNK_BYTES = 16384
+IN_TIME = 2.0 * PEER_DEADLINE + 2.0
+"""Seconds: one and a half deadlines, what the bytes under way may take, and a busy machine."""
+
+
+def cut(connection, to_acceptor):
+    """Every data connection breaks with its first chunk."""
+
+    def change(number, part):
+        raise relays.Cut
+
+    return change
+
+
+def swallow(connection, to_acceptor):
+    """Chunks are taken, and nothing comes of them."""
+    return lambda number, part: []
+
+
+def one_way(fault, upwards):
+    return lambda connection, to_acceptor: (
+        fault(connection, to_acceptor) if to_acceptor is upwards else None
+    )
+
+
+def die(link):
+    """Why a link has ended, and after how many seconds."""
+    began = time.monotonic()
+    pairs.eventually(lambda: not link.alive)
+    return link.error, time.monotonic() - began
+
+
+FAST = [(cut, 10 * CHUNK_BYTES, True), (swallow, 1000, False)]
+CASES = [
+    pytest.param(*case, marks=[] if case in FAST else pytest.mark.full)
+    for case in itertools.product(
+        (cut, swallow), (1000, CHUNK_BYTES + 1, 10 * CHUNK_BYTES), (True, False)
+    )
+]
+
+
+@pytest.mark.parametrize(("fault", "size", "upwards"), CASES)
+def test_a_path_that_gets_nothing_through_ends_the_link(fault, size, upwards):
+    faulty = one_way(fault, upwards)
+
+    def between(port):
+        return relays.relay(port, data=faulty, payload=faulty)
+
+    settings = {"peer_deadline": PEER_DEADLINE, "chunk_bytes": CHUNK_BYTES}
+    with relays.linked(between, **settings) as (low, high, _, _):
+        sender, receiver, direction = (low, high, 0) if upwards else (high, low, 1)
+        key = (0, 0, 7, direction, 0)
+        ticket = sender.send(key, bytes(size))
+        # The other direction works.
+        back = (0, 0, 8, 1 - direction, 0)
+        receiver.send(back, b"x" * size)
+        assert sender.receive(back, pairs.TIMEOUT).view() == b"x" * size
+        why, took = die(sender)
+        assert took < IN_TIME
+        assert "microbatch 7" in why
+        assert "lost with a chunk of it (last: data path " in why
+        assert "path MTU" in why
+        with pytest.raises(EngineError, match=r"nothing of .* has got through in"):
+            sender.wait_sent(ticket, pairs.TIMEOUT)
+        with pytest.raises(EngineError, match=r"gave it up: nothing of .* has got through in"):
+            receiver.receive(key, pairs.TIMEOUT)
+
+
+def test_a_link_that_no_data_connection_can_be_made_for_ends():
+    class NoData(relays.Relay):
+        def _shake_hands(self, dialler, acceptor):
+            if dialler.recv(7, socket.MSG_PEEK | socket.MSG_WAITALL)[6] == relays.DATA:
+                raise relays.Gone
+            return super()._shake_hands(dialler, acceptor)
+
+    def between(port):
+        return contextlib.closing(NoData(port))
+
+    with relays.linked(between, peer_deadline=PEER_DEADLINE) as (low, high, _, _):
+        low.send((0, 0, 7, 0, 0), bytes(1000))
+        why, took = die(low)
+        assert took < IN_TIME
+        assert "there is something to send, and no data path has been up for" in why
+        pairs.eventually(lambda: not high.alive)
+        assert "gave it up: there is something to send" in high.error
+
+
+def test_waits_and_counters_say_what_is_wrong_with_the_paths():
+    def between(port):
+        return relays.relay(port, data=one_way(cut, True))
+
+    with relays.linked(between, peer_deadline=60.0) as (low, high, _, _):
+        for link in (low, high):  # as soon as all paths are connected
+            pairs.eventually(lambda link=link: link.stats().path_trouble == "")
+        ticket = low.send((0, 0, 7, 0, 0), bytes(1000))
+        pairs.eventually(lambda: sum(path.times_lost for path in low.stats().paths) >= 3)
+        stats = low.stats()
+        assert "microbatch 7" in stats.path_trouble
+        assert "were lost with a chunk of it" in stats.path_trouble
+        assert any(path.trouble for path in stats.paths)
+        with pytest.raises(EngineError, match=r"not acknowledged .* were lost with a chunk of it"):
+            low.wait_sent(ticket, 0.2)
+        with pytest.raises(EngineError, match=r"nothing arrived .* data paths were lost \d+ times"):
+            high.receive((0, 0, 7, 0, 0), 0.2)
+
+
+@pairs.TRANSPORTS
+def test_a_link_that_is_cut_again_and_again_delivers(transport):
+    """What breaks and still lets something through is no reason to end."""
+    with pairs.in_process(transport=transport, peer_deadline=PEER_DEADLINE) as pair:
+        pair.accepted.reserve(0, 4, 1 << 20)
+        until = time.monotonic() + 2 * PEER_DEADLINE
+        number = 0
+        while time.monotonic() < until:
+            key = (0, 0, number, 0, 0)
+            pair.dialled.send(key, bytes([number % 256]) * (1 << 20))
+            with contextlib.suppress(EngineError):
+                pair.dialled.sever_data_path(number % len(pair.dialled.stats().paths))
+            with pair.accepted.receive(key, pairs.TIMEOUT).view() as view:
+                assert view == bytes([number % 256]) * (1 << 20)
+            number += 1
+        assert pair.dialled.stats().reconnects > 10
