@@ -72,6 +72,14 @@ class TransportBook:
                     iteration,
                     f"{_where(end, self._mesh)} is back on {end.transport} ({end.direction})",
                 )
+            # Rails have others to fall back to.
+            troubled = bool(end.trouble) and end.agreed != "rdma"
+            if troubled and not (known is not None and known.trouble):
+                self._events.add(
+                    now,
+                    iteration,
+                    f"{_where(end, self._mesh)} loses data connections ({end.trouble})",
+                )
 
     def view(self) -> TransportsView:
         """The transports as last reported."""

@@ -280,6 +280,18 @@ def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
     assert [e.iteration for e in controller.events] == [2, 3]
 
 
+def test_sockets_that_are_lost_are_an_event_once() -> None:
+    controller = JobController(spec())
+    over_tcp = {"agreed": "tcp", "transport": "tcp"}
+    lost = "tcp: receiving: Connection timed out"
+    for now, trouble in enumerate(["", lost, f"{lost}; tcp: cut", "", lost], 1):
+        sample = end(1, trouble=trouble, **over_tcp)
+        tell(controller, float(now), iteration=now, transports=[sample])
+    assert [(e.iteration, e.text) for e in controller.events] == [
+        (at, f"link 1 loses data connections ({lost})") for at in (2, 5)
+    ]
+
+
 def test_a_fallback_between_two_reports_is_not_missed() -> None:
     controller = JobController(spec())
     tell(controller, 1.0, iteration=1, transports=[end(1)])

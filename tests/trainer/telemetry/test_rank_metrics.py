@@ -196,6 +196,15 @@ def test_a_fallback_is_counted_and_shown() -> None:
     assert counts == [2, 2, 1]
 
 
+def test_a_link_that_loses_its_data_connections_is_shown() -> None:
+    metrics = RankMetrics("gpt", 1, 0)
+    seen = []
+    for trouble in ("", "tcp: receiving: Connection timed out", ""):
+        metrics.hear(telemetry(1, transports=[end(agreed="tcp", transport="tcp", trouble=trouble)]))
+        seen.append(read(metrics, "link_trouble", link="1"))
+    assert seen == [0, 1, 0]
+
+
 def rail(device: str = "mlx5_0", state: str = "ACTIVE", **counters: Any) -> RailSample:
     return RailSample(stage=1, device=device, port=1, state=state, counters=counters)
 

@@ -96,6 +96,17 @@ def test_a_fallback_is_told_within_a_second_and_once(clock: Clock) -> None:
     assert (back.transport, back.failbacks, back.trouble) == ("rdma", 1, "")
 
 
+def test_trouble_of_sockets_is_told_like_that_of_rails(clock: Clock) -> None:
+    link = EngineLink("tcp", Stats("tcp", paths=[PathStats("tcp"), PathStats("tcp")]))
+    seen = watch(clock, End(4, Direction.FORWARD, link))
+    assert [s.trouble for s in seen.take()] == [""]
+    lost = "receiving: Connection timed out"
+    link.now = Stats("tcp", paths=[PathStats("tcp", trouble=lost), PathStats("tcp", trouble=lost)])
+    clock.now += LOOK_SECONDS
+    (told,) = seen.take()
+    assert (told.transport, told.trouble) == ("tcp", f"tcp: {lost}")
+
+
 def test_all_is_told_again_every_minute(clock: Clock) -> None:
     seen = watch(clock, End(0, Direction.FORWARD, EngineLink()))
     assert len(seen.take()) == 1

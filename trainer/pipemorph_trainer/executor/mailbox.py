@@ -143,8 +143,9 @@ class Mailbox:
         news on control sockets are no event, and it lasts at most :data:`QUIET_SECONDS`."""
         left = deadline - monotonic()
         if left <= 0:
+            late = f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
             raise WaitTimeoutError(
-                f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
+                "; ".join([late, *filter(None, (e.trouble() for e in self._ends))])
             )
         nap = min(LONGEST_NAP if hears else QUIET_SECONDS, left)
         if self._poller.wait(min(nap, at - time()) if at is not None else nap, hears=hears):

@@ -148,7 +148,16 @@ class LinkEnd:
 
     def gone(self) -> str:
         """Text: the neighbour is lost, and how."""
-        return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.socket.lost}"
+        why = f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.socket.lost}"
+        return f"{why}; {trouble}" if (trouble := self.trouble()) else why
+
+    def trouble(self) -> str:
+        """What is or just was wrong with the engine's connections to the neighbour; empty if
+        nothing, or without an engine."""
+        if self.engine_link is None:
+            return ""
+        said = self.engine_link.error or self.engine_link.stats().path_trouble
+        return f"{self}: {said}" if said else ""
 
     def taking(self, call: str, microbatch: int) -> str:
         """Description of a sender's wait. ``call``: such as ``iteration 7``."""

@@ -128,8 +128,15 @@ class RankMetrics:
                 "link_fallbacks", "Times the last rail was lost and TCP took over.", of_link
             ),
             "failbacks": counter("link_failbacks", "Times a rail took over again.", of_link),
-            "reconnects": counter("link_reconnects", "Control connections made again.", of_link),
+            "reconnects": counter(
+                "link_reconnects", "Control and data connections made again.", of_link
+            ),
         }
+        self._trouble = gauge(
+            "link_trouble",
+            "1 while a data connection is lost, or nothing has got through since one was.",
+            of_link,
+        )
         of_port = [*_RANK, "device", "port"]
         self._ports = gauge("rdma_ports", "RDMA ports that this rank sees.")
         self._active = gauge(
@@ -208,6 +215,7 @@ class RankMetrics:
         if before is not None and before.transport != end.transport:
             self._carries.labels(**of_link, agreed=end.agreed, transport=before.transport).set(0)
         self._carries.labels(**of_link, agreed=end.agreed, transport=end.transport).set(1)
+        self._trouble.labels(**of_link).set(bool(end.trouble))
         for name, metric in self._changes.items():
             known = getattr(before, name) if before is not None else 0
             metric.labels(**of_link).inc(max(0, getattr(end, name) - known))

@@ -76,8 +76,8 @@ class TransportWatch:
         if link is None:
             return None
         stats = link.stats()
-        lost = [p for p in stats.paths if p.kind == "rdma" and p.trouble]
-        trouble = "; ".join(f"{p.rail}: {p.trouble}" for p in lost)
+        lost = dict.fromkeys(f"{p.rail or p.kind}: {p.trouble}" for p in stats.paths if p.trouble)
+        trouble = "; ".join(lost)
         return TransportSample(
             link=end.link,
             replica=self._replica,
