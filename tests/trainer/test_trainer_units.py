@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,32 @@ def test_who_is_refused_at_a_control_socket_is_logged_and_told(
 @pytest.mark.ipv6
 def test_the_own_address_is_of_the_kind_that_rank_0_has() -> None:
     assert addresses.own_address("::1") == "::1"
+
+
+def test_other_machines_get_no_loopback_address() -> None:
+    for_others = addresses.for_other_machines
+    # Whatever is no loopback address stays, and nothing is looked up for it.
+    for kept in ("10.1.2.3", "fd00::7", "fe80::1%eth0"):
+        assert for_others(kept, ["127.0.0.1"]) == kept
+    # As where /etc/hosts has a machine's own name at 127.0.1.1.
+    for loopback in ("127.0.0.1", "127.0.1.1", "::1"):
+        for peers in ([], ["127.0.1.1"], ["192.0.2.7"], ["127.0.1.1", "192.0.2.7"]):
+            try:
+                found = for_others(loopback, peers)
+            except PipelineError as error:  # a machine without any network
+                assert loopback in str(error)
+                assert "/etc/hosts" in str(error)
+                continue
+            assert not ip_address(found).is_loopback
+
+
+def test_a_machine_without_a_route_says_which_address_leads_nowhere(monkeypatch) -> None:
+    def no_route(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", no_route)
+    with pytest.raises(PipelineError, match=r"MASTER_ADDR leads to 127\.0\.1\.1 on this machine"):
+        addresses.for_other_machines("127.0.1.1", ["10.0.0.2"])
 
 
 def test_a_rank_0_that_is_nowhere_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,21 @@ def test_where_the_kernel_does_not_say_names_have_to_do(tmp_path: Path) -> None:
 
 
 def meet(
-    context: TrainerContext, changed: str | None, route: str = "direct"
+    context: TrainerContext,
+    changed: str | None,
+    route: str = "direct",
+    *,
+    loopback_stands_for_a_network: bool = True,
 ) -> tuple[list[str], list[bool], float]:
     """What this rank dialled, whether each neighbour reads its clock, and its loss. Rank 1 is
     where ``changed`` is another."""
     if context.rank == 1 and changed is not None:
         there = this_machine()._replace(**{changed: "another"})
         vars(rendezvous)["this_machine"] = lambda: there
-    if context.master_addr == "127.0.0.1":
-        vars(addresses)["own_address"] = lambda master_addr: ELSEWHERE
+    if loopback_stands_for_a_network:
+        vars(addresses)["for_other_machines"] = lambda address, peers=(): address
+        if context.master_addr == "127.0.0.1":
+            vars(addresses)["own_address"] = lambda master_addr: ELSEWHERE
     dialled: list[str] = []
     dial = peer_socket.dial
 
@@ -78,6 +85,14 @@ def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_c
     zero, one = run_ranks(2, meet, changed, context={"secret": b"secret"})
     assert zero == ([address], [one_clock], one[2])
     assert one[:2] == ([], [one_clock])
+
+
+@pytest.mark.parametrize("route", ["direct", pytest.param("delegated", marks=pytest.mark.full)])
+def test_a_machine_whose_own_name_is_a_loopback_address_is_reached_by_others(route: str) -> None:
+    reached = addresses.for_other_machines("127.0.1.1")
+    among_machines = partial(meet, loopback_stands_for_a_network=False)
+    zero, one = run_ranks(2, among_machines, "hostname", route, context={"secret": b"secret"})
+    assert zero == ([reached], [False], one[2])
 
 
 @pytest.mark.full

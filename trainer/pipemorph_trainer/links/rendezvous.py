@@ -227,6 +227,14 @@ class Rendezvous:
         self._gather(self._mine)
         if all(self._mine.machine.shares_loopback(peer.machine) for peer in self._peers):
             return "127.0.0.1"
+        elsewhere = [
+            peer.address
+            for peer in self._peers
+            if not self._mine.machine.shares_loopback(peer.machine)
+        ]
+        if elsewhere:
+            found = addresses.for_other_machines(self._mine.address, elsewhere)
+            self._mine = self._mine._replace(address=found)
         return addresses.everywhere(self._mine.address)
 
     def make_shared(self, host: str) -> None:

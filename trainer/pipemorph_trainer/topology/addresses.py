@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
+from ipaddress import ip_address
 
 from pipemorph_trainer.errors import PipelineError
 
@@ -26,6 +28,41 @@ def own_address(master_addr: str) -> str:
     raise PipelineError(
         f"MASTER_ADDR is {master_addr}, which cannot be reached over {', nor over '.join(why)}"
     )
+
+
+def for_other_machines(address: str, peers: Iterable[str] = ()) -> str:
+    """The address by which other machines reach this one: ``address``, unless it is a loopback
+    address, as where ``/etc/hosts`` has a machine's own name at 127.0.1.1. Then it is the source
+    address of the route to the first of ``peers`` on another machine, else of the default route.
+
+    Raises :class:`PipelineError` if there is neither.
+    """
+    if not _is_loopback(address):
+        return address
+    remote = [peer for peer in peers if not _is_loopback(peer)]
+    # Addresses for documentation: they are no host's, so their route is the default one.
+    default = ["192.0.2.1", "2001:db8::1"]
+    if ":" in address:
+        default.reverse()
+    for there in [*remote, *default]:
+        family = socket.AF_INET6 if ":" in there else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((there, 9))
+                found = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if not _is_loopback(found):
+            return found
+    raise PipelineError(
+        f"MASTER_ADDR leads to {address} on this machine, an address that other machines cannot "
+        "reach, and no route leads to them: name rank 0's machine by an address of its network "
+        "(see /etc/hosts)"
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def everywhere(address: str) -> str:
