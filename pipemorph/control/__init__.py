@@ -1,14 +1,14 @@
 """The control loop of one job: reports in, directives out. Pure; hosts bring clock and sockets.
 
-``controller`` is what hosts call. ``assessment`` is what is known of a job, as far as measured
-iterations confirm it; ``decider`` asks for a proposal where that gives cause, and issues the plan;
-``plans`` are those that ranks run, should run, or return to; ``snapshot`` survives a restart of the
-host. ``record`` is what has happened: ``history`` of iterations, the ``worth`` of changes,
-``goodput``. ``generations`` says which ranks of pods run.
+``controller`` is what hosts call. ``decision`` finds a cause for another plan, as far as measured
+iterations confirm it, asks for a proposal, and issues the plan that it chose; ``plans`` are those
+that ranks run, should run, or return to; ``snapshot`` survives a restart of the host. ``record`` is
+what has happened: ``history`` of iterations, the ``worth`` of changes, ``goodput``. ``generations``
+says which ranks of pods run.
 
 ``observe`` runs in the agent, and judges what ranks measure; ``observed`` is what it has told.
-``decide`` makes decisions: ``triggers`` finds a cause, ``forecast`` predicts iteration times,
-``replan`` proposes a plan with its ``findings``, ``reasons`` turns them into text and records.
+``decide`` has what a decision is made of: its ``state``, the ``situation``, the ``forecast`` of
+iteration times, ``replan``, which proposes a plan, and ``reasons``, which has texts and records.
 """
 
 from pipemorph.control.controller import JobController

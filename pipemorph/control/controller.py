@@ -23,13 +23,14 @@ from math import inf
 from typing import Any
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.assessment import Assessment
+from pipemorph.control import decision
 from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.decider import Decider
+from pipemorph.control.decide.route_cost import RouteCosts
+from pipemorph.control.decide.state import DecisionState
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
@@ -91,11 +92,9 @@ class JobController:
         """How many layers each stage holds; empty: they are split evenly."""
         self._observed = Observed(self.spec, footprints=footprints, events=self._events)
         self._plans = Plans(self._first)
-        self._assessment = Assessment(self.spec, self._observed, self._ledger, self._plans)
-        self._decider = Decider(
+        self._decision = DecisionState(
             self.spec,
             self._rules,
-            self._assessment,
             observed=self._observed,
             ledger=self._ledger,
             plans=self._plans,
@@ -165,7 +164,7 @@ class JobController:
     def profiled_at(self) -> int | None:
         """The newest finished iteration at the last decision for changed op times or memory limits;
         None before the first. One under way does not count."""
-        return self._decider.judged.profiled_at
+        return self._decision.settled.profiled_at
 
     def links(self, now: float) -> tuple[LinkState, ...]:
         """State of each link."""
@@ -178,8 +177,18 @@ class JobController:
     def network(self, now: float) -> Network | None:
         """What another layout would be judged by; None before op times are known, or while ranks do
         not train. From the first one on it is known what stages do beside their layers."""
-        found = self._assessment.network(now)
-        if found is None or self.spec.parallelism.layers is None:
+        observed, stages = self._observed, self._observed.stages.times()
+        iterations = self._ledger.under(self._plans.wanted.version)
+        if stages is None or observed.state != "training" or not iterations:
+            return None
+        found = Network(
+            stages=stages,
+            links=observed.links.states(now),
+            reductions=observed.reductions(),
+            barrier=decision.barrier(self._decision),
+            left=self.spec.trainer.iterations - self._ledger.last_iteration - 1,
+        )
+        if self.spec.parallelism.layers is None:
             return found
         if not self.layers:
             self._beside = self._beside.seen(found.stages, self.spec.schedule.policy_kind)
@@ -190,7 +199,7 @@ class JobController:
         stages = self._observed.stages.times()
         if stages is None:
             return None
-        situation = self._assessment.measured(stages, self.links(now), now)
+        situation = decision.measured(self._decision, stages, self.links(now), now)
         running, outside = self._plans.running, self._ledger.outside
         return Outlook(self._rules, situation, self._first, running, outside)
 
@@ -255,8 +264,7 @@ class JobController:
         and so are the links. ``layers``: by stage, empty: split evenly."""
         self._observed.change_layout(slow)
         self._scale_stages(layers)
-        self._assessment.change_layout()
-        self._decider.pending = None
+        self._decision.route_costs, self._decision.pending = RouteCosts(), None
 
     def _scale_stages(self, layers: tuple[int, ...]) -> None:
         """Expect of each stage what so many layers take."""
@@ -275,7 +283,7 @@ class JobController:
         report belongs to another attempt, was seen before, does not fit the job, or tells of a
         later host.
         """
-        observed, plans, decider = self._observed, self._plans, self._decider
+        observed, plans, state = self._observed, self._plans, self._decision
         check(report, self.spec.parallelism, attempt=self.attempt, after=observed.sequence)
         self._versions.meet(report.term)
         answer = observed.take(report, now)
@@ -291,16 +299,16 @@ class JobController:
                 self._ledger.withdraw(wanted)
         self._ledger.add(report.iterations, observed.stages.peak_memory)
         if any(stage.crowding for stage in report.stages):
-            decider.say_crowded(now)
+            decision.say_crowded(state, now)
         plans.applied(observed.applied_plan_version)
         if report.iterations:
-            self._assessment.weigh_routes(now)
-            decider.compare(now)
-        decider.consider(now)
+            decision.weigh_routes(state, now)
+            decision.compare(state, now)
+        decision.consider(state, now)
         if self._on_report is not None:
             self._on_report(report)
         told = {
-            "attentive": self._assessment.attentive,
+            "attentive": decision.attentive(state),
             "wants_snapshot": plans.awaits(now),
             "term": self.term,
         }
@@ -339,17 +347,18 @@ class JobController:
             raise InputError(
                 f"its plan v{found} is not the one of that version that the ranks have"
             )
-        self._decider.pending = None
+        self._decision.pending = None
         self._plans.refuse()
         self._plans.unknown = False
         self._continue(saved, now)
-        self._decider.keep(now, reasons.handed_in(directive))
+        decision.keep(self._decision, now, reasons.handed_in(directive))
 
     def tick(self, now: float) -> None:
         """Call when time has passed without a report. Silence changes nothing, but it is recorded
         when all links have become silent."""
         if self._observed.fell_silent(now):
-            self._decider.keep(
+            decision.keep(
+                self._decision,
                 now,
                 f"no samples for {self.spec.adaptation.stale_after_seconds:g} s, so the state of"
                 " the links is unknown; kept the plan",
@@ -361,29 +370,29 @@ class JobController:
     def replan(self) -> Replan | None:
         """The decision that waits for :meth:`settle`. Until then reports are processed, but no
         other decision is requested."""
-        pending = self._decider.pending
+        pending = self._decision.pending
         return pending.replan if pending is not None else None
 
     def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
         """Act on the proposal that :func:`~pipemorph.control.decide.replan.propose` made for
         ``asked``. Ignored if another attempt has begun since."""
-        self._decider.settle(asked, proposal, now)
+        decision.settle(self._decision, asked, proposal, now)
 
     # --- snapshots ------------------------------------------------------------------------
 
     @property
     def state(self) -> tuple[object, ...]:
         """Differs when a snapshot has something new that another host would miss."""
-        judgement, plans = self._decider.judged, self._plans
+        last, plans = self._decision.settled, self._plans
         return (
             self.attempt,
             self._versions.newest,
             plans.wanted.version,
             plans.baseline,
-            judgement.profiled_at,
-            judgement.barrier,
-            self._decider.pacing.flaps,
-            tuple(sorted(self._assessment.truth.doubts().items())),
+            last.profiled_at,
+            last.barrier,
+            self._decision.flaps,
+            tuple(sorted(decision.doubt_levels(self._decision).items())),
             self.layers,
             self._beside.least,
             *((r.plan_version, r.iteration_seconds_after, r.saving) for r in self._ledger.open),
@@ -391,8 +400,8 @@ class JobController:
 
     def snapshot(self) -> dict[str, Any]:
         """The state that :meth:`restore` needs, as data for JSON."""
-        judgement, observed, plans = self._decider.judged, self._observed, self._plans
-        judged, baseline = judgement.situation, None
+        last, observed, plans = self._decision.settled, self._observed, self._plans
+        judged, baseline = last.situation, None
         if plans.baseline != plans.first:
             baseline = PlanMessage.of(plans.baseline)
         return Snapshot(
@@ -412,17 +421,17 @@ class JobController:
                 )
                 for each in judged.own
             ],
-            profiled_at=judgement.profiled_at,
-            stages=[] if judgement.profiled_at is None else list(map(rounded, judged.stages)),
-            barrier=judgement.barrier,
-            flaps=self._decider.pacing.flaps,
+            profiled_at=last.profiled_at,
+            stages=[] if last.profiled_at is None else list(map(rounded, judged.stages)),
+            barrier=last.barrier,
+            flaps=self._decision.flaps,
             slow_directions=observed.links.slow_directions(),
             slow_since=observed.links.slow_since(),
             records=self.records,
             changes_before=self._ledger.changes_before,
             worth_before=(self._ledger.before.seconds, self._ledger.before.error),
             baseline=baseline,
-            doubts=self._assessment.truth.doubts(),
+            doubts=decision.doubt_levels(self._decision),
             footprints=[each.saved() for each in observed.stages.footprints],
             layers=self.layers,
             beside=self._beside.least,
@@ -453,7 +462,7 @@ class JobController:
 
     def _continue(self, saved: Snapshot, now: float) -> None:
         """Go on from a snapshot of the same job. ``now``: no record can be newer."""
-        plans, judgement = self._plans, self._assessment.judgement
+        plans, last = self._plans, self._decision.last
         stages = self.spec.parallelism.stages
         plans.wanted, plans.baseline = saved.plans(plans.first)
         plans.running, plans.directive = plans.wanted, saved.directive
@@ -462,18 +471,18 @@ class JobController:
             r.model_copy(update={"detected_at": min(r.detected_at, now)}) for r in saved.records
         ]
         self._ledger.restore(records, saved.changes_before, Worth(*saved.worth_before))
-        self._decider.pacing.flaps = saved.flaps
+        self._decision.flaps = saved.flaps
         if len(saved.beside) == stages:
             self._beside = replace(self._beside, least=saved.beside)
         same = saved.layers == self.layers
         if same and len(saved.footprints) == stages:
             self._observed.stages.restore_footprints(saved.footprints)
-        first = judgement.situation
+        first = last.situation
         known = same and saved.profiled_at is not None and len(saved.stages) == stages
         judged = saved.judged(tuple(saved.stages) if known else first.stages)
         if judged is not None:
-            judgement.situation = replace(judged, barrier=first.barrier, assumed=first.assumed)
-            judgement.profiled_at = saved.profiled_at if known else None
+            last.situation = replace(judged, barrier=first.barrier, assumed=first.assumed)
+            last.profiled_at = saved.profiled_at if known else None
         if saved.barrier is not None:
-            judgement.barrier = saved.barrier
-        self._assessment.truth.restore_doubts(saved.doubts)
+            last.barrier = saved.barrier
+        self._decision.doubts = {source: (level, None) for source, level in saved.doubts.items()}

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipemorph.control.decide.forecast import Situation
-from pipemorph.control.decide.replica_links import ReplicaLinks
+from pipemorph.control.decide.situation import ReplicaLinks, Situation
 from pipemorph.control.record.history import KEPT_RECORDS
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, StageTimes

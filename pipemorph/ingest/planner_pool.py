@@ -23,9 +23,8 @@ from itertools import chain
 from typing import Any
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.layouts import moves, relayout
-from pipemorph.control.decide.replan import Proposal, Replan, propose
+from pipemorph.control.decide.replan import NoPlan, Proposal, Replan, propose
 from pipemorph.control.first_plan import (
     check_schedule,
     planning_rules,

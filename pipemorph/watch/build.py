@@ -12,7 +12,8 @@ from typing import Protocol
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
+from pipemorph.control.decide.forecast import Forecast, Outlook
+from pipemorph.control.decide.situation import Situation
 from pipemorph.control.record.worth import Worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.story import (

@@ -47,13 +47,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "32",
         "another mixer that is as good",
     ),
-    Equivalent(
-        "pipemorph/control/decider.py",
-        "Decider.__init__",
-        "self._weighed_at = -1",
-        "2",
-        "both are before the first iteration, and only the larger of it and another counts",
-    ),
 )
 
 

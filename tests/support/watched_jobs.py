@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.decide.forecast import Forecast, Outlook, Situation
-from pipemorph.control.decide.replica_links import ReplicaLinks, together
+from pipemorph.control.decide.forecast import Forecast, Outlook
+from pipemorph.control.decide.replan import together
+from pipemorph.control.decide.situation import ReplicaLinks, Situation
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.record.worth import Worth
 from pipemorph.planning import Plan, Route, StageTimes

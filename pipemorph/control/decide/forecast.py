@@ -6,20 +6,18 @@ cancel in the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from pipemorph.api.sections.parallelism import Parallelism
-from pipemorph.api.sections.schedule import Adaptation, ScheduleSpec
-from pipemorph.api.sections.transport import Transport
+from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
-from pipemorph.control.decide.replica_links import ReplicaLinks, folded
-from pipemorph.control.decide.route_cost import RouteCost
+from pipemorph.control.decide.situation import ReplicaLinks, Situation
 from pipemorph.control.decide.varying import Varying
-from pipemorph.control.memory_limits import Excess, Room, excess
+from pipemorph.control.memory_limits import Excess, excess
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
@@ -27,7 +25,6 @@ from pipemorph.planning import (
     Policy,
     Problem,
     Route,
-    StageTimes,
     lower_bound,
     plan,
     predict,
@@ -54,158 +51,26 @@ NEAR = 0.005
 """More effort ends where a plan is so near to the lower bound, as a fraction."""
 PROOF_EFFORT = 400_000
 """Of the lower bound that is looked for before that, about 4 ms."""
-STRAIN = 0.15
-"""By how much more a delay may turn out to be than it was measured to be, as a fraction."""
 
 
-class Rules(Protocol):
-    """The sections of a job's spec that a decision depends on."""
-
-    @property
-    def schedule(self) -> ScheduleSpec: ...
-
-    @property
-    def parallelism(self) -> Parallelism: ...
-
-    @property
-    def transport(self) -> Transport: ...
-
-    @property
-    def adaptation(self) -> Adaptation: ...
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Measurements for a decision. Seconds; one entry per stage or link.
-
-    ``wire_times``: current one-way times of a message; ``slow``: which of them are longer than
-    normal; ``delays``: by how much; ``transfers``: which part of them a message occupies the link,
-    alone. ``rooms``: memory limits of the stages, from which the limits
-    in ``stages`` follow; empty if nothing is limited. ``barrier``: whether stages wait for each
-    other between iterations, so that the makespan counts, and not the period. ``own``: the links of
-    every replica, where some are slow; the other fields have the worst of each link.
-    """
-
-    stages: tuple[StageTimes, ...]
-    wire_times: tuple[float, ...]
-    delays: tuple[float, ...]
-    slow: tuple[bool, ...]
-    unknown: tuple[bool, ...]
-    rooms: tuple[Room, ...] = ()
-    transfers: tuple[float, ...] = ()
-    """Empty if no link is narrow."""
-    barrier: bool = True
-    recent: tuple[tuple[float, ...], ...] = ()
-    """Per link, the newest delays, of windows, oldest first, if they vary so much that their mean
-    says little; else empty, as the whole is if none does."""
-    own: tuple[ReplicaLinks, ...] = ()
-    """Empty if there is one replica, or all links are well."""
-    route_cost: RouteCost = field(default_factory=RouteCost)
-    """What delegating takes of the op times in ``stages``."""
-    failed_over: tuple[bool, ...] = ()
-    """Which links are delegated whatever the plan says, since their direct route broke; empty if
-    none is."""
-    assumed: bool = False
-    """Whether only the ratios of the op times mean anything, since nothing was known of them."""
-
-    def transfer(self, link: int) -> float:
-        return self.transfers[link] if self.transfers else 0.0
-
-    def carried(self, routes: Sequence[Route]) -> tuple[Route, ...]:
-        """The routes that are in force under a plan with ``routes``."""
-        if not self.failed_over:
-            return tuple(routes)
-        pairs = zip(routes, self.failed_over, strict=True)
-        return tuple(Route.DELEGATED if failed else route for route, failed in pairs)
-
-    def varies(self, link: int) -> bool:
-        return bool(self.recent and self.recent[link])
-
-    def well(self) -> Situation:
-        """The situation once all slow links have recovered."""
-        links = range(len(self.slow))
-        return replace(
-            self,
-            wire_times=tuple(
-                max(0.0, self.wire_times[i] - self.delays[i] * self.slow[i]) for i in links
-            ),
-            delays=tuple(0.0 if self.slow[i] else self.delays[i] for i in links),
-            slow=(False,) * len(self.slow),
-            transfers=tuple(0.0 if self.slow[i] else self.transfer(i) for i in links),
-            recent=(),
-            own=(),
-        )
-
-    def strained(self) -> Situation:
-        """The situation with all delays longer by :data:`STRAIN`."""
-        own = (replace(each, wire_times=_strained(each)) for each in self.own)
-        return replace(self, wire_times=_strained(self), own=tuple(own))
-
-    def longer(self, by: Iterable[float]) -> Situation:
-        """The situation of replicas that are alike, with longer delays."""
-        wires = [wire + each for wire, each in zip(self.wire_times, by, strict=True)]
-        return replace(self, wire_times=tuple(wires), own=())
-
-    def at(self, links: ReplicaLinks) -> Situation:
-        """The situation with the links of some replicas."""
-        return replace(
-            self,
-            wire_times=links.wire_times,
-            delays=links.delays,
-            slow=links.slow,
-            unknown=links.unknown,
-            transfers=links.transfers,
-            recent=links.recent,
-            failed_over=links.failed_over,
-            own=(),
-        )
-
-    def links_of(self, replicas: tuple[int, ...]) -> ReplicaLinks:
-        """The links, as those of some replicas: the inverse of :meth:`at`."""
-        return ReplicaLinks(
-            replicas=replicas,
-            wire_times=self.wire_times,
-            delays=self.delays,
-            slow=self.slow,
-            unknown=self.unknown,
-            transfers=self.transfers or (0.0,) * len(self.delays),
-            recent=self.recent,
-            failed_over=self.failed_over,
-        )
-
-    def of(self, replicas: Sequence[int]) -> Situation:
-        """The situation of some replicas: of those that are named together, the least delayed
-        ones."""
-        rows = {row for replica in replicas if (row := self._rows.get(replica)) is not None}
-        if not rows:
-            return self
-        return self.at(min((self.own[row] for row in sorted(rows)), key=lambda each: each.late))
-
-    def beside(self, other: Situation) -> Iterator[tuple[Situation, Situation]]:
-        """The situations of the same replicas, here and in ``other``."""
-        if not self.own and not other.own:
-            yield self, other
-            return
-        mine, theirs = self._rows, other._rows
-        pairs = dict.fromkeys(
-            (mine.get(replica, -1), theirs.get(replica, -1)) for replica in mine or theirs
-        )
-        for i, k in pairs:
-            here = self if i < 0 else self.at(self.own[i])
-            yield here, other if k < 0 else other.at(other.own[k])
-
-    @cached_property
-    def _rows(self) -> dict[int, int]:
-        """Index in ``own`` of each replica."""
-        return {replica: row for row, each in enumerate(self.own) for replica in each.replicas}
-
-    def slow_as(self, other: Situation) -> bool:
-        """Whether the same links of the same replicas are slow."""
-        return all(here.slow == there.slow for here, there in self.beside(other))
-
-
-def _strained(links: Situation | ReplicaLinks) -> tuple[float, ...]:
-    return tuple(w + STRAIN * d for w, d in zip(links.wire_times, links.delays, strict=True))
+def folded(own: Iterable[ReplicaLinks], *, least: float, most: int) -> list[ReplicaLinks]:
+    """Replicas that are to run one plan, the most delayed first: those with equal delays, and of
+    more than ``most`` groups those that are delayed least. ``least``: seconds of delay that do not
+    matter."""
+    groups: list[ReplicaLinks] = []
+    for each in sorted(own, key=lambda links: (-links.late, links.replicas)):
+        for i, group in enumerate(groups):
+            if group.alike(each, least):
+                groups[i] = group.joined(each)
+                break
+        else:
+            groups.append(each)
+    queue = [(group.late, group.replicas, group) for group in groups]
+    heapify(queue)
+    while len(queue) > most:
+        joined = heappop(queue)[2].joined(heappop(queue)[2])
+        heappush(queue, (joined.late, joined.replicas, joined))
+    return [group for _, _, group in sorted(queue, key=lambda row: (-row[0], row[1]))]
 
 
 class Option(NamedTuple):
@@ -220,7 +85,7 @@ class Outlook:
     """A job as it is now, to predict its plans: that of the start, and the one in effect.
     ``outside``: seconds that an iteration takes outside of its ops, as measured."""
 
-    rules: Rules
+    rules: JobSpec
     situation: Situation
     start: Plan
     running: Plan
@@ -250,7 +115,7 @@ class Forecast:
 
     def __init__(
         self,
-        spec: Rules,
+        spec: JobSpec,
         situation: Situation,
         dispatch: Dispatch | None = None,
         *,

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide import findings
-from pipemorph.control.decide.forecast import Option, Situation
-from pipemorph.control.decide.replan import Cause, Proposal, Replan, own_links
-from pipemorph.control.decide.truth import Verdict
+from pipemorph.control.decide import replan
+from pipemorph.control.decide.forecast import Option
+from pipemorph.control.decide.replan import Proposal, Replan, own_links
+from pipemorph.control.decide.situation import Cause, Situation
+from pipemorph.control.decide.truth import Promise
 from pipemorph.control.memory_limits import Excess
 from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import dashed
@@ -153,29 +154,29 @@ def _new_dispatch(current: Option | None, chosen: Option) -> str:
     return f", {chosen.plan.dispatch} dispatch"
 
 
-def _sentence(finding: findings.Finding) -> str:
+def _sentence(finding: replan.Finding) -> str:
     match finding:
-        case findings.NoPlan(why):
+        case replan.NoPlan(why):
             return f"no plan was found: {why}"
-        case findings.MustNotRun(why):
+        case replan.MustNotRun(why):
             return (
                 f"the new plan fails its check: {too_much(why) if isinstance(why, Excess) else why}"
             )
-        case findings.MustNotStay(excess):
+        case replan.MustNotStay(excess):
             return f"the current plan must be replaced: {too_much(excess)}"
-        case findings.AtBaseline():
+        case replan.AtBaseline():
             return "kept the plan: it is the one for healthy links"
-        case findings.TooLittle(seconds, gain, least):
+        case replan.TooLittle(seconds, gain, least):
             return (
                 f"kept the plan, predicted {shown_time(seconds)} per iteration: the best other one"
                 f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
-        case findings.Passing(gain, count, least):
+        case replan.Passing(gain, count, least):
             return (
                 f"kept the plan: op times vary, and in one of {count} readings the best other one"
                 f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
-        case findings.Saves(seconds, iterations, cost, cost_seen):
+        case replan.Saves(seconds, iterations, cost, cost_seen):
             over = (
                 "per iteration"
                 if iterations is None
@@ -186,44 +187,44 @@ def _sentence(finding: findings.Finding) -> str:
                 f" {shown_time(max(0.0, seconds))} {over},"
                 f" a change {'has cost' if cost_seen else 'is assumed to cost'} {shown_time(cost)}"
             )
-        case findings.NotConfirmed(expected, gain, iterations, None):
+        case replan.NotConfirmed(expected, gain, iterations, None):
             return (
                 f"kept the plan: {iterations} iterations in this state are too few to confirm"
                 f" {shown_time(expected)} per iteration and {shown_time(gain)} that a change would"
                 " save"
             )
-        case findings.NotConfirmed(expected, gain, iterations, measured):
+        case replan.NotConfirmed(expected, gain, iterations, measured):
             assert measured is not None
             return (
                 f"kept the plan: {iterations} iterations in this state took"
                 f" {shown_time(measured)}, not {shown_time(expected)} as predicted; the"
                 f" {shown_time(gain)} that a change would save are within this error"
             )
-        case findings.GoesBack(slower):
+        case replan.GoesBack(slower):
             if slower:
                 return "kept the plan: the one before it would be slower"
             return "the plan before it returns"
-        case findings.OffloadWeighed(stages, copies, saves):
+        case replan.OffloadWeighed(stages, copies, saves):
             return (
                 f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied"
                 " microbatch and"
                 f" {'is needed to have a plan' if saves is None else _saves(saves)}"
             )
-        case findings.RecomputeWeighed(stages, forwards, saves):
+        case replan.RecomputeWeighed(stages, forwards, saves):
             return (
                 f"recomputation on {shown_stages(stages)} runs {forwards} forwards again and"
                 f" {'is needed to have a plan' if saves is None else _saves(saves)}"
             )
-        case findings.FusedWeighed(stages, saves):
+        case replan.FusedWeighed(stages, saves):
             return f"a fused backward on {shown_stages(stages)} {_saves(saves)}"
-        case findings.MemoryBinds(stages, least, most):
+        case replan.MemoryBinds(stages, least, most):
             counts = str(least) if least == most else f"{least} to {most}"
             return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
-        case findings.OwnPlans():
+        case replan.OwnPlans():
             return ", ".join(_own_plans(finding))
 
 
-def _own_plans(found: findings.OwnPlans) -> list[str]:
+def _own_plans(found: replan.OwnPlans) -> list[str]:
     """``replica 2: own plan for link 3 +30.0 ms``, for each plan that only some replicas run."""
     return [
         f"{shown_replicas(replicas)}: own plan for {_late(slow) or 'links that are well'}"
@@ -251,17 +252,18 @@ def _saves(seconds: float) -> str:
     return f"saves {shown_time(seconds)}" if seconds > 0 else "saves nothing"
 
 
-def outcome(verdict: Verdict) -> str:
-    """What a change brought."""
-    promised, saved = verdict.trial.promise, verdict.saved
-    text = f"plan v{verdict.trial.version}: promised {promised.gain:.1%}"
+def outcome(
+    version: int, promised: Promise, saved: float | None, seconds: float, iterations: int
+) -> str:
+    """What a change brought. ``seconds``: median of the measured ``iterations``; ``saved``: the
+    measured gain as a fraction of an iteration, None if there are none to compare with."""
+    text = f"plan v{version}: promised {promised.gain:.1%}"
     if saved is None:
         # Nothing that was measured before can be compared.
-        text += f", so {shown_time(promised.after)} per iteration; measured"
-        text += f" {shown_time(verdict.seconds)}"
+        text += f", so {shown_time(promised.after)} per iteration; measured {shown_time(seconds)}"
     else:
         text += f", measured {saved:.1%}"
-    return f"{text}, after {verdict.iterations} iterations"
+    return f"{text}, after {iterations} iterations"
 
 
 # --- of a change, on a terminal -----------------------------------------------------------
@@ -283,7 +285,7 @@ def short(version: int, cause: Cause, links: Sequence[LinkState], proposal: Prop
     # Each part in the longest form that fits; the later ones matter more.
     forms = [_short_why(cause, links), times, _short_plan(current, chosen)]
     shorten = [0, 1, 1, 2]
-    saves = next((each for each in proposal.found if isinstance(each, findings.Saves)), None)
+    saves = next((each for each in proposal.found if isinstance(each, replan.Saves)), None)
     # Without an end there is no sum; what an iteration saves is in its times.
     if saves is not None and saves.iterations is not None:
         gain = f"gain {saves.net:.1f} s"

@@ -8,32 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from typing import Literal
+from math import ceil, inf, sqrt
+from statistics import median
 
-from pipemorph.control.decide import findings, truth
-from pipemorph.control.decide.forecast import SAME, Forecast, Option, Rules, Situation, runnable
-from pipemorph.control.decide.replica_links import together
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide import truth
+from pipemorph.control.decide.forecast import SAME, Forecast, Option, runnable
+from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.decide.truth import Evidence, Promise
+from pipemorph.control.memory_limits import Excess
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route, StageTimes
 from pipemorph.planning.offload import left
-
-Cause = Literal[
-    "slow",
-    "worse",
-    "eased",
-    "varies",
-    "recovered",
-    "steady",
-    "profile",
-    "barrier",
-    "memory",
-    "restart",
-    "undelivered",
-]
-"""Why another decision is needed. barrier: stages wait for each other between iterations, or do so
-no longer; undelivered: the last change did not bring what it promised."""
 
 CHECKED: frozenset[Cause] = frozenset(
     {"slow", "worse", "eased", "varies", "steady", "profile", "barrier"}
@@ -47,6 +33,162 @@ delegated."""
 
 UNSEEN_CHANGE = 0.25
 """Assumed cost of a change of plan before one was measured, in iterations of the current plan."""
+
+
+# --- findings: `reasons` turns them into text. Times in seconds, stages in ascending order ---
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """The planner found no plan, for the reason ``why``."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class MustNotRun:
+    """The chosen plan fails the final check."""
+
+    why: str | Excess
+
+
+@dataclass(frozen=True)
+class MustNotStay:
+    """The current plan exceeds a memory limit: the best other plan replaces it, at any cost."""
+
+    excess: Excess
+
+
+@dataclass(frozen=True)
+class AtBaseline:
+    """The current plan is already the one for healthy links."""
+
+
+@dataclass(frozen=True)
+class TooLittle:
+    """The best other plan saves too little: a fraction ``gain`` of an iteration of ``seconds``,
+    which is less than the required ``least``."""
+
+    seconds: float
+    gain: float
+    least: float
+
+
+@dataclass(frozen=True)
+class Passing:
+    """Op times vary: with one of ``count`` readings of them, the best other plan saves only a
+    fraction ``gain`` of an iteration, which is less than the required ``least``."""
+
+    gain: float
+    count: int
+    least: float
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Seconds that the best other plan saves over the remaining ``iterations``, and the ``cost`` of
+    the change: measured at earlier changes if ``cost_seen``, else assumed. ``iterations`` is None
+    where no end is known: then ``seconds`` are of one iteration, and any pay in the long run."""
+
+    seconds: float
+    iterations: int | None
+    cost: float
+    cost_seen: bool
+
+    @property
+    def net(self) -> float:
+        return self.seconds - self.cost
+
+    @property
+    def pays(self) -> bool:
+        return self.seconds > (0.0 if self.iterations is None else self.cost)
+
+
+@dataclass(frozen=True)
+class NotConfirmed:
+    """Measured iterations do not confirm what a change is based on. ``expected``: predicted time of
+    an iteration of the current plan, overhead included; ``gain``: seconds that the change would
+    save; ``measured``: median of the ``iterations`` in this state, None if there are too few."""
+
+    expected: float
+    gain: float
+    iterations: int
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class GoesBack:
+    """The last change did not bring its promise: the plan before it returns, unless it would be
+    slower (``slower``)."""
+
+    slower: bool
+
+
+@dataclass(frozen=True)
+class OffloadWeighed:
+    """Offload on some stages. ``copies``: time per microbatch, both ways; ``saves``: time saved per
+    iteration, None if there is no plan without offload."""
+
+    stages: tuple[int, ...]
+    copies: float
+    saves: float | None
+
+
+@dataclass(frozen=True)
+class RecomputeWeighed:
+    """Recomputation on some stages. ``forwards``: number of forwards that run again in an
+    iteration; ``saves``: time saved per iteration, None if there is no plan without."""
+
+    stages: tuple[int, ...]
+    forwards: int
+    saves: float | None
+
+
+@dataclass(frozen=True)
+class FusedWeighed:
+    """Fused backwards on some stages. ``saves``: time saved per iteration."""
+
+    stages: tuple[int, ...]
+    saves: float
+
+
+@dataclass(frozen=True)
+class MemoryBinds:
+    """``activationMemory`` limits the plans on some stages, to between ``least`` and ``most``
+    microbatches."""
+
+    stages: tuple[int, ...]
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class OwnPlans:
+    """Replicas of the chosen plan that have one of their own, each with its delayed links: pairs of
+    link and delay."""
+
+    rows: tuple[tuple[tuple[int, ...], tuple[tuple[int, float], ...]], ...]
+
+
+Finding = (
+    NoPlan
+    | MustNotRun
+    | MustNotStay
+    | AtBaseline
+    | TooLittle
+    | Passing
+    | Saves
+    | NotConfirmed
+    | GoesBack
+    | OffloadWeighed
+    | RecomputeWeighed
+    | FusedWeighed
+    | MemoryBinds
+    | OwnPlans
+)
+
+
+# --- a decision ---
 
 
 @dataclass(frozen=True)
@@ -63,7 +205,7 @@ class Replan:
     show.
     """
 
-    spec: Rules
+    spec: JobSpec
     cause: Cause
     situation: Situation
     current: Plan
@@ -95,7 +237,7 @@ class Proposal:
 
     chosen: Option | None
     current: Option | None
-    found: tuple[findings.Finding, ...]
+    found: tuple[Finding, ...]
     promise: Promise | None = None
     waits: bool = False
     returns_at_once: bool = False
@@ -125,7 +267,7 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
         options += _own_plans(asked, forecast, options)
         chosen, why = _choose(asked, forecast, options, current)
     except InputError as error:
-        return Proposal(None, None, (findings.NoPlan(str(error)),))
+        return Proposal(None, None, (NoPlan(str(error)),))
     found = (*([why] if why else []), *_weighed(asked.situation, options))
     if chosen is None:
         return Proposal(None, current, found)
@@ -134,7 +276,7 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
         found = (*found, own_links(asked.situation, chosen.plan))
     broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
-        return Proposal(None, current, (findings.MustNotRun(broken),))
+        return Proposal(None, current, (MustNotRun(broken),))
     if current is None or asked.cause not in CHECKED or not current.seconds > chosen.seconds:
         return Proposal(chosen, current, found, returns_at_once=hurries)
     if passing := _passing(asked, forecast, chosen):
@@ -143,10 +285,37 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
     promised = truth.promise(forecast, running, chosen, asked.evidence)
     if promised.seconds <= 0:
         return Proposal(chosen, current, found, returns_at_once=hurries)
-    objection = truth.objection(promised, asked.evidence)
+    objection = _objection(promised, asked.evidence)
     if objection is not None:
         return Proposal(None, current, (objection,), waits=True)
     return Proposal(chosen, current, found, promised, returns_at_once=hurries)
+
+
+def _objection(promised: Promise, evidence: Evidence) -> NotConfirmed | None:
+    """Why the change must wait for more measured iterations; None if it need not."""
+    newest = evidence.measured[-truth.MOST :]
+    count = len(newest)
+    if evidence.overdue:
+        return None
+    if count:
+        measured = median(newest)
+        allowed = promised.seconds + truth.SIGMAS * promised.spread / sqrt(count)
+        missed = promised.before - measured
+        # Shorter than predicted: the disturbance is not there. Longer: there is more than what was
+        # found, which is no reason to wait, unless this kind of evidence has been wrong before.
+        if missed > allowed or (evidence.doubted and -missed > allowed):
+            return NotConfirmed(promised.before, promised.seconds, count, measured)
+    if count < _needed(promised):
+        return NotConfirmed(promised.before, promised.seconds, count, None)
+    return None
+
+
+def _needed(promised: Promise) -> int:
+    """Iterations needed to see the gain in the noise of iteration times."""
+    noise = truth.SIGMAS * promised.spread
+    if noise <= promised.seconds:
+        return 0
+    return min(truth.MOST, ceil((noise / promised.seconds) ** 2))
 
 
 def _returns_at_once(asked: Replan, forecast: Forecast, chosen: Option) -> bool:
@@ -159,7 +328,7 @@ def _returns_at_once(asked: Replan, forecast: Forecast, chosen: Option) -> bool:
     return waits > forecast.of(baseline).seconds - chosen.seconds
 
 
-def _passing(asked: Replan, forecast: Forecast, chosen: Option) -> findings.Passing | None:
+def _passing(asked: Replan, forecast: Forecast, chosen: Option) -> Passing | None:
     """Whether the gain of ``chosen`` does not show in every reading of the op times."""
     if chosen.plan.runs_as(asked.baseline):
         return None  # It returns also without a gain.
@@ -170,17 +339,17 @@ def _passing(asked: Replan, forecast: Forecast, chosen: Option) -> findings.Pass
     least = asked.spec.adaptation.min_gain
     if not gains or min(gains) >= least:
         return None
-    return findings.Passing(min(gains), len(gains), least)
+    return Passing(min(gains), len(gains), least)
 
 
 def _go_back(previous: Plan, forecast: Forecast, current: Option) -> Proposal:
     """The plan before the last change, if it is valid and predicted to be no slower."""
     broken = runnable(previous) or forecast.excess(previous)
     if broken is not None:
-        return Proposal(None, current, (findings.MustNotRun(broken),))
+        return Proposal(None, current, (MustNotRun(broken),))
     option = forecast.of(previous)
     slower = option.seconds > current.seconds * (1 + SAME)
-    return Proposal(None if slower else option, current, (findings.GoesBack(slower),))
+    return Proposal(None if slower else option, current, (GoesBack(slower),))
 
 
 def _options(
@@ -232,7 +401,7 @@ def _own_plans(asked: Replan, forecast: Forecast, options: Sequence[Option]) -> 
     return [forecast.of(plan)] if plan.own else []
 
 
-def own_links(situation: Situation, plan: Plan) -> findings.OwnPlans:
+def own_links(situation: Situation, plan: Plan) -> OwnPlans:
     """Which replicas have a plan of their own, and their delays."""
     rows = []
     for replicas, _ in plan.own:
@@ -241,18 +410,18 @@ def own_links(situation: Situation, plan: Plan) -> findings.OwnPlans:
         worst = tuple(map(max, *delays)) if len(delays) > 1 else delays[0] if delays else ()
         slow = tuple((link, delay) for link, delay in enumerate(worst) if delay > 0)
         rows.append((replicas, slow))
-    return findings.OwnPlans(tuple(rows))
+    return OwnPlans(tuple(rows))
 
 
 def _choose(
     asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
-) -> tuple[Option | None, findings.Finding | None]:
+) -> tuple[Option | None, Finding | None]:
     """The option to change to, or None, and the decisive finding."""
     situation = asked.situation
     if current is not None:
         too_much = forecast.excess(current.plan)
         if too_much is not None:
-            return forecast.best(options), findings.MustNotStay(too_much)
+            return forecast.best(options), MustNotStay(too_much)
     if not any(situation.slow) and not any(situation.unknown):
         return _choose_baseline(asked, forecast, options, current)
     quickest = forecast.best(options)
@@ -277,12 +446,12 @@ def _choose(
     ]
     if lighter:
         return forecast.best(lighter), None
-    return None, findings.TooLittle(current.seconds, gain, least)
+    return None, TooLittle(current.seconds, gain, least)
 
 
 def _choose_baseline(
     asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
-) -> tuple[Option | None, findings.Finding | None]:
+) -> tuple[Option | None, Finding | None]:
     """Choose for healthy links: the baseline plan, unless another one is fast enough to replace
     it."""
     min_gain = asked.spec.adaptation.min_gain
@@ -298,21 +467,21 @@ def _choose_baseline(
     if current is None:
         return target, None
     if target.plan.runs_as(current.plan):
-        return None, findings.AtBaseline()
+        return None, AtBaseline()
     if target is baseline:
         return target, None
     if target.seconds < current.seconds * least:
         return _if_it_pays(asked, current, target)
     gain = 1 - target.seconds / current.seconds
-    return None, findings.TooLittle(current.seconds, gain, min_gain)
+    return None, TooLittle(current.seconds, gain, min_gain)
 
 
 def _if_it_pays(
     asked: Replan, current: Option, other: Option
-) -> tuple[Option | None, findings.Finding | None]:
+) -> tuple[Option | None, Finding | None]:
     """``other``, if it saves more until the end of the job than the change costs."""
     seen, gain = asked.change_seconds, current.seconds - other.seconds
-    found = findings.Saves(
+    found = Saves(
         seconds=gain if asked.remaining is None else gain * asked.remaining,
         iterations=asked.remaining,
         cost=current.seconds * UNSEEN_CHANGE if seen is None else seen,
@@ -321,7 +490,7 @@ def _if_it_pays(
     return other if found.pays else None, found
 
 
-def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findings.Finding]:
+def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[Finding]:
     """Findings about offload, recomputation, fused backwards and device memory."""
     away = [option for option in options if option.plan.offloading]
     again = [option for option in options if option.plan.recomputing]
@@ -332,20 +501,18 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findin
         stages = quickest.plan.offloading
         # Both ways.
         copies = 2 * max(situation.stages[i].offload_copy or 0.0 for i in stages)
-        yield findings.OffloadWeighed(
-            stages, copies, None if others is None else others - quickest.seconds
-        )
+        yield OffloadWeighed(stages, copies, None if others is None else others - quickest.seconds)
     if again:
         quickest = min(again, key=lambda option: option.seconds)
         drawn = quickest.plan
         runs = sum(left(drawn.schedule, drawn.device_limits, drawn.recompute).recomputed)
         saves = None if others is None else others - quickest.seconds
-        yield findings.RecomputeWeighed(drawn.recomputing, runs, saves)
+        yield RecomputeWeighed(drawn.recomputing, runs, saves)
     fused = [option for option in here if option.plan.fused]
     split = [option.seconds for option in here if not option.plan.fused]
     if fused and split:
         quickest = min(fused, key=lambda option: option.seconds)
-        yield findings.FusedWeighed(quickest.plan.fused, min(split) - quickest.seconds)
+        yield FusedWeighed(quickest.plan.fused, min(split) - quickest.seconds)
     binds = tuple(
         i
         for i, room in enumerate(situation.rooms)
@@ -358,7 +525,7 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findin
     )
     if binds:
         counts = [situation.rooms[i].device or 0 for i in binds]
-        yield findings.MemoryBinds(binds, min(counts), max(counts))
+        yield MemoryBinds(binds, min(counts), max(counts))
 
 
 def _keeps_slow(option: Option, forecast: Forecast) -> bool:
@@ -369,3 +536,19 @@ def _keeps_slow(option: Option, forecast: Forecast) -> bool:
         for route, slow in zip(part.carried(plan.routes), part.slow, strict=True)
         if slow
     )
+
+
+def together(found: Sequence[tuple[tuple[int, ...], Plan]]) -> Plan:
+    """One plan from those of the ``replicas``, the most delayed first. The plan of most replicas,
+    and among equals of the less delayed ones, is that of all that have no other."""
+    groups: list[tuple[tuple[int, ...], Plan]] = []
+    for replicas, plan in found:
+        for i, (others, other) in enumerate(groups):
+            if plan.runs_as(other) and plan.dispatch is other.dispatch:
+                groups[i] = (tuple(sorted(others + replicas)), other)
+                break
+        else:
+            groups.append((replicas, plan))
+    main = max(range(len(groups)), key=lambda i: (len(groups[i][0]), i))
+    own = (group for i, group in enumerate(groups) if i != main)
+    return replace(groups[main][1], own=tuple(sorted(own, key=lambda group: group[0])))

@@ -8,21 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from observing import report
+from observing import report, trained
 from plant_support import BASE, OP, Plant, settle, spec
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import Health, JobController, initial_plan
-from pipemorph.control.decide.forecast import Situation
-from pipemorph.control.decide.rate_limit import HOLD, SOON, Pacing
-from pipemorph.control.decide.triggers import Judgement, Progress
+from pipemorph.control import Health, JobController, decision, initial_plan
+from pipemorph.control.decide.situation import Situation, change_of_links
+from pipemorph.control.decision import HOLD, SOON
+from pipemorph.control.first_plan import initial_problem
 from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Route, StageTimes, plan, problem_for
-from pipemorph.wire import (
-    PlanMessage,
-    StageProfile,
-)
+from pipemorph.wire import LinkState, PlanMessage, StageProfile
 
 
 def test_version_0_is_the_same_everywhere_and_needs_nothing_measured() -> None:
@@ -128,13 +125,13 @@ def test_the_first_plan_is_a_return_whatever_showed_that_it_is_the_best_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Op times that changed with the link can be what is looked at first."""
-    seen = Judgement.cause
+    seen = decision.find_cause
 
-    def cause(*given: Any, **more: Any) -> Any:
-        found = seen(*given, **more)
+    def cause(*given: Any) -> Any:
+        found = seen(*given)
         return "profile" if found == "recovered" else found
 
-    monkeypatch.setattr(Judgement, "cause", cause)
+    monkeypatch.setattr(decision, "find_cause", cause)
     plant = Plant(spec())
     plant.run(6)
     plant.delays[1] = 0.060
@@ -164,16 +161,13 @@ def test_a_slow_link_is_decided_on_again_when_its_delay_or_its_bandwidth_changes
     """From a delay of 60 ms and 40 ms for the bytes; a quarter of the delay is material."""
 
     def slow(delay: float, transfer: float) -> Situation:
-        return replace(
-            judgement.situation, delays=(0.0, delay, 0.0), slow=(False, True, False),
+        return Situation(
+            stages=initial_problem(spec()).stages, wire_times=(0.0, delay, 0.0),
+            delays=(0.0, delay, 0.0), slow=(False, True, False), unknown=(False,) * 3,
             transfers=(0.0, transfer, 0.0),
         )  # fmt: skip
 
-    judgement = Judgement.first(spec())
-    judgement.made("slow", slow(0.060, 0.040), 5)
-    progress = Progress(last=9, finished=10, measured=False, applied=True)
-    found = judgement.cause(slow(delay, transfer), initial_plan(spec()), progress, hold=100)
-    assert found == expected
+    assert change_of_links(slow(delay, transfer), slow(0.060, 0.040), 0.001) == expected
 
 
 def test_a_delay_not_worth_the_change_is_left_alone_and_said_so() -> None:
@@ -477,7 +471,7 @@ def test_a_restored_controller_does_not_ask_again_what_it_has_decided(barrier: b
     assert plant.controller.snapshot() == before.snapshot() | {"footprints": saved["footprints"]}
     plant.decides = False
     plant.run(1)
-    assert not plant.controller._assessment.attentive, "it knows whether there is a barrier"
+    assert not decision.attentive(plant.controller._decision), "it knows whether there is a barrier"
     plant.run(23)
     assert plant.controller.replan is None
     plant.ops[1] = StageTimes(forward=0.05, backward_input=0.05, backward_weight=0.05)
@@ -599,35 +593,41 @@ def test_state_stays_bounded() -> None:
 
 def test_another_link_that_becomes_slow_is_no_flap() -> None:
     """The plan of a link that flaps returns later each time."""
-    pacing = Pacing()
-    for at, link, flaps in ((10, 3, 0), (30, 1, 0), (50, 1, 1), (70, 1, 2)):
-        pacing.hurried(at, {link})
-        assert pacing.flaps == flaps, f"iteration {at}"
-        pacing.issued(at, ())
-        pacing.issued(at + 5, {link})
-    hold = pacing.hold
-    pacing.hurried(75 + SOON * hold + 1, {2})
-    assert pacing.flaps == 0, "it was long ago"
-    assert hold > pacing.hold
+    state = JobController(spec())._decision
+
+    def slow(at: int, link: int) -> int:
+        """Flaps after a directive for ``link`` in iteration ``at``; it is well 5 later."""
+        state.ledger.add(trained(at).iterations, list)
+        decision.count_hurry(state, {link})
+        state.returned[link] = at + 5
+        return state.flaps
+
+    assert [slow(at, link) for at, link in ((10, 3), (30, 1), (50, 1), (70, 1))] == [0, 0, 1, 2]
+    hold = decision.hold_iterations(state)
+    assert slow(75 + SOON * hold + 1, 2) == 0, "it was long ago"
+    assert hold > decision.hold_iterations(state)
 
 
 def test_when_the_plan_for_healthy_links_returns() -> None:
-    pacing = Pacing()
+    state = JobController(spec())._decision
+    slow = replace(state.last.situation, slow=(True, False, False))
 
     def returns(finished: int, *, all_well: bool = True, varied: bool = False) -> bool:
         """Of a link that is well since iteration 9."""
-        return pacing.may_return(finished, 9, all_well=all_well, varied=varied)
+        state.ledger.new_attempt()
+        state.ledger.add(trained(finished).iterations, list)
+        state.last.situation = replace(slow, recent=((0.1, 0.2), (), ())) if varied else slow
+        well = LinkState(0, Health.HEALTHY, since_iteration=9)
+        other = LinkState(1, Health.HEALTHY if all_well else Health.SLOW, since_iteration=1)
+        return decision.may_return(state, (well, other, LinkState(2, Health.HEALTHY)))
 
     assert [returns(at) for at in (8, 9, 10)] == [False, False, True]
     assert [returns(at, varied=True) for at in (10, 16, 17)] == [False, False, True]
-    pacing.issued(5, (), returns_at_once=True)
+    state.returns_at_once = True
     assert returns(8)
     assert not returns(8, all_well=False), "another link is slow"
-    pacing.flaps = 1
+    state.flaps = 1
     assert not returns(8), "it turned slow again before"
-    pacing.flaps = 0
-    pacing.issued(6, ())
-    assert not returns(8), "the newest plan costs little"
 
 
 def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:

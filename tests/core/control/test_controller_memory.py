@@ -15,10 +15,10 @@ from plant_support import OP, Plant, spec
 from schedule_text import schedule_of
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import JobController, initial_plan
-from pipemorph.control.decide.forecast import Forecast, Option, Situation
+from pipemorph.control import JobController, decision, initial_plan
+from pipemorph.control.decide.forecast import Forecast, Option
 from pipemorph.control.decide.replan import Replan, propose
-from pipemorph.control.decide.triggers import Judgement, Progress
+from pipemorph.control.decide.situation import Situation
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.memory_limits import room as room_of
@@ -585,21 +585,20 @@ def test_a_plan_that_fits_is_walked_again_only_for_other_limits(
         walks += 1
         return excess(plan, rooms)
 
-    monkeypatch.setattr("pipemorph.control.decide.triggers.excess", walk)
-    job = tight(memory=ROOMY)
-    judgement, plan = Judgement.first(job), initial_plan(job)
-    progress = Progress(last=9, finished=10, measured=True, applied=True)
+    monkeypatch.setattr(decision, "excess", walk)
+    state = JobController(tight(memory=ROOMY))._decision
 
     def of(device: int) -> Situation:
-        return replace(judgement.situation, rooms=(Room(device),) * STAGES)
+        return replace(state.last.situation, rooms=(Room(device),) * STAGES)
 
     large, small = of(MICROBATCHES), of(1)
     for _ in range(3):
-        assert judgement.cause(large, plan, progress, hold=1) is None
+        assert decision.find_cause(state, large) is None
     assert walks == 1
     for _ in range(2):
-        assert judgement.cause(small, plan, progress, hold=1) == "memory"
-    assert judgement.cause(large, replace(plan), progress, hold=1) is None
+        assert decision.find_cause(state, small) == "memory"
+    state.plans.wanted = replace(state.plans.wanted)
+    assert decision.find_cause(state, large) is None
     assert walks == 4, "other limits, and another plan"
 
 

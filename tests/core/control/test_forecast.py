@@ -10,8 +10,9 @@ import pytest
 from plant_support import spec
 
 from pipemorph.control.decide import forecast as module
-from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, runnable
+from pipemorph.control.decide.forecast import SAME, Forecast, Option, runnable
 from pipemorph.control.decide.replan import Replan, propose
+from pipemorph.control.decide.situation import Situation
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.decide.varying import CELLS, DRAWS, Varying
 from pipemorph.control.first_plan import initial_plan, planning_rules

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from plant_support import Plant, spec
 
 from pipemorph.control.decide import reasons
-from pipemorph.control.decide.findings import (
+from pipemorph.control.decide.forecast import Option
+from pipemorph.control.decide.replan import (
     AtBaseline,
     Finding,
     FusedWeighed,
@@ -23,11 +24,10 @@ from pipemorph.control.decide.findings import (
     NoPlan,
     OffloadWeighed,
     Passing,
+    Proposal,
     Saves,
     TooLittle,
 )
-from pipemorph.control.decide.forecast import Option
-from pipemorph.control.decide.replan import Proposal
 from pipemorph.control.memory_limits import Excess
 from pipemorph.planning import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire import Health, LinkState

@@ -16,12 +16,17 @@ from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.control import Health, JobController, initial_plan
-from pipemorph.control.decide.findings import OwnPlans
-from pipemorph.control.decide.forecast import Forecast, Option, Situation
-from pipemorph.control.decide.replan import Proposal, Replan, propose
-from pipemorph.control.decide.replica_links import ReplicaLinks, folded, together
-from pipemorph.control.decide.triggers import Judgement, Progress
-from pipemorph.control.decide.truth import Evidence, without
+from pipemorph.control.decide.forecast import Forecast, Option, folded
+from pipemorph.control.decide.replan import OwnPlans, Proposal, Replan, propose, together
+from pipemorph.control.decide.situation import (
+    ReplicaLinks,
+    Situation,
+    change_of_links,
+    seen,
+    sources_of,
+    without,
+)
+from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.first_plan import planning_rules
 from pipemorph.control.observe.observer import Observer
 from pipemorph.control.observed.links import LinkTable
@@ -238,28 +243,24 @@ def test_the_same_link_of_another_replica_is_other_evidence() -> None:
     three = job(3)
     before, now = situation(three, {1: {0: 0.03, 2: 0.03}}), situation(three, {2: {0: 0.03}})
     assert not situation(three, {1: {0: 0.03}}).slow_as(now), "the worst of each link is the same"
-    judgement = Judgement.first(three)
-    judgement.made("slow", before, 5)
     now = situation(three, {1: {0: 0.03, 2: 0.03}, 2: {0: 0.03}})
-    assert judgement.cause(now, initial_plan(three), LATER, hold=1) == "slow"
-    assert judgement.sources("slow", now) == {0}
+    assert change_of_links(now, before, LEAST) == "slow"
+    assert sources_of("slow", now, before, LEAST) == {0}
 
 
-LATER = Progress(last=20, finished=20, measured=False, applied=True)
+LEAST = 0.001
 
 
 def test_what_is_not_known_of_a_replica_is_as_it_was_there() -> None:
     three = job(3)
     before = situation(three, {1: {0: 0.03}})
-    judgement = Judgement.first(three)
-    judgement.made("slow", before, 5)
     unknown = [LinkState(link, Health.UNKNOWN) for link in range(LINKS)]
     own = [((1,), unknown), ((0, 2), unknown)]
-    now = judgement.now(before.stages, unknown, (), barrier=True, own=own)
+    now = seen(before, unknown, own)
     assert now.slow_as(before)
     assert now.of([1]).delays == (0.03, 0.0, 0.0)
     assert now.of([0]).delays == (0.0, 0.0, 0.0)
-    assert judgement.cause(now, initial_plan(three), LATER, hold=1) is None
+    assert change_of_links(now, before, LEAST) is None
 
 
 # --- the loop closed ------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +12,10 @@ import pytest
 from plant_support import Plant, spec
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import JobController
-from pipemorph.control.decide.findings import NotConfirmed
-from pipemorph.control.decide.replan import Proposal, Replan, propose
-from pipemorph.control.decide.truth import Promise, Trial, TruthCheck
-from pipemorph.control.record.history import Ledger
+from pipemorph.control import JobController, decision
+from pipemorph.control.decide.replan import NotConfirmed, Proposal, Replan, propose
+from pipemorph.control.decide.state import Trial
+from pipemorph.control.decide.truth import Promise
 from pipemorph.planning import StageTimes
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
 
@@ -144,11 +143,13 @@ def test_op_times_that_do_not_lengthen_iterations_change_nothing() -> None:
 def judged(promised: Promise, part: float, *after: float) -> bool | None:
     """Whether a change failed, or None: ``part`` seconds took the iteration in which its reason
     began, the only one of the plan before, and ``after`` those under the new one."""
-    plant = Plant(spec())
-    truth, ledger = TruthCheck(), Ledger()
-    situation = plant.controller._assessment.judgement.situation
-    truth.begin(Trial(1, plant.plan, plant.plan, frozenset({1}), promised, situation, since=20))
-    ledger.add(
+    controller = JobController(spec())
+    state, plan = controller._decision, controller.wanted
+    # No earlier plan to return to: what failed is only doubted.
+    promised = replace(promised, may_go_back=False)
+    state.observed.state = "training"
+    state.trial = Trial(1, plan, plan, frozenset({1}), promised, state.last.situation, since=20)
+    state.ledger.add(
         [
             IterationSample(
                 index=index, seconds=each, loss=1.0, plan_version=index > 20, bubble_fraction=0.1
@@ -157,8 +158,8 @@ def judged(promised: Promise, part: float, *after: float) -> bool | None:
         ],
         list,
     )
-    verdict = truth.judge(ledger, 21 + len(after))
-    return None if verdict is None else verdict.failed
+    decision.compare(state, 0.0)
+    return None if state.trial is not None else bool(controller.snapshot()["doubts"])
 
 
 @pytest.mark.parametrize(("part", "failed"), [(1.0, False), (0.75, True)])

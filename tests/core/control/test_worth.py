@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from plant_support import Plant, spec
 
-from pipemorph.control import JobController, decider
+from pipemorph.control import JobController, decision
 from pipemorph.control.record.history import KEPT_RECORDS, Ledger
 from pipemorph.control.record.worth import Worth, worth
 from pipemorph.planning import StageTimes
@@ -192,7 +192,7 @@ def test_when_a_cause_was_first_seen_is_not_taken_for_that_of_another(
     """A recovery waits for its decision when another link becomes slow: what the plan saves is
     revised from when that one did, and not from the recovery."""
     revised: list[int] = []
-    monkeypatch.setattr(decider, "revise", lambda *found: revised.append(found[2]))
+    monkeypatch.setattr(decision, "revise", lambda *found: revised.append(found[2]))
     plant = Plant(spec())
     for link, seconds, iterations in ((2, 0.06, 3), (2, 0, 4), (2, 0.06, 4), (2, 0, 4)):
         delay(link, seconds)(plant)

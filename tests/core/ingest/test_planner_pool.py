@@ -21,12 +21,11 @@ from pipemorph.api.layout import Layout
 from pipemorph.api.sections.schedule import ScheduleSpec
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
-from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.decide.layouts.layers import Split
 from pipemorph.control.decide.layouts.moves import Question, search
 from pipemorph.control.decide.layouts.relayout import Network
-from pipemorph.control.decide.replan import Proposal, Replan, propose
+from pipemorph.control.decide.replan import NoPlan, Proposal, Replan, propose
 from pipemorph.control.first_plan import (
     initial_problem,
     initial_schedule,
