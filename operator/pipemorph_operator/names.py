@@ -131,7 +131,7 @@ R_TTL = "TTLExpired"
 R_POD_REPLACED = "PodReplaced"
 R_RANKS_RESTARTED = "RanksRestarted"
 R_RECOVERED = "Recovered"
-R_LAYERS_MOVED = "LayersMoved"
+R_LAYOUT_CHANGED = "LayoutChanged"
 R_OTHER_AUTHORITY = "OtherAuthority"
 
 # --- exit codes of a rank -----------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Which place runs which coordinate of a job's mesh, which wires lie between them, and which layers
-each stage holds.
+"""A job's layout: which place runs which rank, how many layers each stage holds, and which wires
+lie between the ranks.
 
 A *place* is where a rank runs: a slot of a pod, with its device. Places are numbered like the ranks
 of the job's first layout, so in that one rank *r* runs at place *r*. A *wire* is what is between
@@ -13,12 +13,63 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pydantic import ConfigDict, Field
+
 from pipemorph.api.mesh import DATA, MeshShape
 from pipemorph.api.sections.parallelism import Parallelism
+from pipemorph.api.status_base import MAX_STAGES, StatusModel
 from pipemorph.errors import InputError
+
+MAX_PLACED = 512
+"""Most ranks of a job whose ranks change places: all places are in status, and told to all pods."""
 
 Wire = tuple[int, int]
 """Two pods, the lower one first; equal if both ends are in one pod."""
+
+
+def may_change_places(mesh: MeshShape) -> bool:
+    """Whether ranks of such a mesh may change places. Ranks that share a stage talk within each op,
+    and what a late wire costs them is not known."""
+    return mesh.data > 1 and mesh.lockstep == 1 and mesh.world_size <= MAX_PLACED
+
+
+class RankLayout(StatusModel):
+    """A layout in messages and status. Empty tuples: as in the beginning."""
+
+    model_config = ConfigDict(frozen=True)
+
+    layers: tuple[int, ...] = Field(
+        default=(),
+        max_length=MAX_STAGES,
+        description="Layers of each stage; empty: evenly many.",
+    )
+    places: tuple[int, ...] = Field(
+        default=(),
+        max_length=MAX_PLACED,
+        description="By rank, the place that runs it: index of its pod × ranksPerPod, plus its"
+        " number there. Empty: each rank at the place of its own number.",
+    )
+
+    def __bool__(self) -> bool:
+        return bool(self.layers or self.places)
+
+    def __str__(self) -> str:
+        """``layers 4, 2`` or ``places 0, 2, 1, 3``"""
+        named = (("layers", self.layers), ("places", self.places))
+        told = [f"{name} {', '.join(map(str, each))}" for name, each in named if each]
+        return " and ".join(told) or "the first layout"
+
+    def ranks_in(self, pod: int, ranks_per_pod: int) -> list[int]:
+        """The ranks of a pod, by their numbers in it."""
+        slots = range(pod * ranks_per_pod, (pod + 1) * ranks_per_pod)
+        if not self.places:
+            return list(slots)
+        ranks = {place: rank for rank, place in enumerate(self.places)}
+        return [ranks[slot] for slot in slots]
+
+    def pod(self, rank: int, ranks_per_pod: int) -> int:
+        """The pod that runs a rank."""
+        return (self.places[rank] if self.places else rank) // ranks_per_pod
 
 
 @dataclass(frozen=True)
@@ -49,6 +100,28 @@ class Layout:
     def text(self) -> str:
         """JSON, for :meth:`read`."""
         return json.dumps(self.places)
+
+    @property
+    def told(self) -> RankLayout:
+        """This layout in messages and status."""
+        return RankLayout(layers=self.layers, places=() if self.is_first else self.places)
+
+    def whole(self, layers: int | None) -> RankLayout:
+        """:attr:`told` with all numbers, also those of the beginning. ``layers``: of the model,
+        None: not known. Places of more than :data:`MAX_PLACED` ranks never change."""
+        spread = self.spread(layers) if layers is not None else ()
+        places = self.places if len(self.places) <= MAX_PLACED else ()
+        return RankLayout(layers=spread, places=places)
+
+    def changed(self, to: RankLayout) -> Layout:
+        """The layout ``to`` of the same job. Raises :class:`InputError` if it does not fit."""
+        made = (
+            self.read(json.dumps(to.places))
+            if to.places
+            else replace(self, places=tuple(range(self.mesh.world_size)))
+        )
+        layers = to.layers and self.read_layers(json.dumps(to.layers), self.mesh.stages)
+        return made.with_layers(layers)
 
     def read(self, text: str) -> Layout:
         """This layout with other places. Raises :class:`InputError` unless ``text`` gives each

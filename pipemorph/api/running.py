@@ -2,9 +2,6 @@
 
 Replicas that run are numbered from 0, in order, and so are their ranks: what runs is a job with
 fewer replicas, and whoever looks at it needs to know no more than that.
-
-A *place* is what the ranks of one pod make up: place ``p`` has the ranks from ``p × ranksPerPod``
-on. There are as many as pods, and each begins in the pod of its number.
 """
 
 from __future__ import annotations
@@ -17,51 +14,19 @@ from pipemorph.api.sections.faults import Fault
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.spec import JobSpec
 
-Places = tuple[tuple[int, int], ...]
-"""Of each place that is not in the pod of its number, that place and its pod."""
-
 
 @dataclass(frozen=True)
 class Running:
-    """What runs of a job that is cut as ``cut``, without the replicas ``left_out``, with its
-    ``places`` in these pods."""
+    """What runs of a job that is cut as ``cut``, without the replicas ``left_out``."""
 
     cut: Parallelism
     left_out: tuple[int, ...] = ()
-    places: Places = ()
-
-    def fits(self) -> bool:
-        """Whether every place is in one pod of the job, and no pod has two. Who has
-        :attr:`places` from elsewhere has to ask."""
-        known, cut = self._pod_of, self.cut
-        inside = all(0 <= place < cut.pods and 0 <= pod < cut.pods for place, pod in self.places)
-        # Places that are not named are in the pods of their numbers.
-        touched = {*known, *known.values()}
-        pods = {self.pod(place) for place in touched}
-        return inside and len(known) == len(self.places) and len(pods) == len(touched)
-
-    @cached_property
-    def _pod_of(self) -> dict[int, int]:
-        return dict(self.places)
-
-    @cached_property
-    def _place_of(self) -> dict[int, int]:
-        return {pod: place for place, pod in self.places}
-
-    def pod(self, place: int) -> int:
-        """The pod that a place is in."""
-        return self._pod_of.get(place, place)
-
-    def place(self, pod: int) -> int:
-        """The place that is in a pod."""
-        return self._place_of.get(pod, pod)
 
     def in_pods(self, ready: Collection[int]) -> Running:
-        """All replicas whose pods are ``ready``, in the places that they have here. For a job with
-        ``minReplicas``."""
+        """All replicas whose pods are ``ready``. For a job with ``minReplicas``."""
         # A large job lacks few pods.
         lacking = frozenset(range(self.cut.pods)).difference(ready)
-        missing = {replica for pod in lacking for replica in self.of_place(self.place(pod))}
+        missing = {replica for pod in lacking for replica in self.of_pod(pod)}
         return replace(self, left_out=tuple(sorted(missing)))
 
     @cached_property
@@ -75,27 +40,19 @@ class Running:
         return {replica: number for number, replica in enumerate(self.replicas)}
 
     @cached_property
-    def running_places(self) -> tuple[int, ...]:
-        """Those with ranks that run, by their numbers in the whole job."""
-        return tuple(place for place in range(self.cut.pods) if self._runs(place))
-
-    @cached_property
     def pods(self) -> tuple[int, ...]:
-        """Those with ranks that run, by their numbers in the Job, in the order of their ranks."""
-        return tuple(self.pod(place) for place in self.running_places)
+        """Those with ranks that run, by their numbers in the Job."""
+        return tuple(filter(self.has, range(self.cut.pods)))
 
     def has(self, pod: int) -> bool:
         """Whether ranks of a pod run. With several whole replicas in it, whether any does."""
-        return self._runs(self.place(pod))
+        return not self.left_out or any(each in self._number for each in self.of_pod(pod))
 
-    def _runs(self, place: int) -> bool:
-        return not self.left_out or any(each in self._number for each in self.of_place(place))
-
-    def of_place(self, place: int) -> range:
-        """The replicas of which a place has ranks, in a job with ``minReplicas``: one, or all of
-        its ranks are whole replicas."""
+    def of_pod(self, pod: int) -> range:
+        """The replicas of which a pod has ranks, in a job with ``minReplicas``: one, or all of its
+        ranks are whole replicas."""
         stride, each = self.cut.mesh.replica_stride, self.cut.ranks_per_pod
-        first, last = place * each, (place + 1) * each - 1
+        first, last = pod * each, (pod + 1) * each - 1
         if stride % each == 0:
             replica = first // stride % self.cut.replicas
             return range(replica, replica + 1)
@@ -134,7 +91,7 @@ class Running:
     def _fault(self, fault: Fault) -> Fault | None:
         """A fault of what runs; None if it is of what does not."""
         if fault.between is not None:
-            numbers = {place: number for number, place in enumerate(self.running_places)}
+            numbers = {pod: number for number, pod in enumerate(self.pods)}
             if not numbers.keys() >= set(fault.between):
                 return None
             return fault.model_copy(update={"between": [numbers[each] for each in fault.between]})

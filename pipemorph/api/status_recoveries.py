@@ -1,17 +1,17 @@
-"""``status.recoveries``: starts of ranks within their pods, and what runs in which pods since."""
+"""``status.recoveries``: starts of ranks within their pods, and their layout since."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
 from pydantic import Field
 
+from pipemorph.api.layout import MAX_PLACED, RankLayout
 from pipemorph.api.status_base import MAX_STAGES, StatusModel, Text, Timestamp, at_most, number
 
 MAX_RECOVERIES_KEPT = 10
 MAX_REPLICAS = 4096
 MAX_REPLACED_KEPT = 16
-MAX_PLACES = 512
 MAX_REFUSED_KEPT = 8
 
 
@@ -49,11 +49,15 @@ class RecoveryRecord(StatusModel):
         description="Replicas that train from then on; only with parallelism.minReplicas.",
     )
     layers: list[int] = at_most(
-        MAX_STAGES, "Layers of each stage from then on; empty if they are those of before."
+        MAX_STAGES, "Layers of each stage from then on; empty if the layout is that of before."
+    )
+    places: list[int] = at_most(
+        MAX_PLACED,
+        "By rank, the place that runs it from then on; empty if the layout is that of before.",
     )
     promised: float | None = Field(
         default=None,
-        description="If layers moved since that pays: fraction of an iteration that it was"
+        description="If the layout changed since that pays: fraction of an iteration that it was"
         " predicted to save.",
     )
     measured: float | None = Field(
@@ -81,16 +85,6 @@ class PodReplacement(StatusModel):
     )
 
 
-class PlaceInPod(StatusModel):
-    """A place that a pod of another number has: the ranks from place × ranksPerPod on."""
-
-    place: int = number("Number of the place: of the pod that had it first.")
-    pod: int = number("Index of the pod that has it.")
-
-
-LayersOfStages = Annotated[list[int], Field(max_length=MAX_STAGES)]
-
-
 class Recoveries(StatusModel):
     """Generations of ranks: their starts within living pods, after failures."""
 
@@ -111,24 +105,24 @@ class Recoveries(StatusModel):
         "Replicas that do not train in this generation, since pods of them are missing, while the "
         "others do (parallelism.minReplicas).",
     )
-    places: list[PlaceInPod] = at_most(
-        MAX_PLACES,
-        "Places that are not in the pods of their numbers; these pods, and no others, have ranks "
-        "of another number.",
+    places: list[int] = at_most(
+        MAX_PLACED,
+        "By rank, the place that runs it in this generation: index of its pod × ranksPerPod, plus"
+        " its number there. Empty: each rank at the place of its number (adaptation.relayout).",
     )
     layers: list[int] = at_most(
         MAX_STAGES,
         "Layers of each stage in this generation; empty: evenly many (adaptation.relayout).",
     )
-    layers_before: list[int] | None = Field(
+    layout_before: RankLayout | None = Field(
         default=None,
-        max_length=MAX_STAGES,
-        description="While these layers are on trial, those that a failure goes back to, as layers."
+        description="While these places and layers are on trial, those that a failure goes back to."
         " Absent: they count.",
     )
-    layers_refused: list[LayersOfStages] = at_most(
+    layouts_refused: list[RankLayout] = at_most(
         MAX_REFUSED_KEPT,
-        "Layers of each stage with which ranks have failed, newest last: they are not tried again.",
+        "Layouts with which ranks have failed, or that were undone, newest last: they are not tried"
+        " again.",
     )
     layers_fixed: Text | None = Field(
         default=None,
@@ -142,6 +136,12 @@ class Recoveries(StatusModel):
     last: list[RecoveryRecord] = at_most(MAX_RECOVERIES_KEPT, "The newest, newest last.")
 
     @property
-    def moved(self) -> tuple[tuple[int, int], ...]:
-        """:attr:`places`, as :data:`pipemorph.api.running.Places`."""
-        return tuple((each.place, each.pod) for each in self.places)
+    def layout(self) -> RankLayout:
+        """:attr:`places` and :attr:`layers`."""
+        return RankLayout(layers=tuple(self.layers), places=tuple(self.places))
+
+    def with_layout(self, now: RankLayout, before: RankLayout | None) -> Recoveries:
+        """These with another layout, and the one that a failure goes back to; None: ``now``
+        counts."""
+        update: dict[str, Any] = {"layers": list(now.layers), "places": list(now.places)}
+        return self.model_copy(update=update | {"layout_before": before})

@@ -11,9 +11,9 @@ with the replicas of which all pods are there. When those of another replica are
 ranks are asked to leave between two iterations (:mod:`.pods.leaving`), and a generation with that
 replica begins.
 
-Layers move between stages when whoever decides on that asks for it (:meth:`Generations.ask`): the
-ranks leave between two iterations, and the next generation has the new layers, on trial
-(:mod:`.pods.splits`, :mod:`.pods.trial`).
+The layout changes when the host's decision asks for it (:meth:`Generations.ask`): the ranks leave
+between two iterations, and the next generation has the new layout, on trial (:mod:`.pods.layouts`).
+
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
 
-from pipemorph.api.running import Places, Running
+from pipemorph.api.layout import RankLayout
+from pipemorph.api.running import Running
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
-from pipemorph.control.pods import trial
 from pipemorph.control.pods.ending import Ending
 from pipemorph.control.pods.following import Begins, Ends, Following
+from pipemorph.control.pods.layouts import Layouts, brought, settled
 from pipemorph.control.pods.leaving import LEAVE_SECONDS, Leaving
 from pipemorph.control.pods.presence import Presence
-from pipemorph.control.pods.splits import Split, Splits, split_of
 from pipemorph.control.record.progress import Progress
 from pipemorph.exits import PARTS_STAY, TRIAL_ITERATIONS
 from pipemorph.wire import GenerationState, LinkHealthReport, PodReport
@@ -69,28 +69,30 @@ class Generations:
         self.saved = saved or Recoveries()
         """What another ingest has to know before a launcher is told of it."""
         self.presence = Presence(pods)
-        # Their pods still move layers if that was switched off since.
-        moved = bool(self.saved.layers) or self.saved.layers_before is not None
-        self.splits = Splits(
+        # Their pods still change the layout if that was switched off since.
+        moved = bool(self.saved.layout) or self.saved.layout_before is not None
+        self.layouts = Layouts(
             cut,
             move=relayout or moved,
-            refused=self.saved.layers_refused,
+            refused=self.saved.layouts_refused,
             fixed=self.saved.layers_fixed or "",
         )
         self.relayout = relayout
-        """Whether layers may move in the next attempt: pods go by what they were told."""
+        """Whether the layout may change in the next attempt: pods go by what they were told."""
+        self.why = ""
+        """Why the ranks that run were started, after a failure."""
         heard = saved is None or saved.attempt != attempt
         self.progress = Progress(self.saved, done, heard=heard)
         self.following = Following(
             self.presence,
-            self.splits,
+            self.layouts,
             self.progress,
             self._cut,
             most=most,
             restarts=restarts,
             patience=patience,
         )
-        self._leaving = Leaving(self.splits)
+        self._leaving = Leaving(self.layouts)
         self._verdict: GenerationState | None = None
         self._looked_at = -inf
         self._new_generation()
@@ -104,24 +106,24 @@ class Generations:
         """``waiting``: pods that go on waiting if they have no ranks in it."""
         running = None
         if self._cut is not None:
-            running = Running(self._cut, self.left_out, self.places)
+            running = Running(self._cut, self.left_out)
         self.presence.begin_generation(running, waiting)
         self._ending = Ending()
         self._completed: set[int] = set()
         self._leaving.begin_generation()
-        self.splits.begin_generation()
+        self.layouts.begin_generation()
         self.progress.begin_generation()
 
     def begin_attempt(self, attempt: int) -> None:
         """All pods are others from now on."""
         self.presence.begin_attempt()
-        self.splits.begin_attempt(move=self.relayout)
+        self.layouts.begin_attempt(move=self.relayout)
         self.progress.begin_attempt()
         self._looked_at = -inf
         self.attempt, self._verdict = attempt, None
         update: dict[str, Any] = {"attempt": attempt, "generation": 0, "completed": False}
-        update |= {"left_out": [], "places": [], "layers": [], "layers_before": None}
-        self.saved = self.saved.model_copy(update=update)
+        saved = self.saved.with_layout(RankLayout(), None)
+        self.saved = saved.model_copy(update=update | {"left_out": []})
         self._new_generation()
 
     @property
@@ -130,20 +132,14 @@ class Generations:
         return tuple(self.saved.left_out)
 
     @property
-    def places(self) -> Places:
-        """Places that are not in the pods of their numbers in this generation."""
-        return self.saved.moved
+    def layout(self) -> RankLayout:
+        """The layout of this generation."""
+        return self.saved.layout
 
     @property
-    def layers(self) -> Split:
-        """By stage, how many layers it holds in this generation; empty: evenly many."""
-        return tuple(self.saved.layers)
-
-    @property
-    def layers_before(self) -> Split | None:
-        """While these are on trial, those that a failure goes back to; None: they count."""
-        before = self.saved.layers_before
-        return None if before is None else tuple(before)
+    def layout_before(self) -> RankLayout | None:
+        """While that is on trial, the one that a failure goes back to; None: it counts."""
+        return self.saved.layout_before
 
     @property
     def told(self) -> Recoveries | None:
@@ -158,7 +154,7 @@ class Generations:
 
     @property
     def stays(self) -> str:
-        """Why the ranks have not left for a replica that may run again, or for the layers that they
+        """Why the ranks have not left for a replica that may run again, or for the layout that they
         were asked to leave for last; empty if they could."""
         return self._leaving.stays
 
@@ -175,31 +171,45 @@ class Generations:
             hang=self._ending.hang,
             awaits=min(awaited, default=None) if self._ending else None,
             left_out=self.left_out,
-            places=self.places,
             leave=self._leaving.asked and not self._ending,
-            leave_layers=() if self._ending else self.splits.asked,
-            layers=self.layers,
-            layers_before=self.layers_before,
+            leave_for=RankLayout() if self._ending else self.layouts.asked,
+            layout=self.layout,
+            layout_before=self.layout_before,
             verdict="completed" if self.saved.completed else "",
         )
 
-    def ask(self, layers: tuple[int, ...], now: float, *, promised: float | None = None) -> bool:
-        """Have the ranks leave at the end of an iteration, and the next generation begin with so
-        many ``layers`` per stage: those of all stages, also if they are evenly many. Launchers are
-        told by :meth:`pipemorph.ingest.GenerationDesk.ask`. ``now``: wall clock, seconds;
-        ``promised``: part of an iteration that this is expected to save, for the record. After
+    def ask(
+        self,
+        layout: RankLayout,
+        now: float,
+        *,
+        promised: float | None = None,
+        undoes: bool = False,
+    ) -> bool:
+        """Have the ranks leave at the end of an iteration, and the next generation begin with
+        ``layout``. Launchers are told by :meth:`pipemorph.ingest.GenerationDesk.ask`. ``now``: wall
+        clock, seconds; ``promised``: part of an iteration that this is expected to save, for the
+        record; ``undoes``: the layout in force has not brought that, and is not tried again. After
         :data:`LEAVE_SECONDS` in which no ranks have left they are asked no more.
 
         Returns False, and changes nothing, while the ranks start again or are to leave, a pod is
-        lost, or layers are on trial; if these layers do not make up the model, are those in force,
-        or have been refused, since ranks failed with them; and where layers cannot move
-        (:attr:`Splits.fixed`)."""
+        lost, or a layout is on trial; and unless :meth:`Layouts.allows` it."""
         ends = self._verdict is not None or self._ending or self._completed or self.saved.completed
-        busy = self._leaving.asked or self.layers_before is not None or self.presence.awaited
-        if ends or busy or not self.splits.allows(layers, self.layers):
+        busy = self._leaving.asked or self.layout_before is not None or self.presence.awaited
+        if ends or busy or not self.layouts.allows(layout, self.layout):
             return False
-        self._leaving.for_layers(tuple(layers), now, promised)
+        self._leaving.for_layout(layout, now, promised, undoes=undoes)
         return True
+
+    def may_restart(self, retry: bool) -> bool:
+        """Whether another attempt may follow one that has ended here."""
+        used = self.following.restarts + self.saved.counted
+        return (
+            retry
+            and self._verdict is not None
+            and self._verdict.verdict == "attempt"
+            and (used < self.following.most)
+        )
 
     def begun(self, generation: int, told: PodReport | None = None) -> bool:
         """Say that a launcher runs ``generation``. Returns whether that is news: another ingest has
@@ -239,13 +249,13 @@ class Generations:
         self.presence.speaks(report.pod, report.launcher, uid, now)
         if report.event == "stays" and report.why.startswith(PARTS_STAY):
             # Also of ranks that are gone: so it would be with others.
-            self.splits.fixed = report.why
+            self.layouts.fixed = report.why
             self.saved = self.saved.model_copy(update={"layers_fixed": report.why})
         if report.generation < self.saved.generation or self._verdict is not None:
             return
         self.begun(report.generation, report)
-        if report.layers_before is None and split_of(report.layers) == self.layers:
-            # Another ingest had told this launcher that they count, and could not write that.
+        if report.layout_before is None and report.layout == self.layout:
+            # Another ingest had told this launcher that it counts, and could not write that.
             self._settle()
         if report.event == "gone":
             news = self.presence.asks(report.pod, now)
@@ -253,7 +263,7 @@ class Generations:
                 if news or now - self._looked_at >= LOOK_SECONDS:
                     self.look(now)
                 return
-            self.splits.gone(report)
+            self.layouts.gone(report)
         if report.event == "stays":
             if self._leaving.asked and not self._ending:
                 self._leaving.stay(report.why, now)
@@ -261,7 +271,7 @@ class Generations:
         if report.event == "resumed":
             self.progress.resumed(report.resumed)
             if report.resumed is not None and report.resumed.rung == "kept":
-                # With new layers rank 0 says so when they have been trained.
+                # With a new layout rank 0 says so when it has been trained.
                 self._settle()
             self._look_for_recovery(now)
             return
@@ -390,7 +400,7 @@ class Generations:
         lost_at = self._ending.lost_at
         # The next loss of a pod that is there is another one.
         self.presence.uncounted &= self.presence.awaited.keys()
-        self.saved = begins.saved
+        self.saved, self.why = begins.saved, begins.why
         # Those with ranks end these first.
         self._new_generation(self.presence.gone)
         self.progress.begins(begins.record, lost_at, now)
@@ -410,7 +420,7 @@ class Generations:
             return True
         self.progress.reported(report.iterations, now)
         # Rank 0 had said so before, if only these ranks can have come so far.
-        at = trial.began_at(self.saved, self.splits)
+        at = self.layouts.began_at(self.saved)
         reached = at is not None and self.progress.finished > max(
             at + TRIAL_ITERATIONS, self.progress.finished_before
         )
@@ -418,13 +428,13 @@ class Generations:
         return self._look_for_recovery(now) or settled
 
     def brought(self, generation: int, measured: float) -> None:
-        """Take for the record what the layers of a generation of this attempt have saved, as part
-        of an iteration."""
-        self.saved = trial.brought(self.saved, generation, measured)
+        """Take for the record what the layout of a generation of this attempt has saved, as part of
+        an iteration."""
+        self.saved = brought(self.saved, generation, measured)
 
     def _settle(self) -> bool:
-        """The layers of this generation count. Returns whether that is news."""
-        before, self.saved = self.saved, trial.settled(self.saved)
+        """The layout of this generation counts. Returns whether that is news."""
+        before, self.saved = self.saved, settled(self.saved)
         return self.saved is not before
 
     def _look_for_recovery(self, now: float) -> bool:

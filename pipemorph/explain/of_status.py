@@ -218,8 +218,11 @@ def _decided(job: ClusterJob, status: JobStatus) -> Iterator[str]:
     moves = [each for each in (recoveries.last if recoveries else ()) if each.promised is not None]
     for move in moves[-1:]:
         got = "not measured yet" if move.measured is None else f"{move.measured:.0%} measured"
+        what = f"layers moved ({dashed(move.layers)} per stage)"
+        if not move.layers:
+            what = "ranks changed places"
         yield (
-            f"layers moved ({dashed(move.layers)} per stage) in generation {move.generation}:"
+            f"{what} in generation {move.generation}:"
             f" {move.promised:.0%} shorter iterations promised, {got}"
         )
     for each in job.relayouts:

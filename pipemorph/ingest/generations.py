@@ -2,7 +2,7 @@
 
 What follows a generation is persisted before any launcher is told of it, so that a restarted ingest
 counts on. If that takes too long, launchers are told all the same: they know the number then. Not
-so of one with other layers: its number does not say which, and ranks of another ingest's would
+so of one with another layout: its number does not say which, and ranks of another ingest's would
 refuse to begin with these. That one waits until it is written.
 
 Launchers keep a poll open to hear at once that a generation is over. Only so many may, of a job and
@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.control.generations import Generations
 from pipemorph.control.observed.reports import ReportMismatch, WrongAttempt
-from pipemorph.control.pods.splits import named
 from pipemorph.errors import one_line
 from pipemorph.ingest.handler import Reply
 from pipemorph.wire import MAX_WAIT_SECONDS, GenerationState, PodReport
@@ -33,12 +33,12 @@ log = logging.getLogger("pipemorph.ingest")
 MARGIN = 0.001
 """Seconds after the time for which a decision is due: a clock may be read a little early."""
 PERSIST_SECONDS = 2.0
-"""How long launchers wait for the status to be written, if layers stay."""
+"""How long launchers wait for the status to be written, if the layout stays."""
 AGAIN_SECONDS = 1.0
-"""Between two tries to write which layers a generation has."""
+"""Between two tries to write which layout a generation has."""
 
-_Layers = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""``layers`` and ``layers_before`` of :class:`Generations`."""
+_Layouts = tuple[RankLayout, RankLayout | None]
+"""``layout`` and ``layout_before`` of :class:`Generations`."""
 
 
 class GenerationStore(Protocol):
@@ -76,11 +76,11 @@ class PollLimits:
 
 @dataclass
 class _Session:
-    """State per job. ``served``: what launchers are told, once it is persisted; ``layers``: those
+    """State per job. ``served``: what launchers are told, once it is persisted; ``layouts``: those
     that are."""
 
     served: GenerationState
-    layers: _Layers
+    layouts: _Layouts
     tokens: float
     refilled: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -168,7 +168,7 @@ class GenerationDesk:
         """Tell launchers what there is, if they may know it."""
         served, state = session.served, found.state
         begins = state.attempt == served.attempt and state.generation > served.generation
-        if begins and session.layers != _layers(found):
+        if begins and session.layouts != _layouts(found):
             return  # They are told when that is written.
         if session.gone or state == served:
             return  # Another host has written of the job meanwhile, and knows nothing of this.
@@ -224,12 +224,13 @@ class GenerationDesk:
         self,
         namespace: str,
         name: str,
-        layers: tuple[int, ...],
+        layout: RankLayout,
         *,
         of: tuple[int, int],
         promised: float | None = None,
+        undoes: bool = False,
     ) -> bool:
-        """Have the ranks of a job leave for other layers, see :meth:`Generations.ask`, and tell
+        """Have the ranks of a job leave for another layout, see :meth:`Generations.ask`, and tell
         their launchers. ``of``: the attempt and the generation of these ranks. Returns False if
         that is not possible now, others run meanwhile, or the job is not there."""
         found = self._store.generations(namespace, name)
@@ -240,7 +241,7 @@ class GenerationDesk:
         def change() -> None:
             nonlocal taken
             if (found.attempt, found.saved.generation) == of:
-                taken = found.ask(layers, time.time(), promised=promised)
+                taken = found.ask(layout, time.time(), promised=promised, undoes=undoes)
 
         async with session.lock:
             if not session.gone:
@@ -336,20 +337,20 @@ class GenerationDesk:
             log.error("%s/%s: a generation was begun and not persisted: %s", *job, why)
 
     async def _write(self, job: tuple[str, str], found: Generations, session: _Session) -> None:
-        """Persist what there is; if layers are others than those that are, until that is done."""
+        """Persist what there is; if layouts are others than those that are, until that is done."""
         attempt = found.attempt
         while not (session.gone or self._closing) and found.attempt == attempt:
-            layers = _layers(found)
+            layouts = _layouts(found)
             try:
                 await self._store.persist_generations(*job)
             except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
                 why = one_line(str(error))
                 log.error("%s/%s: a generation was begun and not persisted: %s", *job, why)
-                if layers == session.layers:
+                if layouts == session.layouts:
                     return
                 await asyncio.sleep(AGAIN_SECONDS)
             else:
-                session.layers = layers
+                session.layouts = layouts
                 self._serve(found, session)
                 return
 
@@ -357,9 +358,9 @@ class GenerationDesk:
         session = self._sessions.get(found)
         if session is None:
             burst = self._limits.reports_per_pod * found.pods + 1
-            session = self._sessions[found] = _Session(found.state, _layers(found), burst)
+            session = self._sessions[found] = _Session(found.state, _layouts(found), burst)
         elif session.served.attempt != found.attempt:
-            session.served, session.layers = found.state, _layers(found)
+            session.served, session.layouts = found.state, _layouts(found)
             session.release()
         return session
 
@@ -374,8 +375,8 @@ class GenerationDesk:
         return True
 
 
-def _layers(found: Generations) -> _Layers:
-    return found.layers, found.layers_before
+def _layouts(found: Generations) -> _Layouts:
+    return found.layout, found.layout_before
 
 
 def _past(state: GenerationState, known: GenerationState) -> bool:
@@ -397,21 +398,17 @@ def _log(namespace: str, name: str, found: Generations) -> None:
         what += f" is not followed by another one: {state.why or state.reason}"
     elif state.over:
         what += f" is over: {state.reason}"
-    elif state.leave_layers:
-        what += f" is to leave for {named(state.leave_layers)}"
+    elif state.leave_for:
+        what += f" is to leave for {state.leave_for}"
     elif state.leave:
         what += " is to leave: a replica that is missing may run again"
     elif found.stays:
         what += f" does not leave, as it was to: {found.stays}"
     else:
         what += " begins"
-    if state.layers and not state.over:
-        what += f", with {named(state.layers)}"
-        if state.layers_before is not None:
-            what += " on trial"
-    if state.places and not state.over:
-        moved = ", ".join(f"{place} in pod {pod}" for place, pod in state.places)
-        what += f", with the ranks of pod {moved}"
+    if not state.over and (state.layout or state.layout_before is not None):
+        what += f", with {state.layout}"
+        what += " on trial" if state.layout_before is not None else ""
     if state.left_out:
         what += f", without replicas {', '.join(map(str, state.left_out))}"
     log.info("%s/%s: %s", namespace, name, one_line(what))

@@ -6,10 +6,10 @@ The same loop under ``pipemorph run`` and in a pod: the :class:`Site` says what 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from pipemorph.api.running import Places
+from pipemorph.api.layout import RankLayout
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, RankExited
@@ -20,14 +20,12 @@ Shared = TypeVar("Shared")
 @dataclass(frozen=True)
 class Life:
     """One life of the ranks. ``generation``: its number within the attempt. ``left_out``: replicas
-    without which it runs, and ``places``: those in pods of other numbers, see
-    :mod:`pipemorph.api.running`; ``layers``: by stage, how many it holds, empty: evenly many."""
+    without which it runs. ``layout``: of the ranks."""
 
     attempt: int = 0
     generation: int = 0
     left_out: tuple[int, ...] = ()
-    places: Places = ()
-    layers: tuple[int, ...] = ()
+    layout: RankLayout = field(default_factory=RankLayout)
 
 
 class Site(Protocol[Shared]):

@@ -15,12 +15,12 @@ from typing import Any, TextIO
 
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.decide.ladder import Ladder, Rung
-from pipemorph.control.decide.layouts.moves import PLACES_SECONDS, Moves
+from pipemorph.control.decide.layouts.moves import Moves, records
+from pipemorph.control.generations import Generations as Numbered
 from pipemorph.errors import one_line
-from pipemorph.local import moves as asking
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.logs import collected_logs
+from pipemorph.local.moves import LeaveRequests
 from pipemorph.local.processes.environment import (
     AttemptEnvironment,
     common_environment,
@@ -35,7 +35,7 @@ from pipemorph.local.processes.kept import SHARED_MEMORY, KeptFolder
 from pipemorph.local.processes.private import PrivateFolder
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import End, Ending, Events, supervise
+from pipemorph.local.processes.supervise import End, Ending, Events, loss_of, supervise
 from pipemorph.local.progress import Progress, headline
 from pipemorph.local.results.history import Journal
 from pipemorph.local.results.outputs import OutFolder
@@ -47,6 +47,7 @@ from pipemorph.local.watch import FolderTraces, Observer, Told, WatchServer
 from pipemorph.manifest import check_module, load_job
 from pipemorph.watch.build import recovered
 from pipemorph.watch.door import listen
+from pipemorph.wire import PodReport, ResumedFrom
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 UNWRITTEN_STATUS = 1
@@ -93,6 +94,12 @@ def run_job(
         forks = stack.enter_context(
             Forks(trainer.preload, trainer.argv(sys.executable), env, progress.note)
         )
+        policy, cut = job.spec.failure_policy, job.spec.parallelism
+        # Ranks that fail are there again at once: no replica goes on without others.
+        generations = Numbered(
+            1, policy.max_restarts, cut=cut.model_copy(update={"min_replicas": None}),
+            relayout=job.spec.adaptation.relayout,
+        )  # fmt: skip
         host = _Host(
             job=job,
             run=run,
@@ -105,8 +112,8 @@ def run_job(
             interrupts=interrupts,
             show=refresh,
             grace=grace,
-            ladder=Ladder(job.spec.failure_policy.max_restarts),
-            moves=Moves(job.spec, progress.note, time.monotonic),
+            generations=generations,
+            moves=Moves(job.spec, generations, progress.note, time.monotonic),
             hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
         )
         host.announce()
@@ -119,7 +126,7 @@ def run_job(
         site = stack.enter_context(host)
         ending = Generations(site, reaper, forks, events).to_the_end()
         conclude(run, ending, journal, service, progress.note)
-        run.relayouts = asking.records(host.moves, run.iterations)
+        run.relayouts = records(host.moves, run.iterations)
         run.layers = host.moves.layout.layers
         host.over = True
         if page is not None:
@@ -147,7 +154,8 @@ class _Host:
     interrupts: Interrupts
     show: Callable[[], None]
     grace: float
-    ladder: Ladder
+    generations: Numbered
+    """What follows on each generation of the ranks: those of one pod."""
     moves: Moves
     hangs: HangWatch
     started: float = field(default_factory=time.monotonic)
@@ -159,17 +167,16 @@ class _Host:
     """Of the ranks that run."""
     left_at: float = 0.0
     """When ranks last left for another layout: wall clock, seconds."""
-    considered: float = 0.0
-    """When another layout was last considered, monotonic."""
     failed_looks: set[str] = field(default_factory=set)
     """What has been told of failures to look for another layout."""
     recovering: Recovery | None = None
     """The last recovery, until the ranks have finished an iteration."""
     over: bool = False
     """Whether :attr:`run` has its ending."""
+    requests: LeaveRequests = field(init=False)
 
     def __enter__(self) -> _Host:
-        if self.ladder.recovers:
+        if self.recovers:
             try:
                 self.kept = KeptFolder.make()
             except OSError as error:
@@ -179,6 +186,7 @@ class _Host:
                 )
             else:
                 self.reaper.send("delete", str(self.kept.root))
+        self.requests = LeaveRequests(self.kept, self, lambda _: None)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -208,46 +216,84 @@ class _Host:
     def first(self) -> Life:
         return Life()
 
+    @property
+    def recovers(self) -> bool:
+        """Whether a failure may be followed by another start."""
+        return self.generations.following.most > 0
+
+    # --- what the ranks answer, see pipemorph.local.moves.Answers -------------------------------
+
+    def stays(self, generation: int, why: str) -> None:
+        self._take(generation, "stays", why=why)
+
+    def resumed(self, generation: int, word: ResumedFrom) -> None:
+        self._take(generation, "resumed", resumed=word)
+
+    def _take(self, generation: int, event: str, **fields: Any) -> None:
+        told = {"attempt": self.life.attempt, "generation": generation, "pod": 0, "event": event}
+        told |= {"layout": self.life.layout, "layout_before": self.generations.layout_before}
+        self.generations.take(PodReport.model_validate(told | fields), time.time())
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take another layout."""
+        before = self.moves.layout
+        if not self.moves.follow(self.journal.iterations()):
+            return
+        layers, placed = self.moves.layout.layers, self.moves.layout.places != before.places
+        self.service.change_layout(self.moves.late_links() if placed else None, layers)
+        self.progress.layers = layers
+
     def agree(self, life: Life, ending: Ending) -> Life | Ending:
-        """Climb the ladder, record how the ranks ended, and tell of what follows."""
+        """Decide what follows, record how the ranks ended, and tell of it."""
         if ending.end is End.MOVED and self.interrupts.received is not None:
-            reason = f"{self.interrupts.received.name}, while the ranks changed places"
+            reason = f"{self.interrupts.received.name}, while the ranks left for another layout"
             ending = replace(ending, end=End.INTERRUPTED, reason=reason, retry=False)
-        if ending.end is End.MOVED:
-            following = Life(life.attempt, life.generation + 1)
-            move = self.moves.left(following.generation)
-            self.progress.note(f"generation {following.generation} begins {move.where}")
+        if ending.end not in (End.MOVED, End.FAILED):
+            self.run.attempts[-1].end(ending, time.time())
+            return ending
+        # The new layout may count since the last look.
+        self.requests.look(life.generation, None)
+        moved = ending.end is End.MOVED
+        generations = self.generations
+        self._take(
+            life.generation,
+            "gone",
+            loss=None if moved else loss_of(ending),
+            left_for=generations.layouts.asked if moved else None,
+            finished=self.hangs.finished,
+            reached=self.hangs.reached,
+            began=self.hangs.began_with,
+        )
+        state = generations.state
+        following = Life(life.attempt, state.generation, layout=state.layout)
+        if moved:
+            self.progress.note(f"generation {following.generation} begins with {following.layout}")
             self.left_at = ending.at
             self.journal.forget_view()
-            self._change_layout()
             return following
-        if self.kept is not None:
-            # The new layout may count since the last look.
-            asking.look(self.moves, self.kept, self.life.generation)
-        if self.moves.settling:
-            # What ends the ranks of a new layout may be that layout: they go back.
-            ending = replace(ending, retry=ending.retry or ending.end is End.FAILED)
-        rung, why = self.ladder.after(ending, self.hangs.finished)
-        if self.interrupts.received is not None and rung is not Rung.NONE:
-            ending, rung = replace(ending, end=End.INTERRUPTED), Rung.NONE
-        if rung is Rung.NONE and why:
-            ending = replace(ending, details=(*ending.details, why))
-        if rung is not Rung.GENERATION:
+        ends = bool(state.verdict) and not generations.may_restart(ending.retry)
+        if ends and state.why:
+            ending = replace(ending, details=(*ending.details, state.why))
+        if not ends and self.interrupts.received is not None:
+            ending, ends = replace(ending, end=End.INTERRUPTED), True
+        if ends:
             self.run.attempts[-1].end(ending, time.time())
-        if rung is Rung.NONE:
             return ending
-        again = rung is Rung.ATTEMPT
-        following = Life(life.attempt + 1) if again else Life(life.attempt, life.generation + 1)
-        self._go_on(ending, rung, following, why)
+        if state.verdict:
+            following = Life(life.attempt + 1)
+        self._go_on(ending, following, state.why if state.verdict else generations.why)
         return following
 
-    def _go_on(self, ending: Ending, rung: Rung, following: Life, why: str) -> None:
+    def _go_on(self, ending: Ending, following: Life, why: str) -> None:
         """Prepare the next start of the ranks, and tell of it."""
         self.progress.note(describe(ending))
         checkpoint = self.job.spec.checkpoint
         where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
         attempt, generation = following.attempt, following.generation
-        if rung is Rung.ATTEMPT:
+        again = attempt > self.life.attempt
+        if again:
+            self.run.attempts[-1].end(ending, time.time())
             self.progress.note(f"{why}, from {where}")
             if self.kept is not None:
                 self.kept.clear()
@@ -255,20 +301,16 @@ class _Host:
             self.progress.note(f"the ranks start again as generation {generation}: {why}")
         # No rank is more than an iteration ahead of another: all have begun what follows these.
         done = max(self.journal.done(), self.hangs.finished - 1)
-        self.recovering = Recovery(ending, attempt, generation, rung.value, done)
+        rung = "attempt" if again else "generation"
+        self.recovering = Recovery(ending, attempt, generation, rung, done)
         self.run.recoveries.append(self.recovering)
         self.journal.forget_view()
-        if self.moves.failed(attempt=rung is Rung.ATTEMPT):
-            self._change_layout()
-        if rung is Rung.ATTEMPT:
+        if again:
+            self.generations.following.restarts += 1
+            self.generations.begin_attempt(attempt)
+            self._follow()
             self.service.begin_attempt(attempt)
             self.run.begin_attempt(time.time())
-
-    def _change_layout(self) -> None:
-        """Tell of another layout than before."""
-        layers = self.moves.layout.layers
-        self.service.change_layout(self.moves.late_links(), layers)
-        self.progress.layers = layers
 
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered."""
@@ -276,9 +318,12 @@ class _Host:
         if (self.starting or self.recovering is not None) and self.kept is not None:
             resumed = self.kept.resumed(self.life.generation)
         first = self.journal.first(resumed.iteration if resumed is not None else 0)
-        if self.kept is not None:
-            asking.look(self.moves, self.kept, self.life.generation)
-        if first is not None and self.starting and not self.moves.settling:
+        leaves = self.generations.state
+        self.requests.look(self.life.generation, leaves.leave_for if leaves.leave else None)
+        if self.moves.asked is not None:
+            self.generations.look(time.time())
+            self._follow()
+        if first is not None and self.starting and self.moves.asked is None:
             self.starting = False
             self.moves.arrived(first[0], first[1] - self.left_at)
         if self.recovering is not None and first is not None:
@@ -292,24 +337,25 @@ class _Host:
 
     def _consider_layouts(self) -> None:
         """Ask the ranks to leave for another layout, if that pays."""
-        now = time.monotonic()
-        if self.kept is None or not self.moves.decides or now < self.considered + PLACES_SECONDS:
-            return
-        self.considered = now
         start_seconds = self.hangs.longest_start
-        network = None if start_seconds is None else self.service.network()
-        if network is None or start_seconds is None:
+        if self.kept is None or start_seconds is None or not self.moves.is_due():
+            return
+        network = self.service.network()
+        if network is None:
             return
         try:
-            move = self.moves.consider(network, start_seconds)
+            move = self.moves.consider(network, start_seconds, self.journal.iterations())
         except Exception as error:  # noqa: BLE001  # A run goes on without another layout.
             told = one_line(f"no other layout can be looked for: {error!r}", 300)
             if told not in self.failed_looks:
                 self.failed_looks.add(told)
                 self.progress.note(told)
             return
-        if move is not None:
-            asking.ask(self.moves, move, self.kept, self.life.generation)
+        if move is None:
+            return
+        layout, promised = move.proposal.layout.told, round(move.proposal.promised, 4)
+        if self.generations.ask(layout, time.time(), promised=promised, undoes=move.undoes):
+            self.moves.ask(move)
 
     @contextmanager
     def shared(self, life: Life) -> Iterator[AttemptEnvironment]:
@@ -342,6 +388,7 @@ class _Host:
 
     def start(self, ranks: RankSet, life: Life, shared: AttemptEnvironment) -> None:
         self.starting, self.life = True, life
+        self.requests.begin(word=life.generation > 0)
         command = self.job.spec.trainer.argv(sys.executable)
         parallelism = self.job.spec.parallelism
         self.hangs.begin(HangWatch.files(shared.progress_dir, range(parallelism.world_size)))
@@ -359,9 +406,9 @@ class _Host:
             grace=self.grace,
             straggle=self.job.spec.transport.deadline_seconds,
             deadline=self._deadline(),
-            recovers=self.ladder.recovers,
+            recovers=self.recovers,
             saves=self.job.spec.checkpoint is not None,
-            moves=lambda: self.moves.leaving,
+            moves=lambda: self.generations.state.leave,
             hung=self.hangs.look,
         )
         self.hangs.end()

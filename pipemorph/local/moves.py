@@ -1,82 +1,67 @@
-"""Asks the ranks of a run to leave for another layout, sees what becomes of it, and tells of it in
-``report.json``. When to ask, and which layout counts, is
-:mod:`pipemorph.control.decide.layouts.moves`.
-"""
+"""Requests to the ranks of one host to leave between two iterations, and their answers, by files in
+the folder of their copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
-from pipemorph.control.decide.layouts.moves import AFTER, BEFORE, SETTLES, Move, Moves, brought
-from pipemorph.exits import PARTS_STAY
+from pipemorph.api.layout import RankLayout
 from pipemorph.local.processes.kept import KeptFolder
-from pipemorph.wire import IterationSample
+from pipemorph.wire import ResumedFrom
+from pipemorph.wire.generations import LONGEST_LINE
 
 
-def ask(moves: Moves, move: Move, kept: KeptFolder, generation: int) -> None:
-    """Have the ranks of a generation leave."""
-    moves.ask(move)
-    layers = moves.spec.parallelism.layers
-    try:
-        if move.of_layers and layers is not None:
-            kept.ask_to_leave(generation, move.proposal.layout.spread(layers))
-        else:
-            kept.ask_to_leave(generation)
-    except OSError as error:
-        moves.stay(f"they cannot be told: {kept.root}: {error.strerror}")
+class Answers(Protocol):
+    """Receives what ranks answer: the ingest's, in a pod, or that of the run."""
+
+    def stays(self, generation: int, why: str) -> None:
+        """The ranks go on as they are."""
+
+    def resumed(self, generation: int, word: ResumedFrom) -> None:
+        """The ranks have begun with this state; a new layout counts."""
 
 
-def look(moves: Moves, kept: KeptFolder, generation: int) -> None:
-    """See whether the ranks stay, or the new layout counts. Ranks with other parts say so when
-    they have finished iterations: only then is it known that the parts can be trained."""
-    if moves.leaving and (why := kept.stay(generation)) is not None:
-        kept.stop_asking(generation)
-        moves.stay(why)
-    elif moves.settling:
-        resumed = kept.resumed(generation)
-        if resumed is not None and resumed.rung == "kept":
-            moves.counts()
-        elif (told := kept.stay(generation) or "").startswith(PARTS_STAY):
-            moves.cannot(told)
+class LeaveRequests:
+    """The requests of one host. ``kept``: None if its ranks keep nothing, and cannot leave."""
 
+    def __init__(
+        self, kept: KeptFolder | None, answers: Answers, note: Callable[[str], None]
+    ) -> None:
+        self._kept, self._answers, self._note = kept, answers, note
+        self._asked = False
+        self._awaits_word = False
 
-def records(moves: Moves, iterations: Sequence[IterationSample]) -> list[dict[str, Any]]:
-    """For ``report.json``, after the last iteration."""
-    if moves.asked is not None:
-        moves.asked.outcome, moves.asked.why = "stayed", "the run ended before"
-    ends = [move.iteration for move in moves.made[1:]]
-    return [
-        record(move, iterations, end, moves.spec.parallelism.layers)
-        for move, end in zip(moves.made, [*ends, None], strict=False)
-    ]
+    def begin(self, *, word: bool) -> None:
+        """Ranks start. ``word``: rank 0 is one of them, and says what they began with."""
+        self._asked, self._awaits_word = False, word
 
+    def look(self, generation: int, leaves: RankLayout | None) -> None:
+        """Pass on what the ranks have answered, and whether they are to leave, and for which
+        layout; None: they are not."""
+        kept = self._kept
+        if kept is None:
+            return
+        if self._awaits_word and (found := kept.resumed(generation)) is not None:
+            self._awaits_word = False
+            word = ResumedFrom(
+                iteration=found.iteration, rung=found.rung[:32], why=found.why[:LONGEST_LINE]
+            )
+            self._answers.resumed(generation, word)
+        # Rank 0 says why they go on as they are, whichever host has asked them.
+        if why := kept.stay(generation):
+            kept.forget_stay(generation)
+            self._stays(generation, why)
+        if leaves is not None and not self._asked:
+            try:
+                kept.ask_to_leave(generation, leaves.layers)
+            except OSError as error:
+                self._stays(generation, f"they cannot be told: {kept.root}: {error.strerror}")
+                return
+        elif leaves is None and self._asked:
+            kept.stop_asking(generation)
+        self._asked = leaves is not None
 
-def record(
-    move: Move, iterations: Sequence[IterationSample], end: int | None, layers: int | None
-) -> dict[str, Any]:
-    """One change. ``end``: the iteration of the next one; ``layers``: of the model."""
-    at, asked = move.iteration, move.proposal
-    was: list[float] = []
-    now: list[float] = []
-    if at is not None:
-        was = [s.seconds for s in iterations if at - BEFORE <= s.index < at]
-        last = min(at + SETTLES + AFTER, at + SETTLES + AFTER if end is None else end)
-        now = [s.seconds for s in iterations if at + SETTLES <= s.index < last]
-    return {
-        "reason": move.reason,
-        "outcome": move.outcome,
-        "why": move.why or None,
-        "generation": move.generation,
-        "iteration": at,
-        "places": list(asked.layout.places),
-        "moved": list(move.before.moved(asked.layout)),
-        "layers": None if layers is None else list(asked.layout.spread(layers)),
-        "layers_before": None if layers is None else list(move.before.spread(layers)),
-        "predicted_seconds_before": asked.before,
-        "predicted_seconds_after": asked.after,
-        "promised": asked.promised,
-        "measured": brought(was, now),
-        "expected_cost_seconds": asked.cost,
-        "seconds": move.seconds,
-    }
+    def _stays(self, generation: int, why: str) -> None:
+        self._note(f"the ranks do not leave, as they were to: {why}")
+        self._answers.stays(generation, why)

@@ -108,7 +108,7 @@ class ControlService:
 
         return self._call(read())
 
-    def change_layout(self, slow: Sequence[LinkState], layers: tuple[int, ...]) -> None:
+    def change_layout(self, slow: Sequence[LinkState] | None, layers: tuple[int, ...]) -> None:
         """See :meth:`JobController.change_layout`."""
 
         async def change() -> None:

@@ -36,8 +36,8 @@ class Source:
     is Complete or Failed, so its links are idle; ``taken_over_at``: wall clock from which this
     process has a job whose ranks had reported to another one; ``whole``: replicas of the job, if
     fewer may train, ``left_out``: those that do not, and ``stays``: why the others do not leave for
-    one that could join; ``on_trial``: whether stages hold other layers that do not count yet;
-    ``moves``: what was decided and done about layers."""
+    one that could join; ``on_trial``: whether ranks have another layout that does not count yet;
+    ``moves``: what was decided and done about the layout."""
 
     controller: JobController
     reported_at: float | None
@@ -317,7 +317,7 @@ def _stages_even(source: Source, view: JobView, now: float) -> Verdict:
 
 
 def _done_for_stages(source: Source) -> str:
-    """Which layers have moved between stages, and what was decided on that last."""
+    """Which layers have moved between stages, and what was decided on the layout last."""
     told, layers = "", source.controller.layers
     if layers:
         told = f"; by stage they hold {', '.join(map(str, layers))} layers"

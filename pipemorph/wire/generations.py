@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.wire.base import Answer, Count, PlanVersion, Seconds, WallClock, WireModel
 
 MAX_POD_REPORT_BYTES = 32 * 1024
@@ -31,20 +32,6 @@ Generation = PlanVersion
 
 LeftOut = Annotated[tuple[Count, ...], Field(max_length=4096)]
 """Replicas without which a generation runs, by their numbers in the whole job."""
-
-MAX_MOVED = 512
-"""Most places that may be in pods of other numbers at a time: they are told to all pods."""
-Places = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MAX_MOVED)]
-"""Places that are not in the pod of their number, each with its pod: see
-:mod:`pipemorph.api.running`."""
-
-
-MAX_STAGES = 512
-Layers = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...], Field(max_length=MAX_STAGES)
-]
-"""By stage, how many layers it holds; empty: evenly many. As :attr:`pipemorph.api.layout.Layout
-.layers`."""
 
 
 class Loss(WireModel):
@@ -99,17 +86,16 @@ class PodReport(WireModel):
     """Of ``gone``: the same of ranks of this generation alone, with those that they began with."""
     began: Count = 0
     """Of ``gone``: those of :attr:`reached` that they began with; 0: they have not said so."""
-    left_for: Layers | None = None
+    left_for: RankLayout | None = None
     """Of ``gone``: its ranks have left between two iterations, each with a copy of its state, as
-    all have. The layers that they were to leave for, as far as the launcher knows; empty: for other
-    replicas, or it does not."""
+    all have. The layout that they were to leave for, as far as the launcher knows, with all its
+    numbers; empty: for other replicas, or it does not know."""
     resumed: ResumedFrom | None = None
     why: Line = ""
     """Of ``stays``."""
     left_out: LeftOut = ()
-    places: Places = ()
-    layers: Layers = ()
-    layers_before: Layers | None = None
+    layout: RankLayout = RankLayout()
+    layout_before: RankLayout | None = None
     """All of the generation that this is about, as the launcher was told."""
 
 
@@ -134,16 +120,14 @@ class GenerationState(Answer):
     """A pod that is lost, and that Kubernetes replaces: the others wait for the new one."""
     left_out: LeftOut = ()
     """Pods of these replicas wait."""
-    places: Places = ()
     leave: bool = False
     """Whether its ranks are to leave at an iteration boundary, with copies of their state: a
-    replica that is left out may run again, or layers move."""
-    leave_layers: Layers = ()
-    """Then the layers that stages are to hold afterwards, those of all stages; empty: not for
-    other layers."""
-    layers: Layers = ()
-    layers_before: Layers | None = None
-    """While :attr:`layers` are on trial: those that a failure goes back to; None: they count."""
+    replica that is left out may run again, or the layout changes."""
+    leave_for: RankLayout = RankLayout()
+    """Then the layout afterwards, with all its numbers; empty: that does not change."""
+    layout: RankLayout = RankLayout()
+    layout_before: RankLayout | None = None
+    """While :attr:`layout` is on trial: the one that a failure goes back to; None: it counts."""
     cause: Count | None = None
     """Of a verdict: the pod whose rank has failed."""
     again: Seconds = 0.0

@@ -1,4 +1,4 @@
-"""An ingest that moves layers between the stages of a job in pods, for tests: its API server, its
+"""An ingest that changes the layout of a job in pods, for tests: its API server, its
 reports and its launchers are played."""
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from typing import Any
 
 from operator_status import KEY, Shared, hear, known, tell
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.status import JobStatus, condition
 from pipemorph.control import JobController
 from pipemorph.ingest import GenerationDesk
+from pipemorph.wire import GenerationState
 from pipemorph_operator import names
-from pipemorph_operator.ingest.moving import LayerMoves
+from pipemorph_operator.ingest.moving import LayoutMoves
 from pipemorph_operator.ingest.store import ClusterStore
 
-EVEN, MOVED = (4, 4, 4, 4), (5, 3, 4, 4)
+EVEN, MOVED = RankLayout(layers=(4, 4, 4, 4)), RankLayout(layers=(5, 3, 4, 4))
+FIRST = RankLayout()
 LOSS = {"reason": "rank 1 exited with code 1", "at": 1.0, "rank": 1}
 RESUMED = {"event": "resumed", "resumed": {"iteration": 0, "rung": "kept"}}
 START = 2.0
@@ -42,7 +45,7 @@ class Ingest:
         self.api, self.now, self.done = api, 1000.0, done
         self.store = ClusterStore(api, monotonic=lambda: self.now)  # type: ignore[arg-type]
         self.desk = GenerationDesk(self.store)
-        self.layers = LayerMoves(self.store, self.desk)
+        self.layouts = LayoutMoves(self.store, self.desk)
 
     async def begin(self) -> None:
         await known(self.store, self.api.job)
@@ -62,11 +65,13 @@ class Ingest:
             stages = [dict.fromkeys(names, took) | OPS | {"stage": i} for i, took in enumerate(op)]
             hear(self.store, self.done, self.done + 1, stages=stages, seconds=seconds)
             self.done += 2
-            self.layers.reported(*KEY)
-            await asyncio.gather(*self.layers.under_way)
+            self.layouts.reported(*KEY)
+            await asyncio.gather(*self.layouts.under_way.values())
 
     async def gone(self, generation: int = 0, **fields: Any) -> dict[str, Any]:
         """All pods say that their ranks are gone."""
+        if isinstance(left_for := fields.get("left_for"), RankLayout):
+            fields["left_for"] = left_for.model_dump()
         for pod in range(4):
             told = await tell(self.desk, pod, generation=generation, launcher=f"of {pod}", **fields)
         return told
@@ -76,7 +81,7 @@ class Ingest:
         await self.looks(1, 1, 1, 1)
         await self.looks(1, 1.5, 1, 1, times=6)
         await self.gone(left_for=MOVED, finished=self.done, reached=self.done)
-        assert self.controller.layers == MOVED
+        assert self.controller.layers == MOVED.layers
 
     @property
     def controller(self) -> JobController:
@@ -85,10 +90,11 @@ class Ingest:
         return found
 
     @property
-    def asked(self) -> tuple[int, ...]:
+    def asked(self) -> RankLayout:
+        """What the ranks are to leave for, without the places that do not change."""
         generations = self.store.generations(*KEY)
         assert generations is not None
-        return generations.splits.asked
+        return RankLayout(layers=generations.layouts.asked.layers)
 
     def forwards(self) -> list[float]:
         network = self.controller._observed.stages.times()
@@ -104,3 +110,9 @@ def stages_even(api: Shared) -> tuple[str, str]:
     found = condition(status(api), names.STAGES_EVEN)
     assert found is not None
     return found.reason, found.message
+
+
+def layouts(told: dict[str, Any]) -> tuple[int, RankLayout, RankLayout | None]:
+    """The generation of an answer, its layout, and the one before if it is on trial."""
+    state = GenerationState.model_validate(told)
+    return state.generation, state.layout, state.layout_before

@@ -3,11 +3,11 @@
 Pods prove themselves by ``TOKEN/UID``. It keeps what belongs into status in
 ``FOLDER/recoveries.json``, which the next process goes on from, and appends every reported
 iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost pods it reads from
-``FOLDER/replacements.jsonl``. In place of decisions that layers move it has ``FOLDER/asks.jsonl``:
-an iteration, and the layers of each stage that it asks for once that is finished; what ranks are
-asked to leave for is in ``FOLDER/asked.jsonl``. If there is ``FOLDER/dies-at-a-move``, it is killed
-when ranks have left for other layers and nobody knows it but it.
-While there is ``FOLDER/decides`` it decides on layers itself.
+``FOLDER/replacements.jsonl``. In place of decisions on the layout it has ``FOLDER/asks.jsonl``:
+an iteration, and the layout that it asks for once that is finished; what ranks are asked to leave
+for is in ``FOLDER/asked.jsonl``. If there is ``FOLDER/dies-at-a-move``, it is killed
+when ranks have left for another layout and nobody knows it but it.
+While there is ``FOLDER/decides`` it decides itself.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.running import Running
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control import JobController
+from pipemorph.control.decide.layouts.moves import Moves
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import (
     BearerAuthenticator,
@@ -36,7 +38,7 @@ from pipemorph.ingest import (
     PlannerPool,
 )
 from pipemorph.wire import LinkHealthReport
-from pipemorph_operator.ingest.moving import JobMoves, LayerMoves
+from pipemorph_operator.ingest.moving import LayoutMoves
 
 
 class PodTokens:
@@ -55,11 +57,11 @@ class PodTokens:
 
 @dataclass
 class Decided:
-    """The job as it is decided on its layers."""
+    """The job as it is decided on its layout."""
 
     controllers: list[JobController]
     generations: Generations
-    moves: JobMoves
+    moves: Moves
 
     @property
     def controller(self) -> JobController:
@@ -101,22 +103,22 @@ class Kept:
         return self.of_job
 
     async def persist_generations(self, namespace: str, job: str) -> None:
-        if self.of_job.layers_before is not None and self._dies.exists():
+        if self.of_job.layout_before is not None and self._dies.exists():
             self._dies.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         self.write()
 
     @property
-    def wanted(self) -> tuple[int, ...]:
-        """The layers to ask for next; empty: none now."""
+    def wanted(self) -> RankLayout:
+        """The layout to ask for next; empty: none now."""
         asks = [json.loads(line) for line in _lines(self._asks)][len(_lines(self._asked)) :]
         if asks and asks[0][0] < len(_lines(self._iterations)):
-            return tuple(asks[0][1])
-        return ()
+            return RankLayout.model_validate(asks[0][1])
+        return RankLayout()
 
-    def asked(self, layers: tuple[int, ...]) -> None:
+    def asked(self, layout: RankLayout) -> None:
         with self._asked.open("a") as file:
-            print(json.dumps(layers), file=file)
+            print(layout.model_dump_json(), file=file)
 
     def write(self) -> None:
         new = self._file.with_suffix(".new")
@@ -157,12 +159,12 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
         kept.write()
 
     desk, planner = GenerationDesk(kept, on_change=changed), PlannerPool(1)
-    moves = JobMoves(job.spec, kept.of_job, job.metadata.name, time.monotonic)
-    layers = LayerMoves(Decided(controllers, kept.of_job, moves), desk, planner.search)
+    moves = Moves(job.spec, kept.of_job, print, time.monotonic)
+    layouts = LayoutMoves(Decided(controllers, kept.of_job, moves), desk, planner.search)
 
     def taken(namespace: str, name: str) -> None:
         if (folder / "decides").exists():
-            layers.reported(namespace, name)
+            layouts.reported(namespace, name)
 
     async with IngestServer(store, PodTokens(token), port=port, desk=desk) as server:
         server.handler.on_taken = taken

@@ -183,10 +183,11 @@ class Job:
                 print(record.model_dump_json(by_alias=True), file=file)
         return at
 
-    def ask(self, layers: Sequence[int], *, after: int = 0) -> None:
-        """Have the ranks leave for other layers, once so many more iterations are finished."""
+    def ask(self, layout: Sequence[int] | dict[str, Any], *, after: int = 0) -> None:
+        """Have the ranks leave for another layout, once so many more iterations are finished."""
+        asked = layout if isinstance(layout, dict) else {"layers": list(layout)}
         with (self.folder / "asks.jsonl").open("a") as file:
-            print(json.dumps([len(self.iterations()) + after, layers]), file=file)
+            print(json.dumps([len(self.iterations()) + after, asked]), file=file)
 
     def log(self, name: str) -> str:
         file = self.folder / f"{name}.log"

@@ -21,8 +21,8 @@ PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without 
 PIPEMORPH_PROGRESS_DIR folder in which the rank counts the iterations that it has finished, for
                        a host that looks for hangs; without it nobody does
 PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
-PIPEMORPH_KEPT_RANK    number by which the rank's copies are found, where ranks of fewer replicas
-                       have others than those of the whole job; default: RANK
+PIPEMORPH_PLACE        number of the place that runs this rank, by which the copies there are
+                       found; default: RANK
 PIPEMORPH_PLACES       by rank, the place that runs it, as JSON; default: that of its
                        number. See :mod:`pipemorph.api.layout`
 PIPEMORPH_LAYERS       by stage, how many layers it holds, as JSON; default: evenly many
@@ -81,8 +81,8 @@ class TrainerContext:
     local_world_size: int = 1
     """Ranks on this machine, or in this pod."""
     kept_dir: Path | None = None
-    kept_rank: int | None = None
-    """The number of this rank in the whole job; None: :attr:`rank`."""
+    place: int | None = None
+    """The place that runs this rank; None: that of its number."""
     progress_dir: Path | None = None
     generation: int = 0
     places: str | None = None
@@ -156,7 +156,7 @@ class TrainerContext:
             trace_bytes=number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
             metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
             kept_dir=Path(kept_dir) if kept_dir else None,
-            kept_rank=number("PIPEMORPH_KEPT_RANK", rank),
+            place=number("PIPEMORPH_PLACE", rank),
             progress_dir=Path(progress_dir) if progress_dir else None,
             generation=number("PIPEMORPH_GENERATION", 0),
             places=environ.get("PIPEMORPH_PLACES"),
@@ -215,8 +215,8 @@ class TrainerContext:
         return self.job.spec.trainer.iterations if self.job is not None else 0
 
     def layout(self, mesh: MeshShape) -> Layout:
-        """Where the ranks of ``mesh`` are. Raises :class:`InputError` if the launcher did not tell
-        one place for each."""
+        """The places of the ranks of ``mesh``. Raises :class:`InputError` if the launcher did not
+        tell one place for each."""
         first = Layout.first(mesh)
         if self.job is not None:
             first = Layout.first(mesh, self.job.spec.parallelism.ranks_per_pod)

@@ -146,14 +146,7 @@ def _alone(spec: Object) -> bool:
 
 def _start(attempt: Attempt, config: OperatorConfig) -> Object:
     spec = attempt.job.spec
-    if spec.adaptation.relayout and spec.parallelism.layers is None:
-        raise Unbuildable(
-            names.R_INVALID_SPEC,
-            "spec.adaptation.relayout is true without spec.parallelism.layers; ranks change places"
-            " only under `pipemorph run`, and in pods only layers move: leave it out, or give the"
-            " number of layers",
-        )
-    if attempt.job.spec.template is None:
+    if spec.template is None:
         if not config.trainer_image:
             raise Unbuildable(
                 names.R_NO_IMAGE,
@@ -166,7 +159,7 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
             container["imagePullPolicy"] = config.trainer_pull_policy
         return {"spec": {"containers": [container]}}
     try:
-        out = pod_template.pod_template(attempt.job.spec.template)
+        out = pod_template.pod_template(spec.template)
     except FieldError as error:
         raise _unbuildable(error) from None
     restart = out["spec"].get("restartPolicy", "Never")
@@ -273,8 +266,8 @@ def _environment(
         values["PIPEMORPH_PAGE_PORT"] = str(PAGE_PORT)
         values["PIPEMORPH_PAGE_TOKEN_FILE"] = f"{FOLDER}/page/{PAGE_FILE}"
         values["PIPEMORPH_POD_GPUS"] = str(gpus(spec.template))
-    if spec.parallelism.min_replicas is not None:
-        # Any pod may be the first one.
+    if spec.parallelism.min_replicas is not None or spec.adaptation.relayout:
+        # Any pod may have rank 0.
         values["PIPEMORPH_POD_ADDRESS"] = attempt.pod_address
     if config.ca_pem:
         values["PIPEMORPH_CA_FILE"] = f"{FOLDER}/job/{CA_FILE}"

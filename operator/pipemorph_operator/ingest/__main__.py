@@ -37,7 +37,7 @@ from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.job_cache import JobCache
-from pipemorph_operator.ingest.moving import LayerMoves
+from pipemorph_operator.ingest.moving import LayoutMoves
 from pipemorph_operator.ingest.status.write_schedule import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.metrics import (
@@ -190,7 +190,7 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
     PLANS_WAITING.set_function(lambda: planner.waiting)
     leads = False
     desk = GenerationDesk(store)
-    layers = LayerMoves(store, desk, planner.search)
+    layouts = LayoutMoves(store, desk, planner.search)
     server = IngestServer(
         store,
         PodTokenAuthenticator(cluster, store.expected, store.arrival, store.may_come),
@@ -212,7 +212,7 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
         desk.dropped(generations)
 
     store.on_dropped, store.on_lost = dropped, desk.hurry
-    server.handler.on_taken = layers.reported
+    server.handler.on_taken = layouts.reported
     serving = False
 
     async def warm_up() -> None:
@@ -285,7 +285,7 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        layers.close()
+        layouts.close()
         await planner.close()
         await first.close()
         await http.cleanup()

@@ -17,6 +17,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import UsefulTime, condition
 from pipemorph.api.status_recoveries import PodReplacement
 from pipemorph.control import JobController
+from pipemorph.control.decide.layouts.moves import Moves
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.worth import Worth
@@ -28,7 +29,7 @@ from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.cluster.job import read_job, read_status
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.coming import ComingJobs, FirstPlanner
-from pipemorph_operator.ingest.moving import JobMoves
+from pipemorph_operator.ingest.moving import follow
 from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence, Overtaken
@@ -136,7 +137,7 @@ class ClusterStore:
 
     @staticmethod
     def _follow(tracked: TrackedJob) -> None:
-        """Have a controller for the replicas that run, and for the layers of their stages."""
+        """Have a controller for the replicas that run, and for their layout."""
         spec = _running(tracked.spec, tracked.generations)
         left_out = tracked.generations.left_out
         # As many others would be numbered as those before.
@@ -145,7 +146,7 @@ class ClusterStore:
             tracked.controller = tracked.controller.resized(spec)
             tracked.reports.again()
         if tracked.moves is not None:
-            tracked.moves.follow(tracked.controller, tracked.generations)
+            follow(tracked.moves, tracked.controller, tracked.generations)
 
     def _required(self, namespace: str, job: str) -> TrackedJob:
         tracked = self._tracked.get((namespace, job))
@@ -267,9 +268,14 @@ class ClusterStore:
             worth = Worth(seen.saved_seconds, seen.saved_error_seconds)
             controller.count_earlier(seen.adaptations, worth)
         moves = None
-        if generations.splits.possible and spec.failure_policy.max_restarts:
-            moves = JobMoves(spec, generations, "/".join(key), self._monotonic)
-            moves.follow(controller, generations)
+        if generations.layouts.possible and spec.failure_policy.max_restarts:
+            named = "/".join(key)
+
+            def note(text: str) -> None:
+                log.info("%s: %s", named, text)
+
+            moves = Moves(spec, generations, note, self._monotonic)
+            follow(moves, controller, generations)
         metadata = body["metadata"]
         own = [c for k in names.INGEST_CONDITIONS if (c := condition(status, k)) is not None]
         tracked = TrackedJob(
@@ -310,7 +316,7 @@ class ClusterStore:
         if spec.adaptation == tracked.controller.spec.adaptation:
             return
         if tracked.moves is not None:
-            tracked.moves.moves.edit(spec)
+            tracked.moves.edit(spec)
         before = tracked.controller
         tracked.controller = JobController.restore(
             _running(spec, tracked.generations), before.snapshot(), on_report=tracked.reports.record

@@ -12,13 +12,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipemorph.api.running import Places, Running
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status import AttemptRecord
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import Ended, PodFacts, parse_time
 
+FIRST = RankLayout()
 FIRST_DELAY_SECONDS = 1.0
 LAST_DELAY_SECONDS = 300.0
 STEADY_SECONDS = 600.0
@@ -54,10 +55,10 @@ def classify(
     pods: Sequence[PodFacts],
     parallelism: Parallelism,
     *,
-    places: Places = (),
+    layout: RankLayout = FIRST,
     saves: bool = False,
 ) -> Cause:
-    """Why an attempt failed, from its Job's condition and the pods that still exist. ``places``: of
+    """Why an attempt failed, from its Job's condition and the pods that still exist. ``layout``: of
     its last generation. ``saves``: its ranks save before they end, if they are asked to."""
     disrupted = next((p for p in pods if p.disrupted), None)
     # The disruption rule is the first in the Job's podFailurePolicy. A disruption takes precedence
@@ -65,7 +66,7 @@ def classify(
     if disrupted is not None or "FailJob rule at index 0" in ended.message:
         where = ended.message
         if disrupted is not None:
-            where = f"{ranks_of(disrupted.index, parallelism, places)} on node {disrupted.node}"
+            where = f"{ranks_of(disrupted.index, parallelism, layout)} on node {disrupted.node}"
         return Cause(names.R_DISRUPTED, where, counted=False)
     failed = sorted(
         (p for p in pods if p.problem or p.exit_code not in (None, 0)),
@@ -85,7 +86,7 @@ def classify(
     )
     told = (p for code, pods in ranked for p in pods if p.exit_code == code and not p.problem)
     pod = next(told, failed[0])
-    message = describe(pod, parallelism, places)
+    message = describe(pod, parallelism, layout)
     if pod.problem:
         return Cause(
             names.R_REJECTED if pod.rejected else names.R_RANK_FAILED, message, not pod.rejected
@@ -156,21 +157,23 @@ def delay_seconds(consecutive: int) -> float:
     return min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(consecutive - 2, 16))
 
 
-def ranks_of(index: int, parallelism: Parallelism, places: Places = ()) -> str:
+def ranks_of(index: int, parallelism: Parallelism, layout: RankLayout = FIRST) -> str:
     """``rank 5 (stage 1, replica 1)``, or ``pod 5 (ranks 40 to 47)`` if a pod has several ranks;
-    with ``in pod 8`` if they are those of another pod."""
-    size, place = parallelism.ranks_per_pod, Running(parallelism, places=places).place(index)
-    if size > 1:
-        return f"pod {index} (ranks {place * size} to {(place + 1) * size - 1})"
-    rank = str(parallelism.mesh.coordinate(place))
-    return rank if place == index else f"{rank} in pod {index}"
+    with ``in pod 8`` if it is a rank of another number."""
+    ranks = layout.ranks_in(index, parallelism.ranks_per_pod)
+    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"pod {index} (ranks {ranks[0]} to {ranks[-1]})"
+    if len(ranks) > 1:
+        return f"pod {index} (ranks {', '.join(map(str, ranks))})"
+    rank = str(parallelism.mesh.coordinate(ranks[0]))
+    return rank if ranks[0] == index else f"{rank} in pod {index}"
 
 
-def describe(pod: PodFacts, parallelism: Parallelism, places: Places = ()) -> str:
+def describe(pod: PodFacts, parallelism: Parallelism, layout: RankLayout = FIRST) -> str:
     """A failed pod, with its node, exit code and termination message."""
     where = f" on node {pod.node}" if pod.node else ""
     suffix = f": {pod.message}" if pod.message else ""
-    which = ranks_of(pod.index, parallelism, places)
+    which = ranks_of(pod.index, parallelism, layout)
     if pod.problem:
         return f"{which}{where}: {pod.problem}"
     return f"{which}{where} exited with code {pod.exit_code}{suffix}"

@@ -346,7 +346,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     if ended is not None and draft.seen.pods is not None:
         saves = job.spec.checkpoint is not None and job.spec.checkpoint.resume
         cause = restart.classify(
-            ended, draft.seen.pods, job.spec.parallelism, places=draft.places, saves=saves
+            ended, draft.seen.pods, job.spec.parallelism, layout=draft.layout, saves=saves
         )
         return _ended(draft, job, cause)
     was_started = parse_time(status.job_start_time)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from pipemorph.api.running import Places
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
 from pipemorph.api.status_recoveries import Recoveries
@@ -96,10 +96,10 @@ class Draft:
         return found
 
     @property
-    def places(self) -> Places:
-        """Of the attempt in status, as the ingest has written them."""
+    def layout(self) -> RankLayout:
+        """The layout of the attempt in status, as the ingest has written it."""
         found = self.recoveries
-        return found.moved if found is not None else ()
+        return found.layout if found is not None else RankLayout()
 
     def mark(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
         """Set the condition of type ``kind``."""

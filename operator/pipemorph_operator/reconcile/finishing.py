@@ -37,16 +37,14 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts) -> list[str] | None
     if pods is None:
         draft.out.needs_pods = told
         return None
-    running = (
-        Running(cut, tuple(saved.left_out), saved.moved) if saved is not None and told else None
-    )
+    running = Running(cut, tuple(saved.left_out)) if saved is not None and told else None
     needed = set(running.pods if running is not None else range(cut.pods))
     if not needed <= finished(draft, current):
         return None
     late = sorted(set(range(cut.pods)) - current.completed)
     by_index = {pod.index: pod for pod in sorted(pods, key=lambda pod: pod.exit_code == 0)}
     said = [
-        restart.ranks_of(index, cut, draft.places) + _why(by_index.get(index)) for index in late
+        restart.ranks_of(index, cut, draft.layout) + _why(by_index.get(index)) for index in late
     ]
     over = all(index in by_index and by_index[index].failed for index in late)
     sighted = min((pod.sighted for pod in pods if pod.exit_code == 0), default=LATE_POD_SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipemorph.api.running import Running
 from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status_links import SlowLink
@@ -34,12 +33,11 @@ def _note_new_links(draft: Draft, job: PipeMorphJob, slow: list[SlowLink]) -> No
         draft.out.needs_pods = True
         return
     cut = job.spec.parallelism
-    place = Running(cut, places=draft.places).place
     nodes = {
-        place(pod.index) * cut.ranks_per_pod + local_rank: pod.node
+        rank: pod.node
         for pod in draft.seen.pods
         if pod.node is not None
-        for local_rank in range(cut.ranks_per_pod)
+        for rank in draft.layout.ranks_in(pod.index, cut.ranks_per_pod)
     }
     missing = [link for link in slow if (link.link, link.replica) not in known]
     draft.status.attempt_nodes = node_exclusion.note_nodes(

@@ -65,11 +65,11 @@ def _replaced_lately(draft: Draft, pod: PodFacts) -> int:
 
 
 def _replace(draft: Draft, job: PipeMorphJob, pod: PodFacts) -> None:
-    cut, places = job.spec.parallelism, draft.places
-    where = restart.ranks_of(pod.index, cut, places)
+    cut, layout = job.spec.parallelism, draft.layout
+    where = restart.ranks_of(pod.index, cut, layout)
     on = f" on node {pod.node}" if pod.node else ""
     if pod.failed and pod.exit_code is not None and not pod.disrupted:
-        cause = restart.describe(pod, cut, places)
+        cause = restart.describe(pod, cut, layout)
     elif pod.disrupted:
         cause = f"{where}{on}: {pod.problem or 'evicted or preempted, or its node is lost'}"
     else:

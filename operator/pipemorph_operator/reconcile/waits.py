@@ -62,10 +62,10 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     if waiting := [*stuck, *failed]:
         first = min(waiting, key=lambda p: p.index)
         if first.stuck:
-            where = restart.ranks_of(first.index, job.spec.parallelism, draft.places)
+            where = restart.ranks_of(first.index, job.spec.parallelism, draft.layout)
             message += f"; {where}: {first.stuck}"
         else:
-            ended = restart.describe(first, job.spec.parallelism, draft.places)
+            ended = restart.describe(first, job.spec.parallelism, draft.layout)
             message += f"; {ended}; Kubernetes makes another pod after a delay"
             draft.emit_new("Warning", names.R_POD_FAILED, message)
         if any(p.unschedulable for p in stuck):

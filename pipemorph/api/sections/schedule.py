@@ -128,8 +128,7 @@ class Adaptation(SpecModel):
         default=False,
         description="Whether ranks may change places when a wire of a gradient reduction is slow, "
         "and layers may move between stages (parallelism.layers) when one computes slowly, if the "
-        "iterations left pay for it. In pods only layers move, so there parallelism.layers is "
-        "required; places change under `pipemorph run`, which numbers pods by ranksPerPod. Needs "
+        "iterations left pay for it. A change that makes iterations slower is undone. Needs "
         "failurePolicy.maxRestarts, snapshots and one stage per rank. Ranks that share a stage "
         "with tensor, context or FSDP ranks keep their places, since what a slow wire costs those "
         "is not known; their layers may move.",

@@ -56,9 +56,11 @@ def find_pod(name: str, namespace: str | None, context: str | None) -> PagePod:
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     found = job.status.recoveries if job.status is not None else None
-    left_out = tuple(found.left_out) if found is not None else ()
-    places = tuple((each.place, each.pod) for each in found.places) if found is not None else ()
-    first = Running(job.spec.parallelism, left_out, places).pods[0]
+    cut, first = job.spec.parallelism, 0
+    if found is not None:
+        first = found.layout.pod(0, cut.ranks_per_pod)
+        if found.left_out:
+            first = Running(cut, tuple(found.left_out)).pods[0]
     within = job.metadata.namespace
     labels = (
         f"pipemorph.io/job-name={job.metadata.name},"

@@ -1,34 +1,34 @@
-"""What begins after a generation that is over: in which pods, with which layers, and as which
-record in status. Pure.
+"""What begins after a generation that is over: with which replicas and layout, and as
+which record in status. Pure.
 
-The :class:`~pipemorph.control.decide.ladder.Ladder` decides whether there is a next one, by what
+The :class:`~pipemorph.control.pods.ladder.Ladder` decides whether there is a next one, by what
 all launchers have told: how the ranks ended, and how many iterations they had finished.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import inf
 from typing import Any, NamedTuple
 
-from pipemorph.api.running import Places, Running
+from pipemorph.api.layout import RankLayout
+from pipemorph.api.running import Running
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.status_recoveries import (
     MAX_RECOVERIES_KEPT,
     MAX_REPLACED_KEPT,
-    PlaceInPod,
     Recoveries,
     RecoveryRecord,
 )
-from pipemorph.control.decide.ladder import Ladder, Rung
-from pipemorph.control.pods import trial
 from pipemorph.control.pods.ending import Ending
+from pipemorph.control.pods.ladder import Ladder, Rung
+from pipemorph.control.pods.layouts import Layouts, settled
 from pipemorph.control.pods.presence import Presence
-from pipemorph.control.pods.splits import Splits, named, split_of
 from pipemorph.control.record.progress import Progress
 from pipemorph.wire import PodReport
+from pipemorph.wire.generations import LONGEST_LINE
 
 
 class Ready(NamedTuple):
@@ -45,6 +45,8 @@ class Begins:
 
     saved: Recoveries
     record: RecoveryRecord
+    why: str = ""
+    """Of a start after a failure."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Ends:
 
 
 class Following:
-    """Of one job; ``presence``, ``splits`` and ``progress`` are its own.
+    """Of one job; ``presence``, ``layouts`` and ``progress`` are its own.
 
     ``cut``: of a job of which not all pods have ranks in every generation; None: they have.
     ``most``: ``failurePolicy.maxRestarts``; ``restarts``: attempts that count against it, too.
@@ -70,7 +72,7 @@ class Following:
     def __init__(
         self,
         presence: Presence,
-        splits: Splits,
+        layouts: Layouts,
         progress: Progress,
         cut: Parallelism | None,
         *,
@@ -78,7 +80,7 @@ class Following:
         restarts: int,
         patience: float,
     ) -> None:
-        self._presence, self._splits, self._progress = presence, splits, progress
+        self._presence, self._layouts, self._progress = presence, layouts, progress
         self._cut, self.most, self.restarts, self.patience = cut, most, restarts, patience
 
     # --- who can begin ------------------------------------------------------------------------
@@ -127,50 +129,46 @@ class Following:
 
     def after(self, saved: Recoveries, ending: Ending, ready: Ready) -> Begins | Ends:
         """``saved``: what is in status of the generation that is over."""
-        changes = self._cut is not None or self._splits.left
+        changes = self._cut is not None or self._layouts.left
         if changes and not ending.losses and not ready.missing:
             # Of ranks that leave none has failed, whoever had asked them to.
             return self._change(saved, ending, ready)
         return self._recovery(saved, ending, ready)
 
     def _change(self, saved: Recoveries, ending: Ending, ready: Ready) -> Begins:
-        """A generation of other replicas, or with other layers, which no failure was the cause
+        """A generation of other replicas, or with another layout, which no failure was the cause
         of."""
-        running, asked = ready.running, self._splits.asked
+        running, asked = ready.running, self._layouts.asked
         left_out = running.left_out if running is not None else ()
         back = ", ".join(str(each) for each in saved.left_out if each not in left_out)
         cause = f"all pods of replica {back} are there again" if back else "the ranks left"
         if asked:
-            before = self._splits.spread(tuple(saved.layers))
-            cause = f"layers move between stages: from {named(before)} to {named(asked)}"
+            cause = self._layouts.cause(saved.layout)[:LONGEST_LINE]
         record = RecoveryRecord(
             attempt=saved.attempt,
             generation=saved.generation + 1,
             lost_at=_timestamp(ending.at),
             cause=cause,
             # All have left at the same iteration.
-            iterations_done=self._splits.reached or self._progress.done,
-            layers=list(asked),
-            promised=self._splits.promised,
+            iterations_done=self._layouts.reached or self._progress.done,
+            **(self._layouts.difference(saved.layout, asked) if asked else {}),
+            promised=self._layouts.promised,
             **self._words_of(running),
         )
-        return self._begin(trial.taken_up(saved, asked), record, running)
+        return self._begin(self._layouts.taken_up(saved), record, running)
 
     def _recovery(self, before: Recoveries, ending: Ending, ready: Ready) -> Begins | Ends:
         """A generation after a failure, or none."""
         presence, missing = self._presence, ready.missing
         ending.blame(missing, presence.lost)
         cause_pod, cause = ending.cause()
-        at = trial.began_at(before, self._splits)
-        if at is not None and self._splits.have_counted(at):
-            before = trial.settled(before)
-        goes_back = before.layers_before is not None
-        if goes_back:
-            # What failed may be the layers.
+        if self._layouts.have_counted(before):
+            before = settled(before)
+        back = before.layout_before
+        if back is not None:
+            # What failed may be the layout.
             cause = cause.model_copy(update={"retry": True})
-            failed = self._splits.spread(tuple(before.layers))
-            self._splits.refused.add(failed)
-            before = trial.refused(before, failed)
+            before = self._layouts.refuse(before)
         ladder = Ladder(
             self.most,
             self.restarts + before.counted,
@@ -197,8 +195,10 @@ class Following:
             return Ends(before.model_copy(update=told), verdict, why, cause_pod)
         presence.uncounted -= presence.replaced | missing
         told |= {"counted": ladder.counted - self.restarts, "count": before.count + 1}
-        after = trial.gone_back(before)
-        layers = self._splits.spread(tuple(after.layers)) if goes_back else ()
+        after, changes = before, {}
+        if back is not None:
+            after = before.with_layout(back, None)
+            changes = self._layouts.difference(before.layout, back)
         record = RecoveryRecord(
             attempt=before.attempt,
             generation=before.generation + 1,
@@ -207,10 +207,11 @@ class Following:
             pod=cause_pod,
             rank=cause.rank,
             iterations_done=self._progress.done,
-            layers=list(layers),
+            **changes,
             **self._words_of(ready.running),
         )
-        return self._begin(after.model_copy(update=told), record, ready.running)
+        begins = self._begin(after.model_copy(update=told), record, ready.running)
+        return replace(begins, why=why)
 
     def elsewhere(
         self, saved: Recoveries, generation: int, told: PodReport | None
@@ -219,19 +220,16 @@ class Following:
         what a launcher has ``told`` of it, if anything; None where what runs may change and it did
         not say so, or that cannot be."""
         update: dict[str, Any] = {"generation": generation}
-        if self._splits.move:
-            if told is None:
+        if told is None and (self._layouts.move or self._cut is not None):
+            return None
+        if told is not None and self._layouts.move:
+            before = told.layout_before
+            if not all(map(self._layouts.fits, (told.layout, before or RankLayout()))):
                 return None
-            layers, before = told.layers, told.layers_before
-            if not all(self._splits.fits(split) for split in (layers, before) if split):
-                return None
-            update["layers"] = list(split_of(layers))
-            update["layers_before"] = None if before is None else list(split_of(before))
-        if self._cut is not None:
-            if told is None or not Running(self._cut, places=told.places).fits():
-                return None
+            now = self._layouts.told(told.layout)
+            saved = saved.with_layout(now, None if before is None else self._layouts.told(before))
+        if told is not None and self._cut is not None:
             update["left_out"] = [each for each in told.left_out if each < self._cut.replicas]
-            update["places"] = _placed(told.places)
         return saved.model_copy(update=update)
 
     def _words_of(self, running: Running | None) -> dict[str, Any]:
@@ -249,13 +247,7 @@ class Following:
         }
         if running is not None:
             update["left_out"] = list(running.left_out)
-            update["places"] = _placed(running.places)
         return Begins(saved.model_copy(update=update), record)
-
-
-def _placed(places: Places) -> list[PlaceInPod]:
-    """As they are in status."""
-    return [PlaceInPod(place=place, pod=pod) for place, pod in places]
 
 
 def _timestamp(seconds: float) -> str:

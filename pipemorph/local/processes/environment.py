@@ -63,6 +63,7 @@ def rank_environment(
             "RANK": str(rank),
             # The device of its place, wherever the rank is in the mesh.
             "LOCAL_RANK": str(where.layout.places[rank]),
+            "PIPEMORPH_PLACE": str(where.layout.places[rank]),
             "PIPEMORPH_PLACES": where.layout.text,
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size,

@@ -16,6 +16,8 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.exits import END_NOW, EXIT_MOVES, EXIT_SAVED
 from pipemorph.local.processes.hang import logged_wait, what_they_do
 from pipemorph.local.processes.ranks import RankProcess, RankSet
+from pipemorph.wire import Loss
+from pipemorph.wire.generations import LONGEST_LINE, MOST_WAITS
 
 REFRESH_SECONDS = 0.1
 NOTICE_SECONDS = 1.0
@@ -47,7 +49,7 @@ class End(StrEnum):
     INTERRUPTED = "interrupted"
     DEADLINE = "deadline"
     MOVED = "moved"
-    """The ranks have left together, to go on at other places."""
+    """The ranks have left together, to go on with another layout."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def supervise(
     slowest rank may run after the first has finished. ``deadline``: that of the job, monotonic.
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
     that is not needed. ``saves``: ranks that are asked to end save, and exit with EXIT_SAVED.
-    ``moves``: whether they have been asked to leave for other places, and exit with EXIT_MOVES.
+    ``moves``: whether they have been asked to leave together, and exit with EXIT_MOVES.
     ``hung``: why the ranks are taken for hanging. ``told``: why they have to end, as those of other
     pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called several times
     a second. No rank is running on return.
@@ -144,7 +146,7 @@ def supervise(
             moving=moving, stopped=stopped, told=told,
         )  # fmt: skip
         if ending.end is End.MOVED and (killed or not all(map(_moved, ranks.ranks))):
-            ending = Ending(End.FAILED, "not all ranks left for other places", retry=True)
+            ending = Ending(End.FAILED, "not all ranks left together", retry=True)
         if ending.end is End.FAILED and not ending.hang and ranks.ended:
             ending = _cause(ranks, killed, moving=moving) or ending
         waited = grace if _may_save(ending) else min(grace, END_SECONDS)
@@ -163,6 +165,20 @@ def supervise(
     refresh()
     _forget_exits(events)
     return replace(ending, at=at)
+
+
+def loss_of(ending: Ending) -> Loss:
+    """A failure, for the decision on what follows it."""
+    return Loss(
+        reason=ending.reason[:LONGEST_LINE],
+        at=ending.at,
+        rank=ending.position.rank if ending.position else None,
+        retry=ending.retry,
+        error=ending.error[:LONGEST_LINE] if ending.error else None,
+        lost_peer=ending.lost_peer,
+        hang=ending.hang,
+        waits=tuple(line[:LONGEST_LINE] for line in ending.waits[:MOST_WAITS]),
+    )
 
 
 def _until_the_end(
@@ -202,7 +218,7 @@ def _until_the_end(
         if saves and event.status == EXIT_SAVED:
             return Ending(End.INTERRUPTED, "a rank got SIGTERM")
         if _moved(rank) and moves():
-            return Ending(End.MOVED, "the ranks leave for other places", retry=True)
+            return Ending(End.MOVED, "the ranks leave together", retry=True)
         if event.status != 0:
             return _failure(rank)
         first_done = first_done or time.monotonic()
@@ -245,7 +261,7 @@ def _cause(ranks: RankSet, killed: list[RankProcess], *, moving: bool = False) -
 
 def _cause_is_to_come(ranks: RankSet, *, moving: bool = False) -> bool:
     """Whether all failed ranks failed because they lost a peer, whose own failure is to come.
-    ``moving``: they were asked to leave for other places, and those that did have not failed."""
+    ``moving``: they were asked to leave together, and those that did have not failed."""
     bad = [rank for rank in ranks.ended if rank.status != 0 and not (moving and _moved(rank))]
     waits = [_lost_wait(rank) for rank in bad]
     # A wait that reached its deadline lost no peer: the peer hangs, and will not exit.

@@ -41,7 +41,7 @@ REASONS = {
     End.FAILED: "RankFailed",
     End.DEADLINE: "DeadlineExceeded",
     End.INTERRUPTED: "Interrupted",
-    End.MOVED: "LayersMoved",
+    End.MOVED: "LayoutChanged",
 }
 """Of conditions, for programs."""
 SHOWN_SECONDS = 0.1

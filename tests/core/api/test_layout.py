@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipemorph.api.layout import Layout
+from pipemorph.api.layout import Layout, RankLayout, may_change_places
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 
@@ -52,3 +52,23 @@ def test_layers_are_spread_over_the_stages() -> None:
 def test_layers_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="a JSON array of 4 numbers of layers"):
         Layout.read_layers(text, 4)
+
+
+def test_a_layout_in_messages_has_no_numbers_of_the_beginning() -> None:
+    first = Layout.first(MeshShape(stages=2, replicas=2), ranks_per_pod=2)
+    assert not first.told and str(first.told) == "the first layout"
+    moved = first.swapped(1, 2)
+    assert (moved.told, str(moved.told)) == (RankLayout(places=(0, 2, 1, 3)), "places 0, 2, 1, 3")
+    assert first.whole(4) == RankLayout(layers=(2, 2), places=(0, 1, 2, 3))
+    assert moved.changed(RankLayout(layers=(3, 1))) == first.with_layers((3, 1))
+    assert first.changed(moved.told) == moved and moved.changed(RankLayout()) == first
+    assert [moved.told.ranks_in(pod, 2) for pod in (0, 1)] == [[0, 2], [1, 3]]
+    assert [moved.told.pod(rank, 2) for rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(InputError, match="each number below 4 once"):
+        first.changed(RankLayout(places=(0, 1, 2, 2)))
+
+
+def test_ranks_change_places_where_one_runs_each_stage_of_several_replicas() -> None:
+    assert may_change_places(MESH)
+    for other in (MeshShape(2, 1), MeshShape(2, 4, tensor=2), MeshShape(2, 512)):
+        assert not may_change_places(other)

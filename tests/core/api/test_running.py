@@ -11,8 +11,6 @@ from pydantic import ValidationError
 from pipemorph.api.running import Running
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status_recoveries import MAX_PLACES
-from pipemorph.wire.generations import MAX_MOVED
 
 ORDERS = (["pp", "dp_replicate", "tp"], ["dp_replicate", "pp", "tp"], ["tp", "pp", "dp_replicate"])
 
@@ -40,7 +38,7 @@ def test_ranks_keep_all_coordinates_but_the_replica(order: list[str]) -> None:
     for rank in range(cut.world_size):
         whole = cut.mesh.coordinate(rank)
         assert (
-            running.has(rank) == (whole.replica != 1) and running.of_place(rank)[0] == whole.replica
+            running.has(rank) == (whole.replica != 1) and running.of_pod(rank)[0] == whole.replica
         )
         if whole.replica != 1:
             found.append(running.rank(rank))
@@ -62,12 +60,12 @@ def test_pods_are_whole(each: int, missing: int) -> None:
             "order": ["dp_replicate", "pp"],
         }
     )
-    lost = tuple(Running(cut).of_place(missing))
+    lost = tuple(Running(cut).of_pod(missing))
     running = Running(cut, lost)
     for pod in range(cut.pods):
         ranks = range(pod * each, (pod + 1) * each)
         replicas = {cut.mesh.coordinate(rank).replica for rank in ranks}
-        assert set(Running(cut).of_place(pod)) == replicas
+        assert set(Running(cut).of_pod(pod)) == replicas
         assert running.has(pod) == (not replicas & set(lost))
         if running.has(pod):
             first = running.rank(ranks[0])
@@ -135,24 +133,6 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
         Parallelism.model_validate({"stages": 2, "replicas": 4, "batch": "keep"})
 
 
-def test_a_place_is_in_one_pod() -> None:
-    cut = Parallelism.model_validate({"stages": 6, "ranksPerPod": 2})
-    first = Running(cut)
-    assert ([first.place(pod) for pod in range(3)], first.pods, first.fits()) == (
-        [0, 1, 2], (0, 1, 2), True,
-    )  # fmt: skip
-    moved = Running(cut, places=((0, 2), (2, 1), (1, 0)))
-    assert ([moved.place(pod) for pod in range(3)], moved.pods, moved.fits()) == (
-        [1, 2, 0], (2, 0, 1), True,
-    )  # fmt: skip
-    for wrong in (((0, 1),), ((0, 2), (1, 2)), ((0, 2), (0, 1)), ((3, 0),), ((0, 3), (2, 0))):
-        assert not Running(cut, places=wrong).fits(), wrong
-
-
-def test_status_has_room_for_the_places_of_a_report() -> None:
-    assert MAX_MOVED == MAX_PLACES
-
-
 @pytest.mark.parametrize(("each", "ready"), [(1, {0, 1, 2, 4, 5}), (2, {0, 2})])
 def test_replicas_run_whose_pods_are_ready(each: int, ready: set[int]) -> None:
     """Six ranks: pods with one each, or with a whole replica."""
@@ -169,10 +149,6 @@ def test_replicas_run_whose_pods_are_ready(each: int, ready: set[int]) -> None:
     assert whole.in_pods(range(cut.pods)) == whole
     assert whole.in_pods(ready) == Running(cut, (1,))
     assert Running(cut, (1,)).in_pods(range(cut.pods)) == whole, "all are back"
-    moved = Running(cut, places=((0, 1), (1, 0)))
-    assert moved.in_pods(set(range(cut.pods)) - {0}) == Running(
-        cut, (0,) if each == 1 else (1,), moved.places
-    ), "the place that is in pod 0"
 
 
 def test_the_smaller_job_has_what_each_replica_has_in_the_whole_one() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.sections.parallelism import MAX_RANKS, Parallelism
 from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.control.generations import Generations
@@ -26,7 +27,9 @@ from pipemorph.ingest import generations as desk_module
 from pipemorph.wire import MAX_POD_REPORT_BYTES, PodReport
 
 PATIENCE = 15.0
+NEW = RankLayout(layers=(4, 2))
 LONG = "30"
+NEW = RankLayout(layers=(4, 2))
 GONE = {"attempt": 0, "generation": 0, "pod": 0, "event": "gone"}
 LOSS = {"reason": "rank 0 was killed by SIGKILL", "at": 1.0, "rank": 0}
 
@@ -337,34 +340,35 @@ def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
         desk = GenerationDesk(host)
         listening = asyncio.create_task(poll(desk))
         await settled()
-        assert not await desk.ask("default", "gpt", (4, 3), of=(0, 0)), (
+        assert not await desk.ask("default", "gpt", RankLayout(layers=(4, 3)), of=(0, 0)), (
             "that is no split of the model"
         )
-        assert not await desk.ask("default", "gpt-2", (4, 2), of=(0, 0)), "there is no such job"
+        assert not await desk.ask("default", "gpt-2", NEW, of=(0, 0)), "there is no such job"
         await settled()
         assert not listening.done()
-        assert not await desk.ask("default", "gpt", (4, 2), of=(0, 1)), "others run"
-        assert await desk.ask("default", "gpt", (4, 2), of=(0, 0))
+        assert not await desk.ask("default", "gpt", NEW, of=(0, 1)), "others run"
+        assert await desk.ask("default", "gpt", NEW, of=(0, 0))
         found = state(await listening)
-        assert (found["leave"], found["leave_layers"], found["layers"]) == (True, [4, 2], [])
+        assert (found["leave"], found["leave_for"]["layers"]) == (True, [4, 2])
 
         async def write() -> None:
             await written.wait()
 
         host.writing = write
-        left = {"left_for": [4, 2], "reached": 5, "finished": 5}
+        left = {"left_for": NEW.model_dump(), "reached": 5, "finished": 5}
         first = asyncio.create_task(tell(desk, LONG, **left))
         second = asyncio.create_task(tell(desk, LONG, pod=1, **left))
         await settled()
-        assert host.job.layers == (4, 2) and not first.done() and not second.done()
+        assert host.job.layout == NEW and not first.done() and not second.done()
         written.set()
         for reply in (await first, await second):
             found = state(reply)
             assert (found["generation"], found["leave"]) == (1, False)
-            assert (found["layers"], found["layers_before"]) == ([4, 2], [])
+            assert found["layout"]["layers"] == [4, 2] and found["layout_before"]["layers"] == []
         dropped = host.job
         desk.dropped(dropped)
-        assert not await desk.ask("default", "gpt", (2, 4), of=(0, 1)), "another host has the job"
+        other = RankLayout(layers=(2, 4))
+        assert not await desk.ask("default", "gpt", other, of=(0, 1)), "another host has the job"
 
     run(work())
 
@@ -391,23 +395,23 @@ def test_other_layers_are_not_told_before_they_are_persisted_however_long_that_t
             elif not written.is_set():
                 raise OSError("no route to the API server")
 
-        assert await desk.ask("default", "gpt", (4, 2), of=(0, 0))
+        assert await desk.ask("default", "gpt", NEW, of=(0, 0))
         host.writing = write
-        left = {"left_for": [4, 2], "reached": 5, "finished": 5}
+        left = {"left_for": NEW.model_dump(), "reached": 5, "finished": 5}
         for pod in (0, 1, 0, 1):
             found = state(await tell(desk, pod=pod, **left))
             assert (found["generation"], found["over"]) == (0, True)
         waiting = asyncio.create_task(tell(desk, LONG, **left))
         await settled()
-        assert host.job.layers == (4, 2) and not waiting.done()
+        assert host.job.layout == NEW and not waiting.done()
         written.set()
         found = state(await waiting)
-        assert (found["generation"], found["layers"]) == (1, [4, 2])
+        assert (found["generation"], found["layout"]["layers"]) == (1, [4, 2])
         resumed = {"iteration": 5, "rung": "kept"}
-        known = {"generation": 1, "layers": [4, 2], "layers_before": []}
+        known = {"generation": 1, "layout": NEW.model_dump(), "layout_before": {}}
         written.clear()
         found = state(await tell(desk, event="resumed", resumed=resumed, **known))
-        assert found["layers_before"] is None, "the next generation alone has to wait"
+        assert found["layout_before"] is None, "the next generation alone has to wait"
         found = state(await tell(desk, event="failed", loss=LOSS, **known))
         assert found["over"]
         written.set()

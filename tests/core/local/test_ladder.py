@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.decide.ladder import Ladder, Rung
+from pipemorph.control.pods.ladder import Ladder, Rung
 from pipemorph.exits import END_NOW
 from pipemorph.local.processes import kept
 from pipemorph.local.processes.kept import KeptFolder

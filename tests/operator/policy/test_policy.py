@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from operator_objects import T0, failed, pod
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.sections.faults import Fault
 from pipemorph.api.sections.parallelism import Parallelism
@@ -174,14 +175,16 @@ def test_a_pod_of_several_ranks_tells_in_its_message_which_one_failed() -> None:
 
 
 def test_pods_are_called_by_their_ranks_wherever_these_are() -> None:
-    cut, places = Parallelism(stages=2, replicas=2), ((1, 3), (3, 1))
+    cut, layout = Parallelism(stages=2, replicas=2), RankLayout(places=(0, 3, 2, 1))
     assert restart.ranks_of(3, cut) == "rank 3 (stage 1, replica 1)"
-    assert restart.ranks_of(3, cut, places) == "rank 1 (stage 0, replica 1) in pod 3"
-    assert restart.ranks_of(0, cut, places) == "rank 0 (stage 0, replica 0)"
+    assert restart.ranks_of(3, cut, layout) == "rank 1 (stage 0, replica 1) in pod 3"
+    assert restart.ranks_of(0, cut, layout) == "rank 0 (stage 0, replica 0)"
     several = Parallelism(stages=2, replicas=8, ranks_per_pod=8)
-    assert restart.ranks_of(1, several, ((0, 1), (1, 0))) == "pod 1 (ranks 0 to 7)"
+    assert restart.ranks_of(1, several) == "pod 1 (ranks 8 to 15)"
+    pairs, moved = several.model_copy(update={"replicas": 2, "ranks_per_pod": 2}), layout
+    assert restart.ranks_of(1, pairs, moved) == "pod 1 (ranks 2, 1)"
     gone = pod(3, exit_code=41, finished_at=T0, message="no GPU")
-    cause = restart.classify(failed(), [gone], cut, places=places)
+    cause = restart.classify(failed(), [gone], cut, layout=layout)
     assert cause.message == "rank 1 (stage 0, replica 1) in pod 3 exited with code 41: no GPU"
 
 

@@ -62,7 +62,7 @@ def test_nodes_of_slow_links_are_those_of_the_pods_with_these_ranks() -> None:
     world.running(ranks=3)
     world.pods = [pod(i, node=node) for i, node in enumerate("abc")]
     world.body["status"]["training"] = {"attempt": 0, "state": "training", "slowLinks": [SLOW]}
-    places = [{"place": 2, "pod": 0}, {"place": 0, "pod": 2}]
+    places = [2, 1, 0]
     world.body["status"]["recoveries"] = {"attempt": 0, "generation": 1, "places": places}
     world.turn()
     assert [each["nodes"] for each in world.status["attemptNodes"]["links"]] == [["b", "a"]]

@@ -56,7 +56,7 @@ def test_what_was_lost_is_told_by_the_places_of_the_newest_generation() -> None:
     world = World(body(stages=3, failurePolicy={"maxRestarts": 2}))
     world.running(ranks=3)
     world.jobs[0] = job_facts(stages=3, active=1, ready=1, terminating=2, replaces=True)
-    places = [{"place": 1, "pod": 2}, {"place": 2, "pod": 1}]
+    places = [0, 2, 1]
     moved = {"attempt": 0, "generation": 1, "places": places}
     world.body["status"]["recoveries"] = moved
     lost = {"failed": True, "exit_code": 137}

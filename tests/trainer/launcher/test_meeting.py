@@ -7,16 +7,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 from launch import free_port
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.exits import leave_file, stay_file
 from pipemorph.local.generations import Life
+from pipemorph.local.moves import LeaveRequests
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.supervise import End, Ending
@@ -26,6 +27,7 @@ from pipemorph_trainer.launcher.meeting import Meeting, ingest_client
 from pipemorph_trainer.launcher.pod import Pod
 from pipemorph_trainer.launcher.site import PodSite
 
+FIRST, NEW = RankLayout(), RankLayout(layers=(4, 2))
 NEVER = 600.0
 
 
@@ -141,7 +143,7 @@ def test_a_pod_without_ranks_waits_for_a_generation_that_has_some(
     tmp_path: Path, notes: list[str]
 ) -> None:
     """Longer than pods wait for each other, and then its copies are of an old state."""
-    fewer = GenerationState(attempt=0, generation=3, left_out=(1,), places=((0, 4),), again=0.05)
+    fewer = GenerationState(attempt=0, generation=3, left_out=(1,), again=0.05)
     host = Answers(200, fewer.model_dump())
     pod = meeting(tmp_path, host.server_address[1], notes, runs=lambda told: 1 not in told.left_out)
     assert pod.join(NEVER, lambda: False) == fewer, "it has to import before it may run"
@@ -157,7 +159,6 @@ def test_a_pod_without_ranks_waits_for_a_generation_that_has_some(
     told = [json.loads(text) for _, text in host.asked]
     assert [(each["generation"], each["left_out"]) for each in told[1:3]] == [(2, [1]), (3, [1])]
     assert {each["event"] for each in told[1:]} == {"gone"}
-    assert [each["places"] for each in told[1:3]] == [[[0, 4]], [[0, 4]]]
     assert notes == ["generation 3 runs without replicas 1; this pod waits until it is needed"]
 
 
@@ -189,7 +190,7 @@ def test_a_launcher_passes_on_why_ranks_stay_and_asks_them_again(
             },
         }
     )
-    pod, life, kept = Pod(job, 0, 1, kept_dir=tmp_path), Life(generation=1), KeptFolder(tmp_path)
+    pod, kept = Pod(job, 0, (0,), kept_dir=tmp_path), KeptFolder(tmp_path)
     told, asked = meeting(tmp_path, host.server_address[1], notes), tmp_path / leave_file(1)
     with Interrupts(SimpleQueue()) as interrupts:
         site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, told, environ={})
@@ -199,7 +200,7 @@ def test_a_launcher_passes_on_why_ranks_stay_and_asks_them_again(
         end = time.monotonic() + 30
         while not found():
             assert time.monotonic() < end, host.asked
-            site._look(told, life)
+            site._look(told, 1)
             time.sleep(0.01)
 
     until(asked.exists)
@@ -212,7 +213,7 @@ def test_a_launcher_passes_on_why_ranks_stay_and_asks_them_again(
     assert kept.stay(1) is None, "said once"
     until(lambda: told.leaves(1) is None)
     asked.unlink(missing_ok=True)
-    site._look(told, life)
+    site._look(told, 1)
     assert not asked.exists()
     host.state["leave"] = True
     until(asked.exists)
@@ -221,7 +222,7 @@ def test_a_launcher_passes_on_why_ranks_stay_and_asks_them_again(
 def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_have(
     tmp_path: Path, notes: list[str]
 ) -> None:
-    asks = GenerationState(attempt=0, generation=1, leave=True, leave_layers=(4, 2))
+    asks = GenerationState(attempt=0, generation=1, leave=True, leave_for=NEW)
     host = Answers(200, asks.model_dump())
     job = PipeMorphJob.model_validate(
         {
@@ -237,7 +238,7 @@ def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_
             },
         }
     )
-    pod, life = Pod(job, 1, 1, kept_dir=tmp_path), Life(generation=1)
+    pod, life = Pod(job, 1, (1,), kept_dir=tmp_path), Life(generation=1)
     told, asked = meeting(tmp_path, host.server_address[1], notes), tmp_path / leave_file(1)
     with Interrupts(SimpleQueue()) as interrupts:
         site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, told, environ={})
@@ -246,46 +247,46 @@ def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_
         end = time.monotonic() + 30
         while not asked.exists():
             assert time.monotonic() < end, host.asked
-            site._look(told, life)
+            site._look(told, 1)
             time.sleep(0.01)
         assert json.loads(asked.read_text()) == [4, 2]
-        following = {"generation": 2, "leave": False, "leave_layers": (), "layers": (4, 2)}
-        host.state = asks.model_copy(update=following | {"layers_before": ()}).model_dump()
-        assert site.agree(life, Ending(End.MOVED)) == Life(generation=2, layers=(4, 2))
+        following = {"generation": 2, "leave": False, "leave_for": FIRST, "layout": NEW}
+        host.state = asks.model_copy(update=following | {"layout_before": FIRST}).model_dump()
+        assert site.agree(life, Ending(End.MOVED)) == Life(generation=2, layout=NEW)
         said = json.loads(host.asked[-1][1])
-        assert (said["event"], said["left_for"], said["finished"]) == ("gone", [4, 2], 9)
+        assert (said["event"], said["finished"]) == ("gone", 9)
+        assert said["left_for"] == {"layers": [4, 2]}
         assert "reached" not in said, "ranks of this life have not said how far they came"
         # The next word says what runs now.
         told.stays(2, "rank 2: it keeps no state")
         while json.loads(host.asked[-1][1])["event"] != "stays":
             time.sleep(0.01)
         said = json.loads(host.asked[-1][1])
-        assert (said["layers"], said["layers_before"]) == ([4, 2], [])
+        assert (said["layout"], said["layout_before"]) == ({"layers": [4, 2]}, {})
         # Without room for a file the ranks go on, and so does the launcher.
         host.state = asks.model_dump()
-        site.pod, site.asked = replace(pod, kept_dir=tmp_path / "gone"), False
+        site.requests = LeaveRequests(KeptFolder(tmp_path / "gone"), told, notes.append)
         told.watch(1)
         end, said = time.monotonic() + 30, {}
         while "they cannot be told" not in said.get("why", ""):
             assert time.monotonic() < end, host.asked
-            site._look(told, life)
+            site._look(told, 1)
             time.sleep(0.01)
             said = json.loads(host.asked[-1][1])
         assert (said["event"], said["generation"]) == ("stays", 1)
         host.state = asks.model_copy(update={"generation": 3, "leave": False}).model_dump()
-        site.pod = pod
         # One in which ranks have failed has not left.
         assert isinstance(site.agree(life, Ending(End.FAILED, "rank 1 failed")), Life)
         assert "left_for" not in json.loads(host.asked[-1][1])
-    env = site._changed(tmp_path, Life(generation=2, layers=(4, 2)))
-    assert env == {"PIPEMORPH_LAYERS": "[4, 2]"}
+    env = site._changed(tmp_path, Life(generation=2, layout=NEW))
+    assert env == {"PIPEMORPH_LAYERS": "[4, 2]", "PIPEMORPH_PLACES": "[0, 1]"}
 
 
 def test_a_launcher_hears_that_layers_count_while_its_ranks_run(
     tmp_path: Path, notes: list[str]
 ) -> None:
     """Another ingest, which may not know it, hears it from the launcher."""
-    trial = GenerationState(attempt=0, generation=1, layers=(4, 2), layers_before=(), again=0.01)
+    trial = GenerationState(attempt=0, generation=1, layout=NEW, layout_before=FIRST, again=0.01)
     host = Answers(200, trial.model_dump())
     pod = meeting(tmp_path, host.server_address[1], notes)
     assert pod.join(NEVER, lambda: False) == trial
@@ -301,11 +302,11 @@ def test_a_launcher_hears_that_layers_count_while_its_ranks_run(
         pod.failed(1, Loss(reason="rank 1 exited with code 1", at=1.0))
         while json.loads(host.asked[-1][1])["event"] != "failed":
             time.sleep(0.01)
-        return json.loads(host.asked.pop()[1]).get("layers_before")
+        return json.loads(host.asked.pop()[1]).get("layout_before")
 
-    assert says(1) == []
-    host.state["layers_before"] = None
-    assert says(0) == [], "that is of another generation"
+    assert says(1) == {}
+    host.state["layout_before"] = None
+    assert says(0) == {}, "that is of another generation"
     assert says(1) is None
     host.state["over"] = True  # Nobody asks any more.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM
 from pipemorph.local.generations import Life
@@ -142,16 +143,19 @@ def begin(pod: Pod, *answers: GenerationState | str) -> Life | Ending:
         return site.first()
 
 
-def test_a_pod_has_the_ranks_of_its_place(tmp_path: Path) -> None:
+def test_a_pod_has_the_ranks_at_its_places(tmp_path: Path) -> None:
     pod = pod_of(tmp_path, 1)
-    life = begin(pod, GenerationState(attempt=0, generation=1, places=((0, 1), (1, 0))))
-    assert life == Life(generation=1, places=((0, 1), (1, 0)))
+    layout = RankLayout(places=(2, 3, 0, 1, *range(4, pod.cut.world_size)))
+    life = begin(pod, GenerationState(attempt=0, generation=1, layout=layout))
+    assert life == Life(generation=1, layout=layout)
     assert isinstance(life, Life)
     with site_of(pod) as site:
         # Neither the job's size nor its batch is another one.
         assert site._changed(tmp_path, life) == {"MASTER_ADDR": "gpt-1.svc"}
     within = pod.within(life)
-    assert (within.first, within.kept_first, within.job) == (0, 0, pod.job)
+    assert (within.ranks, within.job) == ((0, 1), pod.job)
+    env = within.environment(1, {})
+    assert (env["RANK"], env["PIPEMORPH_PLACE"]) == ("1", "3")
 
 
 def test_a_pod_that_is_left_out_ends_with_the_job_and_by_itself_as_a_lost_pod(

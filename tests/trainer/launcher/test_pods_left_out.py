@@ -201,7 +201,7 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
     env = {**given, **site._changed(tmp_path, fewer)}
     context = TrainerContext.from_env(small.environment(0, env))
     # Rank 4 is stage 1 of replica 1 in the whole job.
-    assert (context.rank, context.kept_rank, context.world_size) == (2, 4, 4)
+    assert (context.rank, context.place, context.world_size) == (2, 4, 4)
     assert (context.coordinate().stage, context.coordinate().replica) == (1, 0)
     assert context.master_addr == "gpt-1.svc"
     assert context.job is not None

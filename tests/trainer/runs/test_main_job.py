@@ -99,7 +99,7 @@ from pipemorph.control.decide.layouts import moves
 from pipemorph.control.decide.layouts.relayout import Proposal
 from pipemorph.local import host
 
-def consider(self, network, cost):
+def consider(self, network, cost, finished):
     if self.made:
         return None
     layout = self.layout.with_layers([4, 2])

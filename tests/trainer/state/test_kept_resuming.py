@@ -20,43 +20,62 @@ FORM = (Entry("weight", "float32", (3,)),)
 
 
 def agree(
-    folder: Path, *, split: list[int], now: list[int], replaces: bool = False
-) -> Choice | str:
-    """What two replicas agree on after generation 0, of which the first has left with a copy of
-    ``split`` and the second has lost its pod. ``now``: the split that they have."""
+    folder: Path,
+    *,
+    left: dict[int, int],
+    places: tuple[int, int] = (0, 1),
+    split: tuple[list[int], list[int]] = ([4, 2], [4, 2]),
+) -> Resuming:
+    """Rank 0 of two replicas, which can agree after generation 0. ``left``: by place, the rank that
+    left a copy there; ``places``: by rank, where it runs now; ``split``: before and now."""
     world: Any = SimpleNamespace()
-    ranks = []
-    for rank in (0, 1):
-        mine = folder / f"rank-{rank}.generation-1"
+    ranks, told = [], []
+    for rank, place in enumerate(places):
+        mine = folder / f"rank-{place}.generation-1"
         mine.mkdir()
         slots = Slots(mine)
-        if rank == 0:
+        if place in left:
             slot = slots.begin(FORM, 10)
             assert slot.copy is not None
             slot.copy.write({"weight": torch.zeros(3)})
-            slots.finish(slot, Offer(9), {"split": split, "left": 0})
+            slots.finish(slot, Offer(9), {"split": split[0], "rank": left[place], "left": 0})
         world.coordinate = SimpleNamespace(rank=rank)
         ranks.append(
             Resuming(
                 folder, slots, HeldCopies(mine), None, world=world, wait=None,  # type: ignore[arg-type]
-                part={"split": now}, alike=["stage 0"] * 2, generation=1, replaces=replaces,
+                part={"split": split[1], "rank": rank}, alike=["stage 0"] * 2, generation=1,
+                place=place,
             )
         )  # fmt: skip
+        told.append(ranks[-1]._told(0, ""))
     world.coordinate = SimpleNamespace(rank=0)
-    other = ranks[1]._told(0, "")
-    world.tell_all = lambda mine, _: [mine, other]
-    return ranks[0].agree(0, "")
+    world.tell_all = lambda *_: told
+    return ranks[0]
 
 
 def test_a_pod_that_is_lost_as_ranks_leave_gets_its_state_from_a_replica(tmp_path: Path) -> None:
-    """The layers have stayed where they were."""
-    found = agree(tmp_path, split=[4, 2], now=[4, 2])
+    """The layout has stayed as it was."""
+    found = agree(tmp_path, left={0: 0}).agree(0, "")
     assert isinstance(found, Choice) and (found.iteration, found.sources) == (9, (0, 0))
 
 
-@pytest.mark.parametrize(("now", "replaces"), [([3, 3], False), ([3, 3], True), ([4, 2], True)])
+def test_ranks_that_exchange_places_get_their_own_copies_from_there(tmp_path: Path) -> None:
+    rank = agree(tmp_path, left={0: 0, 1: 1}, places=(1, 0))
+    found = rank.agree(0, "")
+    assert isinstance(found, Choice) and found.exact and rank.moved
+    assert rank._at == [(1, 0), (0, 1)], "by rank, the rank whose place that is now, and the place"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"left": {0: 0}, "split": ([4, 2], [3, 3])},
+        {"left": {0: 0}, "places": (1, 0)},
+        {"left": {1: 1}, "places": (1, 0)},
+    ],
+)
 def test_ranks_with_another_layout_need_their_own_copies(
-    tmp_path: Path, now: list[int], replaces: bool
+    tmp_path: Path, how: dict[str, Any]
 ) -> None:
-    with pytest.raises(PipelineError, match="do not have their copies in their new layout"):
-        agree(tmp_path, split=[4, 2], now=now, replaces=replaces)
+    with pytest.raises(PipelineError, match="ranks do not have their copies in their new layout"):
+        agree(tmp_path, **how).agree(0, "")

@@ -321,7 +321,7 @@ def test_ranks_exchange_values_and_run_no_code_of_others() -> None:
     [
         Start(held=(Held("a", "parameter", (2,), torch.float32, True, None, False),)),
         _Peer(Machine("a", "b", "c"), "127.0.0.1", {0: 1}, None, {0: "x"}, None),
-        _Told((Offer(3),), {1: [Offer(2, False)]}, 1, 2, 3, "why"),
+        _Told(0, 1, (Offer(3),), {1: [Offer(2, False)]}, 1, 2, 3, "why"),
         Needs("a", 1, {"x": 2}, ("y",)),
     ],
     ids=lambda value: type(value).__name__,

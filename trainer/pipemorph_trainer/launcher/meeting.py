@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from tenacity import Retrying
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.errors import PipeMorphError, one_line
 from pipemorph.http_client import HttpClient, NoAnswer, checked_url, retries
 from pipemorph.local.processes.supervise import Told
@@ -88,8 +89,8 @@ class Meeting:
         """Whether a generation ran without this pod: its copies are not of the newest state."""
         self._told = GenerationState(attempt=attempt, generation=0)
         """What this pod was told last."""
-        self._leaving: tuple[int, tuple[int, ...]] | None = None
-        """A generation whose ranks are to leave, and for which layers."""
+        self._leaving: tuple[int, RankLayout] | None = None
+        """A generation whose ranks are to leave, and for which layout."""
         self._launcher = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._watched: int | None = None
@@ -111,13 +112,13 @@ class Meeting:
                 return self._over[1]
         return None
 
-    def leaves(self, generation: int) -> tuple[int, ...] | None:
-        """Whether the ranks have to leave at an iteration boundary: for these layers of all stages,
-        or, if there are none, since a replica can join. None: they have not."""
+    def leaves(self, generation: int) -> RankLayout | None:
+        """Whether the ranks have to leave at an iteration boundary: for this layout, or, if it is
+        empty, since a replica can join. None: they have not."""
         with self._changed:
             return self._asked_of(generation)
 
-    def _asked_of(self, generation: int | None) -> tuple[int, ...] | None:
+    def _asked_of(self, generation: int | None) -> RankLayout | None:
         leaving = self._leaving
         return leaving[1] if leaving is not None and leaving[0] == generation else None
 
@@ -172,7 +173,7 @@ class Meeting:
         generation to start, or has a verdict; or why there is none."""
         with self._changed:
             self._watched = None
-            left_for = (self._asked_of(generation) or ()) if left else None
+            left_for = (self._asked_of(generation) or RankLayout()) if left else None
         gone = {"loss": loss, "reached": reached, "began": began, "left_for": left_for}
         return self._interruptibly(
             lambda cancelled: self._wait(generation, gone, finished, patience, cancelled), stop
@@ -313,13 +314,13 @@ class Meeting:
                         self._watched = None
                 continue
             with self._changed:
-                same = state.generation == generation and state.layers == self._told.layers
+                same = state.generation == generation and state.layout == self._told.layout
                 if same and self._watched == generation:
-                    # Layers may count since, as another ingest has to hear if it was not written.
+                    # It may count since, as another ingest has to hear if it was not written.
                     self._told = state
             if state.leave != (self._asked_of(generation) is not None):
                 with self._changed:
-                    self._leaving = (generation, state.leave_layers) if state.leave else None
+                    self._leaving = (generation, state.leave_for) if state.leave else None
             elif state.again:
                 self._pause(generation, state.again)
 
@@ -389,9 +390,8 @@ class Meeting:
                 "event": event,
                 "why": why[:LONGEST_LINE],
                 "left_out": self._told.left_out,
-                "places": self._told.places,
-                "layers": self._told.layers,
-                "layers_before": self._told.layers_before,
+                "layout": self._told.layout,
+                "layout_before": self._told.layout_before,
                 **fields,
             }
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipemorph.api.running import Running
+from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
@@ -19,11 +20,11 @@ from pipemorph_trainer.context import TrainerContext
 
 @dataclass(frozen=True)
 class Pod:
-    """The ranks of this pod: ``first`` and the ``size - 1`` after it."""
+    """The pod number ``index`` of a job. ``ranks``: by their numbers in it, those that it runs."""
 
     job: PipeMorphJob
-    first: int
-    size: int
+    index: int
+    ranks: tuple[int, ...]
     attempt: int = 0
     namespace: str = "default"
     secret: bytes = b""
@@ -33,8 +34,6 @@ class Pod:
     address: str | None = None
     """Of any pod of the job, with its number in the place of ``{}``; None: all have that of the
     first one."""
-    kept_first: int | None = None
-    """By what number copies of its first rank are found, see :meth:`within`; None: ``first``."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Pod:
@@ -56,8 +55,8 @@ class Pod:
             )
         return Pod(
             context.job,
-            index * size,
-            size,
+            index,
+            tuple(range(index * size, (index + 1) * size)),
             context.attempt,
             context.namespace,
             context.secret,
@@ -67,13 +66,17 @@ class Pod:
         )
 
     @property
-    def index(self) -> int:
-        return self.first // self.size
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def cut(self) -> Parallelism:
+        return self.job.spec.parallelism
 
     @property
     def pods(self) -> int:
         """Number of pods of the job."""
-        return self.job.spec.parallelism.world_size // self.size
+        return self.cut.world_size // self.size
 
     @property
     def resizes(self) -> bool:
@@ -81,33 +84,37 @@ class Pod:
         return self.job.spec.parallelism.min_replicas is not None
 
     @property
-    def layers_move(self) -> bool:
-        """Whether generations may have different layers."""
-        spec = self.job.spec
-        return spec.adaptation.relayout and spec.parallelism.layers is not None
+    def moves(self) -> bool:
+        """Whether generations may have different layouts."""
+        return self.job.spec.adaptation.relayout
 
     def runs_in(self, told: GenerationState | Life) -> bool:
         """Whether this pod has ranks in a generation."""
-        return self._running(told).has(self.index)
+        return Running(self.cut, told.left_out).has(self.index)
+
+    def first_pod(self, life: Life) -> int:
+        """The pod of rank 0 in a generation."""
+        if life.left_out:
+            return Running(self.cut, life.left_out).pods[0]
+        return life.layout.pod(0, self.size)
 
     def within(self, life: Life) -> Pod:
         """This pod with its ranks of a generation, and the job of the replicas that run in it."""
-        if not (life.left_out or life.places):
-            return self
-        running = self._running(life)
-        job = self.job.model_copy(update={"spec": running.spec(self.job.spec)})
-        kept = running.place(self.index) * self.size
-        return replace(self, job=job, first=running.rank(kept), kept_first=kept)
-
-    def _running(self, told: GenerationState | Life) -> Running:
-        return Running(self.job.spec.parallelism, told.left_out, told.places)
+        if life.left_out:
+            running = Running(self.cut, life.left_out)
+            job = self.job.model_copy(update={"spec": running.spec(self.job.spec)})
+            ranks = tuple(map(running.rank, self.ranks))
+            return replace(self, job=job, ranks=ranks)
+        return replace(self, ranks=tuple(life.layout.ranks_in(self.index, self.size)))
 
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables of one rank."""
-        rank = self.first + local_rank
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        if self.kept_first is not None:
-            own["PIPEMORPH_KEPT_RANK"] = str(self.kept_first + local_rank)
+        own = {
+            "RANK": str(self.ranks[local_rank]),
+            "LOCAL_RANK": str(local_rank),
+            # Copies belong to places: what a rank left is where it was.
+            "PIPEMORPH_PLACE": str(self.index * self.size + local_rank),
+        }
         port = environ.get("PIPEMORPH_METRICS_PORT")
         if port and int(port):
             # The ranks of a pod share its address.

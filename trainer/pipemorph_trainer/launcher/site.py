@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipemorph.api.running import Running
+from pipemorph.api.layout import Layout
 from pipemorph.errors import InputError
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
 from pipemorph.local.generations import Generations, Life
+from pipemorph.local.moves import LeaveRequests
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.hang import HangWatch
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import End, Ending, Events, supervise
-from pipemorph.wire import GenerationState, Loss, ResumedFrom
-from pipemorph.wire.generations import LONGEST_LINE, MOST_WAITS
+from pipemorph.local.processes.supervise import End, Ending, Events, loss_of, supervise
+from pipemorph.wire import GenerationState
 from pipemorph_trainer.launcher.meeting import Meeting, ingest_client
 from pipemorph_trainer.launcher.page.gate import PageGate
 from pipemorph_trainer.launcher.pod import Pod
@@ -60,17 +60,16 @@ class PodSite:
     events: Events
     interrupts: Interrupts
     meeting: Meeting | None
-    word: int | None = None
-    """The generation of which rank 0's word is awaited."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     forks: Forks | None = None
     page: PageGate | None = None
     """Serves the live page while rank 0 runs in this pod; None: nobody does."""
-    asked: bool = False
-    """Whether the ranks have been asked to leave, so that a replica can join or layers move."""
     hangs: HangWatch = field(init=False)
+    requests: LeaveRequests | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        if self.meeting is not None and self.pod.kept_dir is not None:
+            self.requests = LeaveRequests(KeptFolder(self.pod.kept_dir), self.meeting, note)
         self.hangs = HangWatch(self.pod.policy, self.pod.job.spec.trainer.iterations)
 
     def first(self) -> Life | Ending:
@@ -106,12 +105,10 @@ class PodSite:
             return Ending(End.FAILED, f"the attempt ends: {met.why or met.reason}")
         life = life_of(met)
         if met.generation:
-            pod = self.pod.within(life)
-            ranks = f"rank {pod.first}" + (
-                f" to {pod.first + pod.size - 1}" if pod.size > 1 else ""
-            )
+            ranks = ", ".join(map(str, self.pod.within(life).ranks))
             note(
-                f"this pod takes the place of another one, in generation {met.generation}: {ranks}"
+                f"this pod takes the place of another one, in generation {met.generation}:"
+                f" rank {ranks}"
             )
         return life
 
@@ -139,37 +136,36 @@ class PodSite:
             yield env | self._changed(Path(folder), life)
 
     def _changed(self, folder: Path, life: Life) -> dict[str, str]:
-        """The variables of all ranks of a generation without some replicas, with others of the
-        pods, or with other layers."""
+        """The variables of all ranks of a generation without some replicas, or with another
+        layout."""
         env: dict[str, str] = {}
-        if life.layers:
-            env["PIPEMORPH_LAYERS"] = json.dumps(life.layers)
+        if life.layout.layers:
+            env["PIPEMORPH_LAYERS"] = json.dumps(life.layout.layers)
+        if self.pod.moves:
+            env["PIPEMORPH_PLACES"] = Layout.of(self.pod.cut).changed(life.layout).text
         if life.left_out:
             job, file = self.pod.within(life).job, folder / "job.json"
             file.write_text(job.model_dump_json(by_alias=True, exclude_defaults=True))
             env["PIPEMORPH_JOB_FILE"] = str(file)
             env["WORLD_SIZE"] = str(job.spec.parallelism.world_size)
-        if self.pod.address is not None and (life.left_out or life.places):
-            running = Running(self.pod.job.spec.parallelism, life.left_out, life.places)
-            env["MASTER_ADDR"] = self.pod.address.replace("{}", str(running.pods[0]))
+        if self.pod.address is not None and (first := self.pod.first_pod(life)):
+            env["MASTER_ADDR"] = self.pod.address.replace("{}", str(first))
         return env
 
     def start(self, ranks: RankSet, life: Life, shared: dict[str, str]) -> None:
         pod = self.pod.within(life)
         mesh = pod.job.spec.parallelism.mesh
-        ranks_here = range(pod.first, pod.first + pod.size)
         folder = shared.get("PIPEMORPH_PROGRESS_DIR")
-        self.hangs.begin(HangWatch.files(Path(folder), ranks_here) if folder else ())
-        self.asked = False
-        for local_rank in range(pod.size):
-            rank = pod.first + local_rank
+        self.hangs.begin(HangWatch.files(Path(folder), pod.ranks) if folder else ())
+        for local_rank, rank in enumerate(pod.ranks):
             env = pod.environment(local_rank, shared)
             ranks.start(mesh.coordinate(rank), self.program, env, pod.log(rank))
-        if self.page is not None and pod.first == 0:
+        if self.page is not None and 0 in pod.ranks:
             self.page.open()
         if self.meeting is not None:
             self.meeting.watch(life.generation)
-            self.word = life.generation if pod.first == 0 and life.generation else None
+        if self.requests is not None:
+            self.requests.begin(word=0 in pod.ranks and life.generation > 0)
 
     def watch(self, ranks: RankSet, life: Life) -> Ending:
         ending = self._supervise(ranks, life)
@@ -194,14 +190,14 @@ class PodSite:
         return supervise(
             ranks,
             self.events,
-            refresh=lambda: self._look(meeting, life),
+            refresh=lambda: self._look(meeting, life.generation),
             note=note,
             grace=self.grace,
             straggle=straggle,
             recovers=True,
             saves=saves,
             # Ranks leave only by an agreement of all, which another pod may have asked for.
-            moves=lambda: self.pod.resizes or self.pod.layers_move,
+            moves=lambda: self.pod.resizes or self.pod.moves,
             hung=self.hangs.look,
             told=lambda: meeting.over(life.generation),
             on_failure=lambda ending: self._tell(meeting, life, ending),
@@ -220,7 +216,7 @@ class PodSite:
             reason = f"the ranks saved and ended with those of another pod ({ending.reason})"
             ending = replace(ending, end=End.FAILED, reason=reason, retry=True, lost_peer=True)
         if ending.end is End.MOVED:
-            why = "layers can move" if self.pod.layers_move else "a replica can join"
+            why = "the layout can change" if self.pod.moves else "a replica can join"
             note(f"the ranks have left, so that {why}")
         elif ending.end not in (End.COMPLETED, End.FAILED):
             return ending
@@ -242,10 +238,9 @@ class PodSite:
             patience,
             self.is_over,
             finished=self.hangs.finished,
-            # An ingest of an earlier release would refuse to hear of it.
-            reached=self.hangs.reached if self.pod.layers_move else 0,
-            began=self.hangs.began_with if self.pod.layers_move else 0,
-            left=ending.end is End.MOVED and self.pod.layers_move,
+            reached=self.hangs.reached if self.pod.moves else 0,
+            began=self.hangs.began_with if self.pod.moves else 0,
+            left=ending.end is End.MOVED and self.pod.moves,
         )
         if self.is_over():
             return replace(ending, end=End.INTERRUPTED)
@@ -262,9 +257,8 @@ class PodSite:
             without = ", ".join(map(str, met.left_out))
             what = f", without replica {without}" if without else ""
             following = life_of(met)
-            if following.layers != life.layers:
-                layers = ", ".join(map(str, following.layers)) or "evenly many"
-                what += f", with {layers} layers per stage"
+            if following.layout != life.layout:
+                what += f", with {following.layout}"
             note(f"the ranks start again as generation {met.generation}{what}")
             return replace(following, attempt=life.attempt)
         if met.why:
@@ -286,40 +280,9 @@ class PodSite:
             KeptFolder(self.pod.kept_dir).clear()
         self.meeting.missed = False
 
-    def _look(self, meeting: Meeting, life: Life) -> None:
-        self._look_for_word()
-        if self.pod.kept_dir is None or not (self.pod.resizes or self.pod.layers_move):
-            return
-        kept = KeptFolder(self.pod.kept_dir)
-        # Rank 0 says why they go on as they are, whichever pod has asked them.
-        why = kept.stay(life.generation)
-        if why:
-            kept.forget_stay(life.generation)
-            self._stays(meeting, life, why)
-        leaves = meeting.leaves(life.generation)
-        if leaves is not None and not self.asked:
-            try:
-                kept.ask_to_leave(life.generation, leaves)
-            except OSError as error:
-                self._stays(meeting, life, f"they cannot be told: {kept.root}: {error.strerror}")
-                return
-        self.asked = leaves is not None
-
-    def _stays(self, meeting: Meeting, life: Life, why: str) -> None:
-        note(f"the ranks do not leave, as they were to: {why}")
-        meeting.stays(life.generation, why)
-
-    def _look_for_word(self) -> None:
-        """Pass on what the ranks have begun with, once rank 0 has left word of it."""
-        if self.word is None or self.meeting is None or self.pod.kept_dir is None:
-            return
-        found = KeptFolder(self.pod.kept_dir).resumed(self.word)
-        if found is not None:
-            resumed = ResumedFrom(
-                iteration=found.iteration, rung=found.rung[:32], why=found.why[:LONGEST_LINE]
-            )
-            self.meeting.resumed(self.word, resumed)
-            self.word = None
+    def _look(self, meeting: Meeting, generation: int) -> None:
+        if self.requests is not None:
+            self.requests.look(generation, meeting.leaves(generation))
 
     def _follow(self) -> None:
         end = time.monotonic() + FOLLOW_SECONDS
@@ -329,9 +292,7 @@ class PodSite:
 
 def life_of(met: GenerationState) -> Life:
     """A generation, in its first attempt here."""
-    return Life(
-        generation=met.generation, left_out=met.left_out, places=met.places, layers=met.layers
-    )
+    return Life(generation=met.generation, left_out=met.left_out, layout=met.layout)
 
 
 def run(pod: Pod, command: Sequence[str], grace: float, *, generations: bool = False) -> Ending:
@@ -372,20 +333,6 @@ def _not_as_lost(ending: Ending) -> Ending:
     if exit_code(ending) in EXITS_LOST:
         return replace(ending, status=EXIT_FAILED)
     return ending
-
-
-def loss_of(ending: Ending) -> Loss:
-    """A failure, for the ingest."""
-    return Loss(
-        reason=ending.reason[:LONGEST_LINE],
-        at=ending.at,
-        rank=ending.position.rank if ending.position else None,
-        retry=ending.retry,
-        error=ending.error[:LONGEST_LINE] if ending.error else None,
-        lost_peer=ending.lost_peer,
-        hang=ending.hang,
-        waits=tuple(line[:LONGEST_LINE] for line in ending.waits[:MOST_WAITS]),
-    )
 
 
 def exit_code(ending: Ending) -> int:

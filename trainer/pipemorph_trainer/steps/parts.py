@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipemorph.api.layout import may_change_places
 from pipemorph.api.mesh import DATA
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
@@ -210,12 +211,11 @@ class Parts:
         job = context.job
         moves = job is not None and job.spec.adaptation.relayout
         self._resizes = job is not None and job.spec.parallelism.min_replicas is not None
-        # A host that cannot give ranks other places tells none.
-        self._replaces = context.places is not None
         self._leaves = moves or self._resizes
         """Whether the host may ask ranks to leave."""
         ring = None
-        if moves and self._replaces and self.coordinate.mesh.lockstep == 1:
+        # A host that cannot give ranks other places tells none.
+        if moves and context.places is not None and may_change_places(self.coordinate.mesh):
             ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
         self.listeners = Listeners.of(listeners, context, version=prepared.plan.version)
         self.iterations = Iterations(
@@ -228,7 +228,8 @@ class Parts:
             slowed=None if self._device_faults is None else self._device_faults.hold,
         )  # fmt: skip
         self._split = context.split(self.coordinate.mesh.stages)
-        self._generation, self._kept_rank = context.generation, context.kept_rank
+        self._generation = context.generation
+        self._place = context.rank if context.place is None else context.place
         self.extra = Extra(self.state, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
         self.keeper: Keeper | None = None
@@ -289,8 +290,8 @@ class Parts:
             late = LateCopies(accelerator) if accelerator is not None else None
         return Keeper(
             folder, values, self.world, self.placements, self.wait_for,
-            generation=self._generation, every=every, late=late, number=self._kept_rank,
-            changes=self._resizes, split=self._split, replaces=self._replaces,
+            generation=self._generation, every=every, late=late, place=self._place,
+            changes=self._resizes, split=self._split,
         )  # fmt: skip
 
     def _open_checkpoints(self) -> Checkpoints | None:

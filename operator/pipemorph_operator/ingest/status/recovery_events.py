@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
 from pipemorph_operator import names
 from pipemorph_operator.cluster.events import Event
@@ -25,6 +23,7 @@ class RecoveryEvents:
         if now is None or not now.last:
             return []
         last, events = now.last[-1], []
+        changes = bool(last.layers or last.places)
         if now.count > self._count:
             text = f"the ranks start again as generation {last.generation}: {last.cause}"
             if last.replaced:
@@ -32,12 +31,12 @@ class RecoveryEvents:
             if now.left_out:
                 without = ", ".join(map(str, now.left_out[:MOST_NAMED]))
                 text += f"; {last.replicas} replicas train on, without {without}"
-            if last.layers:
-                text += f"; by stage they hold {_numbers(last.layers)} layers again"
+            if changes:
+                text += "; they have the layout of before again"
             events.append(Event("Warning", names.R_RANKS_RESTARTED, text))
-        elif last.layers and not (self._last is not None and _same(self._last, last)):
-            text = f"generation {last.generation} begins with other layers: {last.cause}"
-            events.append(Event("Normal", names.R_LAYERS_MOVED, text))
+        elif changes and not (self._last is not None and _same(self._last, last)):
+            text = f"generation {last.generation} begins with another layout: {last.cause}"
+            events.append(Event("Normal", names.R_LAYOUT_CHANGED, text))
         known = self._last is not None and _same(self._last, last) and self._last.seconds
         if last.seconds is not None and not known:
             events.append(Event("Normal", names.R_RECOVERED, _words(last)))
@@ -47,10 +46,6 @@ class RecoveryEvents:
 
 def _same(one: RecoveryRecord, other: RecoveryRecord) -> bool:
     return (one.attempt, one.generation) == (other.attempt, other.generation)
-
-
-def _numbers(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
 
 
 def _words(record: RecoveryRecord) -> str:

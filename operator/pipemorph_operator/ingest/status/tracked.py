@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipemorph.api.running import Running
 from pipemorph.api.spec import JobSpec, Metadata, PipeMorphJob
 from pipemorph.api.status import Condition, TrainingStatus
 from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.control import JobController
+from pipemorph.control.decide.layouts.moves import Moves
 from pipemorph.control.generations import Generations
 from pipemorph.status.summary import Source
 from pipemorph_operator.cluster.facts import parse_time
-from pipemorph_operator.ingest.moving import JobMoves
 from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Fence
@@ -82,8 +81,8 @@ class TrackedJob:
     written_at: float = float("-inf")
     deciding_since: float | None = None
     """The first look at which the decision under way was seen."""
-    moves: JobMoves | None = None
-    """None: its layers cannot move between stages."""
+    moves: Moves | None = None
+    """None: its layout cannot change."""
     looked_at: float = float("-inf")
     looked_version: int = -1
     """The newest plan version at the last look."""
@@ -108,11 +107,6 @@ class TrackedJob:
             metadata=Metadata(name=self.name, namespace=self.namespace),
             spec=self.controller.spec,
         )
-
-    @property
-    def running(self) -> Running:
-        """Which ranks run, and in which pods."""
-        return Running(self.spec.parallelism, self.generations.left_out, self.generations.places)
 
     @property
     def recovers(self) -> bool:
@@ -160,6 +154,6 @@ class TrackedJob:
             self.spec.parallelism.replicas if self.spec.parallelism.min_replicas else None,
             self.generations.left_out,
             self.generations.stays,
-            self.generations.layers_before is not None,
+            self.generations.layout_before is not None,
             self.moves.told if self.moves is not None else "",
         )

@@ -15,7 +15,7 @@ from itertools import takewhile
 from math import isfinite
 from time import monotonic
 
-from pipemorph.api.layout import Layout
+from pipemorph.api.layout import Layout, RankLayout
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.decide.layouts.relayout import (
@@ -100,17 +100,20 @@ def propose_layers(
     late: Late,
     cost: float,
     *,
-    without: Collection[tuple[int, ...]] = (),
+    without: Collection[RankLayout] = (),
     seconds: float = SEARCH_SECONDS,
 ) -> Proposal | None:
     """The best split that was found within ``seconds``; None if none is better than the present
-    one. ``cost``: seconds of a change. ``without``: splits that cannot be."""
+    one. ``cost``: seconds of a change. ``without``: layouts that cannot be, with all their
+    numbers."""
     spec, layout, end = split.spec, split.layout, monotonic() + seconds
     score = Score(spec, network, late, layout, split.stages)
     start = layout.with_layers(split.best)
-    best = layout if start.layers in without else min(layout, start, key=score.of)
+    best = layout if start.whole(split.total) in without else min(layout, start, key=score.of)
     for _ in range(MOST_SWAPS):
-        others = (each for each in _neighbours(best, split) if each.layers not in without)
+        others = (
+            each for each in _neighbours(best, split) if each.whole(split.total) not in without
+        )
         found = min(takewhile(lambda _: monotonic() < end, others), key=score.of, default=best)
         if score.of(found) >= score.of(best):
             break

@@ -1,12 +1,10 @@
-"""Which layout a job's ranks have, when they should have another one, and which one counts: ranks
-change their places, or layers move between stages. Pure, with a clock that is given.
+"""The layout of a job's ranks: when it changes to another one, and what that has brought. Pure,
+with a clock that is given.
 
-A change is a change of generation. All ranks leave at one iteration, each with a sealed copy of its
-state; those that follow begin with these copies at their new places, or with other parts. Until all
-of them have met with the state that was left, and with other parts have finished iterations, the
-layout before counts, and a failure goes back to it: the copies are still there.
-
-How ranks are asked, and how they answer, is the host's: it tells what it has done and heard.
+A change is a change of generation: all ranks leave at one iteration, and those that follow begin
+with the new layout, on trial (:mod:`pipemorph.control.pods.layouts`). What has become of it is read
+from the job's generations, under ``pipemorph run`` as in pods. A change that made iterations slower
+is undone, if the iterations left pay for that.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import get_args
+from typing import Any, get_args
 
-from pipemorph.api.layout import Layout, Wire
+from pipemorph.api.layout import Layout, RankLayout, Wire, may_change_places
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.layers import CHANGED as LAYER_CHANGED
 from pipemorph.control.decide.layouts.layers import Split, propose_layers
@@ -31,9 +29,11 @@ from pipemorph.control.decide.layouts.relayout import (
     named,
     propose,
 )
-from pipemorph.exits import PARTS_STAY
+from pipemorph.control.generations import Generations
+from pipemorph.control.record.history import Finished
+from pipemorph.errors import one_line
 from pipemorph.planning import Route
-from pipemorph.wire import Health, LinkState
+from pipemorph.wire import Health, IterationSample, LinkState
 from pipemorph.wire.states import Direction
 
 PLACES_SECONDS = 1.0
@@ -42,6 +42,12 @@ PLACES_SECONDS = 1.0
 BEFORE, SETTLES, AFTER = 3, 8, 32
 """Iterations before a change whose median is compared; after it, those in which plans settle, and
 the most that are compared."""
+
+Timed = Sequence[Finished | IterationSample]
+"""Finished iterations, by index."""
+
+COMPARED = 16
+"""Iterations with another layout after which it is known what it has brought."""
 
 REST = 10.0
 """After a change ranks stay for so many times the seconds that it took, whatever is measured. After
@@ -110,6 +116,10 @@ class Move:
     iteration: int | None = None
     """The first one in the new layout."""
     seconds: float | None = None
+    measured: float | None = None
+    """Part of an iteration that it has saved; None: not known yet."""
+    undoes: bool = False
+    """Whether it goes back from a change that has not brought what it promised."""
 
     @property
     def of_layers(self) -> bool:
@@ -126,7 +136,7 @@ class Question:
     """A search for another layout than the present one, which may take
     :data:`~.relayout.SEARCH_SECONDS`: for :func:`search`, in this process or another one.
     ``reason``: of the search, for people; ``split``: of the layers, None: for other places;
-    ``refused``: splits that cannot be."""
+    ``refused``: layouts that cannot be, with all their numbers."""
 
     reason: str
     spec: JobSpec
@@ -135,7 +145,7 @@ class Question:
     late: Late
     cost: float
     split: Split | None = None
-    refused: frozenset[tuple[int, ...]] = frozenset()
+    refused: frozenset[RankLayout] = frozenset()
 
     @property
     def stay(self) -> str:
@@ -147,31 +157,31 @@ class Question:
 def search(asked: Question) -> Proposal | None:
     """The best other layout that was found; None if none is better."""
     if asked.split is None:
-        return propose(asked.spec, asked.layout, asked.network, asked.late, asked.cost)
+        return propose(
+            asked.spec, asked.layout, asked.network, asked.late, asked.cost, without=asked.refused
+        )
     return propose_layers(asked.split, asked.network, asked.late, asked.cost, without=asked.refused)
 
 
 class Moves:
-    """The layouts of one job. ``note``: tells the user; ``clock``: monotonic, seconds.
-
-    ``layers``, ``before``: of ranks that run already, the split that they have, and, while it is on
-    trial, the one that counts; as of :attr:`Layout.layers`.
-    """
+    """The changes of layout of one job, which are read from its ``generations``. ``note``: tells
+    the user; ``clock``: monotonic, seconds."""
 
     def __init__(
         self,
         spec: JobSpec,
+        generations: Generations,
         note: Callable[[str], None],
         clock: Callable[[], float],
-        *,
-        layers: tuple[int, ...] = (),
-        before: tuple[int, ...] | None = None,
     ) -> None:
-        self.spec, self.note, self._clock = spec, note, clock
+        self.spec, self._clock, self._note = spec, clock, note
+        self.told = ""
+        """The newest note, for people."""
+        self._generations = generations
+        self._seen = generations.attempt, generations.saved.generation
         self._first = Layout.of(spec.parallelism)
-        self.layout = self._first.with_layers(layers)
-        self._settled = self.layout if before is None else self._first.with_layers(before)
-        """:attr:`layout` is that of the ranks that run, this the last one in which all have met."""
+        self.layout = self._first.changed(generations.layout)
+        """The layout of the ranks that run."""
         self._wires = Wires(spec.adaptation)
         self._judged: tuple[tuple[int, ...], Mapping[Wire, float]] | None = None
         """What the last decision was made for: the places, and the late wires."""
@@ -179,76 +189,108 @@ class Moves:
         """Whether another split of the layers seems better."""
         self._judged_layers: tuple[tuple[int, ...], tuple[float, ...]] | None = None
         """What the last decision on layers was made for: the split, and what a layer took."""
-        self._refused: set[tuple[int, ...]] = set()
-        """Splits with which ranks have failed."""
-        self._parts_stay = not spec.parallelism.layers
-        """Whether the ranks cannot have other parts."""
         self._usual = 0.0
         """Seconds that messages of links take that are well."""
         self.asked: Move | None = None
         """The change that ranks have been asked for, and that does not count yet."""
         self._arriving: Move | None = None
-        """The change after which no iteration has been finished yet."""
+        """The change after which no iteration is known to be finished."""
+        self._before: list[float] = []
+        """Seconds of the last iterations before the newest change."""
         self._stays_until = 0.0
         """By the clock."""
+        self._looked_at = -math.inf
         self.made: list[Move] = []
 
-    @property
-    def decides(self) -> bool:
-        """Whether ranks may be asked to leave."""
-        wanted = self.spec.adaptation.relayout and self.asked is None
-        return wanted and self._clock() >= self._stays_until
+    def note(self, text: str) -> None:
+        self.told = one_line(text, 300)
+        self._note(self.told)
+
+    def is_due(self) -> bool:
+        """Whether to look for another layout now: once a second, while ranks may be asked to
+        leave."""
+        now = self._clock()
+        wanted = self.spec.adaptation.relayout and self.asked is None and not self.arrives
+        if not wanted or now < self._looked_at + PLACES_SECONDS:
+            return False
+        generations = self._generations
+        if generations.layout_before is not None or generations.state.over:
+            return False
+        self._looked_at = now
+        return generations.layouts.move
 
     @property
-    def leaving(self) -> bool:
-        """Whether the ranks that run have been asked to leave."""
-        return self.asked is not None and self.asked.outcome == "asked"
-
-    @property
-    def settling(self) -> bool:
-        """Whether the ranks that run have a new layout, which does not count yet."""
-        return self.asked is not None and self.asked.outcome == "left"
+    def _rests(self) -> bool:
+        return self._clock() < self._stays_until
 
     # --- decisions ------------------------------------------------------------------------
 
-    def consider(self, network: Network, cost: float) -> Move | None:
+    def consider(self, network: Network, cost: float, finished: Timed) -> Move | None:
         """A change that pays, if what is known has changed since the last decision; with its search
-        here and now. ``cost``: seconds that a change takes."""
-        self.see(network)
-        for question in self._questions(network, cost):
-            move = self.answer(question, search(question))
-            if move is not None:
-                return move
-        return None
+        here and now. ``cost``: seconds that a change takes; ``finished``: as of :meth:`undo`."""
+        move = self.undo(finished, network.left, cost)
+        for question in () if move is not None else self.questions(network, cost):
+            move = move or self.answer(question, search(question))
+        return move
 
-    def see(self, network: Network) -> None:
+    def undo(self, finished: Timed, left: int, cost: float) -> Move | None:
+        """The way back from the newest change, once it is known that it has made iterations slower,
+        and if the ``left`` ones pay for that. ``finished``: the newest iterations."""
+        move = self.made[-1] if self.made else None
+        if move is None or move.iteration is None or move.measured is not None:
+            return None
+        now = [each.seconds for each in finished if each.index >= move.iteration + SETTLES]
+        measured = brought(self._before, now)
+        if len(now) < COMPARED or measured is None:
+            return None
+        move.measured = round(measured, 4)
+        more = "less" if measured >= 0 else "more"
+        text = (
+            f"{move.where} an iteration takes {abs(measured):.0%} {more} time than before,"
+            f" {move.proposal.promised:.0%} less promised"
+        )
+        self.note(text)
+        if move.generation is not None:
+            self._generations.brought(move.generation, move.measured)
+        was, least = median(self._before), self.spec.adaptation.min_gain
+        back = Proposal(move.before, median(now), was, cost, left, least)
+        if move.undoes or self.layout != move.proposal.layout or not back.pays:
+            return None
+        return Move(f"{text}; so the change is undone", back, self.layout, undoes=True)
+
+    def _see(self, network: Network) -> None:
         """Take what is known of the job's wires, before a question is asked. It is looked at each
         of them."""
         self._wires.see(self.layout, network)
         well = [link.wire_time for link in network.links if link.health is Health.HEALTHY]
         self._usual = median(well) if well else self._usual
 
-    def _questions(self, network: Network, cost: float) -> Iterator[Question]:
-        if (places := self.of_places(network, cost)) is not None:
-            yield places
-        if (layers := self.of_layers(network, cost)) is not None:
+    def questions(self, network: Network, cost: float) -> Iterator[Question]:
+        """What to search for now: other places, then another split of the layers."""
+        if self._rests:
+            return
+        if may_change_places(self.layout.mesh):
+            self._see(network)
+            if (places := self._of_places(network, cost)) is not None:
+                yield places
+        if (layers := self._of_layers(network, cost)) is not None:
             yield layers
 
-    def of_places(self, network: Network, cost: float) -> Question | None:
+    @property
+    def _refused(self) -> frozenset[RankLayout]:
+        return frozenset(self._generations.layouts.refused)
+
+    def _of_places(self, network: Network, cost: float) -> Question | None:
         """Whether to look for other places of the ranks; None: there is nothing new."""
-        # Ranks that share a stage talk within each op, and nobody measures what a late wire costs.
-        if not self.layout.rings or self.layout.mesh.lockstep > 1:
-            return None
         late = dict(self._wires.late)
         if self._wires.waits(self.layout, network) or not self._has_news(late):
             return None
         reason = f"late: {named(late)}" if late else "no wire is late any more"
-        return Question(reason, self.spec, self.layout, network, late, cost)
+        return Question(reason, self.spec, self.layout, network, late, cost, refused=self._refused)
 
-    def of_layers(self, network: Network, cost: float, *, seen: bool = True) -> Question | None:
-        """Whether to look for another split of the layers; None: not now. ``seen``: whether
-        :meth:`see` was told of ``network``; if not, it is once there is a question."""
-        if self._parts_stay:
+    def _of_layers(self, network: Network, cost: float) -> Question | None:
+        """Whether to look for another split of the layers; None: not now."""
+        if not self.spec.parallelism.layers or self._generations.layouts.fixed:
             return None
         if self.layout.layers and not network.beside.least:
             return None  # Nobody knows how much of a stage's time is that of its layers.
@@ -268,10 +310,11 @@ class Moves:
         times = f"{1e3 * split.times[slowest]:.1f} ms of a microbatch"
         others = 1e3 * median(t for i, t in enumerate(split.times) if i != slowest)
         reason = f"stage {slowest} computes for {times}, the others for {others:.1f} ms"
-        if not seen:
-            self.see(network)
-        late, refused = dict(self._wires.late), frozenset(self._refused)
-        return Question(reason, self.spec, self.layout, network, late, cost, split, refused)
+        if not may_change_places(self.layout.mesh):
+            # Of a large job wires are many.
+            self._see(network)
+        late = dict(self._wires.late)
+        return Question(reason, self.spec, self.layout, network, late, cost, split, self._refused)
 
     def answer(self, asked: Question, found: Proposal | None) -> Move | None:
         """The change that pays, by what :func:`search` has found for a question. It is dropped if
@@ -334,10 +377,10 @@ class Moves:
             for direction in get_args(Direction)
         ]
 
-    # --- what the host has done, and heard ------------------------------------------------
+    # --- what has become of a change ------------------------------------------------------
 
     def ask(self, move: Move) -> None:
-        """The ranks are asked to leave."""
+        """The ranks are to leave."""
         self.made.append(move)
         self.asked = move
         what = "layers move" if move.of_layers else "the ranks change places"
@@ -349,83 +392,116 @@ class Moves:
         assert move is not None, "nobody asked the ranks to leave"
         move.outcome, move.why, self.asked, self._uneven = "stayed", why, None, None
         self._rest(move)
-        # That is so as long as their script is the same.
-        self._parts_stay = self._parts_stay or why.startswith(PARTS_STAY)
         stay = "layers stay where they are" if move.of_layers else "the ranks stay at their places"
         self.note(f"{stay}: {why}")
 
-    def left(self, generation: int) -> Move:
-        """The ranks have left; those of ``generation`` have the new layout. Returns the
-        change."""
-        move = self.asked
-        assert move is not None, "nobody asked the ranks to leave"
-        move.outcome, move.generation, self._uneven = "left", generation, None
-        self.layout = move.proposal.layout
-        return move
+    def follow(self, finished: Timed) -> bool:
+        """Take which generation runs, and with which layout. ``finished``: the newest iterations.
+        Returns whether the layout is another one."""
+        generations = self._generations
+        before, self.layout = self.layout, self._first.changed(generations.layout)
+        now, last = (generations.attempt, generations.saved.generation), self._seen
+        self._seen = now
+        if now != last:
+            self._uneven = None
+            self._begin(finished, again=now[0] != last[0])
+        elif (move := self.asked) is None:
+            pass
+        elif move.outcome == "left" and generations.layout_before is None:
+            self._counts(move)
+        elif move.outcome == "asked" and not generations.layouts.asked:
+            self.stay(generations.stays or "they were not asked to leave")
+        return self.layout != before
 
-    def cannot(self, why: str) -> None:
-        """The ranks of the new layout say why they cannot have it, before they fail."""
-        move = self.asked
-        if move is not None and not move.why and why.startswith(PARTS_STAY):
-            self.note(why)
-            self._parts_stay, move.why = True, why
+    def _begin(self, finished: Timed, *, again: bool) -> None:
+        """Another generation runs. ``again``: in another attempt, in which all begins anew."""
+        move, on_trial = self.asked, self._generations.layout_before is not None
+        there = move is not None and self.layout == move.proposal.layout and not again
+        if again:
+            self._judged = self._judged_layers = None
+        if move is None:
+            if self._arriving is not None:
+                self._rest(self._arriving)
+        elif there and move.outcome == "asked" and on_trial:
+            move.outcome, move.generation = "left", self._seen[1]
+            self._before = [each.seconds for each in finished[-BEFORE:]]
+        elif there and not on_trial:
+            self._counts(move)
+        else:
+            self.asked = None
+            self._rest(move)
+            move.outcome = "went back" if move.outcome == "left" else "stayed"
+            begun = "they had trained with the new layout" if move.generation else "they had left"
+            fixed = self._generations.layouts.fixed if move.of_layers else ""
+            move.why = fixed or f"ranks failed before {begun}"
+        if again:
+            self._arriving = None
 
-    def counts(self) -> None:
+    def _counts(self, move: Move) -> None:
         """The new layout counts from now on."""
-        move = self.asked
-        assert move is not None, "nobody asked the ranks to leave"
-        self._settled, move.outcome, self.asked = self.layout, "moved", None
+        move.outcome, self.asked = "moved", None
         # Until then nothing is known of the network as these places use it.
         self._arriving, self._stays_until = move, math.inf
-
-    def failed(self, *, attempt: bool) -> bool:
-        """The ranks failed. With an ``attempt`` all begins anew. Returns whether those that follow
-        have another layout."""
-        move, self.asked = self.asked, None
-        self._uneven = None
-        if (failed := move or self._arriving) is not None:
-            self._rest(failed)
-        if move is not None:
-            move.outcome = "went back" if move.outcome == "left" else "stayed"
-            if not move.why:
-                met = "they had gone on with other layers" if move.of_layers else "all had met"
-                move.why = f"ranks failed before {met}" if move.generation else "ranks failed"
-            if move.generation and move.of_layers:
-                self.refuse(move.proposal.layout.layers)
-        before = self.layout
-        if attempt:
-            self._settled, self._judged, self._arriving = self._first, None, None
-            self._judged_layers = None
-        self.layout = self._settled
-        return self.layout != before
 
     def edit(self, spec: JobSpec) -> None:
         """``adaptation`` of the job is another one."""
         self.spec, self._wires.adaptation = spec, spec.adaptation
 
-    def refuse(self, layers: tuple[int, ...]) -> None:
-        """Ranks have failed with this split: it is not tried again."""
-        self._refused.add(layers)
-
-    def follow(self, layers: tuple[int, ...]) -> None:
-        """The ranks have this split, as another host has decided, and it counts."""
-        self.layout = self._settled = self.layout.with_layers(layers)
-        self._uneven = None
-
-    @property
-    def arrives(self) -> Move | None:
-        """The change that counts, after which no iteration is known to be finished."""
-        return self._arriving
-
     def arrived(self, iteration: int, seconds: float) -> None:
         """The ranks have finished their first iteration since they were started. ``seconds``: since
-        ranks last left for other places."""
+        ranks last left."""
         move, self._arriving = self._arriving, None
         if move is not None:
             move.iteration, move.seconds = iteration, round(seconds, 3)
             self._stays_until = self._clock() + REST * seconds
             self.note(f"{move.where} from iteration {iteration} on, after {seconds:.2f} s")
 
+    @property
+    def arrives(self) -> bool:
+        """Whether a change counts after which no iteration is known to be finished."""
+        return self._arriving is not None
+
     def _rest(self, move: Move) -> None:
         """A change has failed: the next one would, for the same reason."""
         self._stays_until = self._clock() + REST * move.proposal.cost
+
+
+def records(moves: Moves, iterations: Sequence[IterationSample]) -> list[dict[str, Any]]:
+    """The changes for ``report.json``, after the last iteration."""
+    if moves.asked is not None:
+        moves.asked.outcome, moves.asked.why = "stayed", "the run ended before"
+    ends = [move.iteration for move in moves.made[1:]]
+    return [
+        record(move, iterations, end, moves.spec.parallelism.layers)
+        for move, end in zip(moves.made, [*ends, None], strict=False)
+    ]
+
+
+def record(
+    move: Move, iterations: Sequence[IterationSample], end: int | None, layers: int | None
+) -> dict[str, Any]:
+    """One change. ``end``: the iteration of the next one; ``layers``: of the model."""
+    at, asked = move.iteration, move.proposal
+    was: list[float] = []
+    now: list[float] = []
+    if at is not None:
+        was = [s.seconds for s in iterations if at - BEFORE <= s.index < at]
+        last = min(at + SETTLES + AFTER, at + SETTLES + AFTER if end is None else end)
+        now = [s.seconds for s in iterations if at + SETTLES <= s.index < last]
+    return {
+        "reason": move.reason,
+        "outcome": move.outcome,
+        "why": move.why or None,
+        "generation": move.generation,
+        "iteration": at,
+        "places": list(asked.layout.places),
+        "moved": list(move.before.moved(asked.layout)),
+        "layers": None if layers is None else list(asked.layout.spread(layers)),
+        "layers_before": None if layers is None else list(move.before.spread(layers)),
+        "predicted_seconds_before": asked.before,
+        "predicted_seconds_after": asked.after,
+        "promised": asked.promised,
+        "measured": brought(was, now),
+        "expected_cost_seconds": asked.cost,
+        "seconds": move.seconds,
+    }

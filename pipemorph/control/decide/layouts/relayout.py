@@ -17,7 +17,7 @@ from itertools import islice, permutations, takewhile
 from statistics import median
 from time import monotonic
 
-from pipemorph.api.layout import Layout, Wire
+from pipemorph.api.layout import Layout, RankLayout, Wire
 from pipemorph.api.sections.schedule import Adaptation
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.layouts.beside import Beside
@@ -153,17 +153,21 @@ def propose(
     late: Late,
     cost: float,
     *,
+    without: Collection[RankLayout] = (),
     seconds: float = SEARCH_SECONDS,
 ) -> Proposal | None:
     """The best layout that was found within ``seconds``; None if none is better than the present
-    one. ``cost``: seconds of a change."""
-    score = Score(spec, network, late, layout)
+    one. ``cost``: seconds of a change; ``without``: layouts that cannot be, with all their
+    numbers."""
+    score, total = Score(spec, network, late, layout), spec.parallelism.layers
     starts, end = _starts(layout), monotonic() + seconds
     found = layout
     for at, start in enumerate(starts):
         now = monotonic()
         until = now + (end - now) / (len(starts) - at)
-        found = min(found, _search(start, score, until), key=score.of)
+        best = _search(start, score, until)
+        if best.whole(total) not in without:
+            found = min(found, best, key=score.of)
     if found == layout:
         return None
     before, after = score.of(layout)[0], score.of(found)[0]

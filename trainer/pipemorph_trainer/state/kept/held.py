@@ -8,7 +8,7 @@ by its *split* as well, how many layers each stage holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,12 @@ class HeldCopies:
                 self._safe[owner] = name
             else:
                 remove(path)
+
+    def keep_of(self, owners: Collection[int]) -> None:
+        """Remove the copies of all other ranks: these were neighbours in an earlier layout."""
+        for owner, name in self._found():
+            if owner not in owners:
+                remove(self._path(owner, name))
 
     def remove(self) -> None:
         self._safe.clear()

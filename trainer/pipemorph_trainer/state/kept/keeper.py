@@ -10,8 +10,9 @@ are in files of the host's in memory, and outlive a process that is killed at an
 A rank whose memory is gone too, with its machine or pod, takes the copy of another that holds the
 same part of the model: of another replica. Or it gets its own from another pod (:mod:`.neighbour`).
 
-If layers have moved between stages since the ranks left, each composes its state from its own copy
-and those of other stages (:mod:`.composed`).
+Copies belong to places. If ranks have changed places since they left, each gets its copy from where
+it was; if layers have moved between stages, each composes its state from its own copy and those of
+other stages (:mod:`.composed`).
 """
 
 from __future__ import annotations
@@ -70,10 +71,9 @@ class Keeper:
     when ranks leave for another layout. Main thread only. ``late``: writes those of a device; None:
     all is in host memory. ``split``: by stage, how many layers it holds; empty: evenly many.
 
-    They are in a subfolder ``rank-<NUMBER>.generation-<G>``, which every generation takes over.
-    ``number``: of the rank in the whole job; None: its rank. ``changes``: the next generation may
-    have more replicas or fewer, and the copies of this one fit those. ``replaces``: as of
-    :class:`~.resuming.Resuming`.
+    They are in a subfolder ``rank-<PLACE>.generation-<G>``, which every generation takes over.
+    ``place``: where this rank runs. ``changes``: the next generation may have more replicas or
+    fewer, and the copies of this one fit those.
     """
 
     def __init__(
@@ -87,25 +87,30 @@ class Keeper:
         generation: int,
         every: int = 1,
         late: LateCopies | None = None,
-        number: int | None = None,
+        place: int,
         changes: bool = False,
         split: tuple[int, ...] = (),
-        replaces: bool = False,
     ) -> None:
         mesh = world.coordinate.mesh
-        self._owner = world.coordinate.rank if number is None else number
-        self._mesh = (replace(mesh, replicas=1) if changes else mesh).described()
-        self._split, self._replaces = split, replaces
-        self._number, self._generation = next(_numbers), generation
+        self._place = place
+        self._part: dict[str, Any] = {
+            "mesh": (replace(mesh, replicas=1) if changes else mesh).described(),
+            "pipeline": next(_numbers),
+            "split": list(split),
+            # Ranks of other replicas have other numbers, and stay where they are.
+            "rank": place if changes else world.coordinate.rank,
+        }
+        """What copies are of, for their marks."""
+        self._generation = generation
         self._folder, self._values, self._world, self._wait = folder, values, world, wait
         self._every, self._began_with = every, 0 if every else -1
         self._alike = _slots(world, placements, shared=values.shared)
-        mine = folder / f"rank-{self._owner}.generation-{generation}"
+        mine = folder / f"rank-{place}.generation-{generation}"
         self._late = late
         # A copy is finished later than its iteration begins, by up to one copy.
         self._slots, self._held = Slots(mine, whole=1 if late is None else 2), HeldCopies(mine)
         self._before: Slot | None = None
-        """The copy of the part before, until the new one counts."""
+        """The copy of the layout before, until the new one counts."""
         self._neighbour: Neighbour | None = None
         self._why = values.refusal(on_device=late is not None) or self._open(folder, mine)
         """Why this rank keeps nothing; empty if it does."""
@@ -113,8 +118,8 @@ class Keeper:
         """Whether an iteration runs, in which a step may be taken again."""
         self._due_next = True
         self.counts_from = -1
-        """The iteration from which on this generation's parts count. If ranks fail before it, those
-        that follow may have the parts before, so their copies stay."""
+        """The iteration from which on this generation's layout counts. If ranks fail before it,
+        those that follow may have the one before, so its copies stay."""
         if self._why:
             self._tell()
         elif values.optimizer is not None:
@@ -139,8 +144,8 @@ class Keeper:
             str(self._world.coordinate), ring, self._slots, self._held, group=group,
             deadline=deadline,
         )  # fmt: skip
-        if self._before is not None:
-            # Before rank 0 may say that the new parts count, as nobody goes on before it is there.
+        if self.counts_from >= 0:
+            # Before rank 0 may say that the new layout counts: nobody goes on before it is there.
             self._neighbour.offer(self.counts_from - TRIAL_ITERATIONS)
 
     def why_fixed(self) -> str:
@@ -164,7 +169,7 @@ class Keeper:
 
     def _due(self, iteration: int) -> bool:
         """Whether the state before an iteration is kept: the same on all ranks."""
-        # Of new parts there is one already. No other takes the place of that of the parts before.
+        # Of a new layout there is one already. No other takes the place of that of the one before.
         if not self._every or iteration <= self.counts_from:
             return False
         return iteration % self._every == 0 or iteration == self._began_with
@@ -175,7 +180,7 @@ class Keeper:
             found = {
                 int(match[2]): path
                 for path in folder.iterdir()
-                if (match := _OWN.fullmatch(path.name)) and int(match[1]) == self._owner
+                if (match := _OWN.fullmatch(path.name)) and int(match[1]) == self._place
             }
             path = found[max(found)] if found else mine
             path.mkdir(mode=0o700, exist_ok=True)
@@ -314,11 +319,6 @@ class Keeper:
         if self._neighbour is not None and offer.iteration:
             self._neighbour.offer(offer.iteration)
 
-    @property
-    def _part(self) -> dict[str, Any]:
-        """What copies are of, for their marks."""
-        return {"mesh": self._mesh, "pipeline": self._number, "split": list(self._split)}
-
     def _stop(self, error: Exception) -> None:
         self._why = str(error.strerror if isinstance(error, OSError) else error)
         if self._neighbour is not None:
@@ -341,7 +341,7 @@ class Keeper:
             return ""
         neighbour = self._neighbour
         if neighbour is not None and neighbour.offered == iteration:
-            # A pod may be lost while new parts are on trial, when no other copy of this is made.
+            # A pod may be lost while a new layout is on trial, when no other copy of this is made.
             self._wait.waiting.begin(f"another pod to have its copy of iteration {iteration}")
             neighbour.await_safe(iteration)
             self._wait.waiting.end()
@@ -371,12 +371,11 @@ class Keeper:
 
         Raises :class:`PipelineError` on all ranks if a copy cannot be used after all; also if ranks
         that have just moved do not all have their own. Then the copies stay, for the next
-        generation, which is at the places before.
+        generation, which has the layout before.
         """
         resuming = Resuming(
             self._folder, self._slots, self._held, self._values, world=self._world, wait=self._wait,
-            part=self._part, alike=self._alike, generation=self._generation,
-            replaces=self._replaces,
+            part=self._part, alike=self._alike, generation=self._generation, place=self._place,
         )  # fmt: skip
         found = resuming.agree(saved, self._why)
         state = found if isinstance(found, str) else resuming.state(found)
@@ -385,11 +384,14 @@ class Keeper:
             return str(state)
         own = found.own(self._world.coordinate.rank)
         unreported = self._values.apply(state, own=own)
-        slot = self._slots.of(found.iteration)
+        slot, left = self._slots.of(found.iteration), resuming.left
         assert slot is not None and slot.copy is not None
         # Others are older, or of an iteration that runs again.
-        self._slots.keep_only(slot)
-        self._held.keep_only(found.iteration, slot.copy.mark["split"])
+        self._slots.keep_only(slot, *([] if left is None else [left]))
+        self._held.keep_only(found.iteration, resuming.split)
+        if resuming.moved:
+            self.counts_from = found.iteration + TRIAL_ITERATIONS
+            self._before = left if left is not slot else None
         if isinstance(state, Composed):
             self._keep_new_part(slot, found.iteration, unreported)
         if not own:
@@ -424,7 +426,7 @@ class Keeper:
         else:
             self._write(slot, values, content, Offer(iteration))
             self._slots.keep_only(old, slot)
-            self._before, self.counts_from = old, iteration + TRIAL_ITERATIONS
+            self._before = old
         for rank, each in enumerate(self._world.tell_all(why, str)):
             if each:
                 raise PipelineError(f"rank {rank} cannot keep the state of its new part: {each}")

@@ -253,6 +253,9 @@ class Neighbour:
     def _is_safe(self, iteration: int, mine: Slot | None) -> None:
         for source in self._sources:
             self._held.received(source)
+        if self.safe != _END:
+            # With the first round of a generation a new layout may be on trial.
+            self._held.keep_of(self._sources)
         if self._pinned is not None:
             self._slots.unpin(self._pinned)
         self._pinned = mine

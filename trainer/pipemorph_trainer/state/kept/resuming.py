@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,18 +24,24 @@ from pipemorph_trainer.state.kept.lending import (
     nearest,
     no_room,
 )
-from pipemorph_trainer.state.kept.slots import Slots
+from pipemorph_trainer.state.kept.slots import Slot, Slots
 from pipemorph_trainer.state.kept.values import Values
 from pipemorph_trainer.topology.world import World
 
+LAYOUT = ("split", "rank")
+"""Of what a copy is of, what differs between layouts."""
 DAMAGED = "its bytes are not those that the rank had when it left"
 
 
 class _Told(NamedTuple):
-    """What a rank tells of its copies. ``held``: of other ranks; ``size``: bytes of the largest;
-    ``room``: that it has; ``saved``: the iteration of the newest checkpoint; ``moved``: ranks have
-    left one for this generation, which has another layout."""
+    """What a rank tells of its copies. ``of``: the rank that those at its
+    ``place`` are of; ``held``:
+    of ranks of another pod; ``size``: bytes of the largest; ``room``: that it has; ``saved``: the
+    iteration of the newest checkpoint; ``moved``: ranks have left one for this generation, which
+    has another layout."""
 
+    of: int
+    place: int
     offers: tuple[Offer, ...]
     held: Held
     size: int
@@ -48,9 +54,9 @@ class _Told(NamedTuple):
 class Resuming:
     """All ranks agree on what they go on with (:meth:`agree`), and each gets it (:meth:`state`).
 
-    ``slots``, ``held``: the copies of this rank, and those of others that it holds. ``part``: what
-    its copies have to be of. ``alike``: of every rank, what its state depends on. ``replaces``:
-    whether ranks may have left for other places, which no copy names.
+    ``slots``, ``held``: the copies at the ``place`` of this rank, and those of another pod that it
+    holds. ``part``: what its own copies have to be of. ``alike``: of every rank, what its state
+    depends on.
     """
 
     def __init__(
@@ -65,14 +71,20 @@ class Resuming:
         part: Mapping[str, Any],
         alike: Sequence[Hashable],
         generation: int,
-        replaces: bool,
+        place: int,
     ) -> None:
         self._folder, self._slots, self._held = folder, slots, held
-        self._replaces = replaces
+        self._place = place
         self._values, self._world, self._wait = values, world, wait
         self._part, self._alike, self._generation = part, alike, generation
-        self._moved = False
+        self.moved = False
         """Whether ranks have just left for a new layout."""
+        self.left: Slot | None = None
+        """Then the copy that was left at this place: of another rank, or of another part."""
+        self.split: list[int] = list(part["split"])
+        """The split of the copies that ranks go on with."""
+        self._at: list[tuple[int, int]] = []
+        """By rank, where its copies are: the rank whose place that is now, and that place."""
         self._borrowed: dict[int, Copy] = {}
         """By rank, what this one's new part takes of the copy of one in another pod."""
 
@@ -85,9 +97,11 @@ class Resuming:
         own copy.
         """
         told = self._world.tell_all(self._told(saved, why), _Told)
+        self.moved = any(each.moved for each in told)
+        of = {each.of: (rank, each.place) for rank, each in enumerate(told)}
+        self._at = [of.get(rank, (rank, told[rank].place)) for rank in range(len(told))]
         found = self._choose(told)
-        self._moved = any(each.moved for each in told)
-        if self._moved and (isinstance(found, str) or not found.exact):
+        if self.moved and (isinstance(found, str) or not found.exact):
             lacking = found if isinstance(found, str) else inexact(found)
             raise PipelineError(f"ranks do not have their copies in their new layout: {lacking}")
         return found
@@ -97,26 +111,34 @@ class Resuming:
         not fit, the same on all. Collective over all ranks. Raises :class:`PipelineError` on all
         ranks instead if they have just moved."""
         rank, control = self._world.coordinate.rank, self._world.control
+        here = self._slots.of(found.iteration)
+        left = here.copy if here is not None else None
+        damaged = left is not None and left.mark.get("hash") not in (None, digest(left))
+        # Nobody takes or borrows from a copy that is.
+        if text := self._misfit(DAMAGED if damaged else ""):
+            return text
+        if self.moved:
+            assert left is not None, "all ranks have their copies"
+            self.left, self.split = here, left.mark["split"]
         # In one order on all ranks, so that no two wait for each other.
-        for to, other in enumerate(found.sources):
-            if other == rank != to:
+        for to, source in enumerate(found.sources):
+            at = source if to in found.neighbours else self._at[source][0]
+            if at == rank != to:
                 self._wait.waiting.begin(f"rank {to} to take its state")
-                copy = self._of(found.iteration, to if to in found.neighbours else rank)
+                # Not what this rank has taken meanwhile.
+                copy = self._held_of(found.iteration, to) if to in found.neighbours else left
+                assert copy is not None, "this rank has said that it has one"
                 send(copy, to, control, self._wait)
                 self._wait.waiting.end()
-            elif to == rank != other:
-                self._wait.waiting.begin(f"its state from rank {other}")
-                self._take(other)
+            elif to == rank != at:
+                self._wait.waiting.begin(f"its state from rank {at}")
+                self._take(at)
                 self._wait.waiting.end()
-        copy = self._of(found.iteration, rank)
+        copy = self._own(found.iteration)
         relaid = copy.mark["split"] != self._part["split"]
-        damaged = "" if copy.mark.get("hash") in (None, digest(copy)) else DAMAGED
         if relaid:
-            # Nobody reads or borrows from a copy that is.
-            if text := self._misfit(damaged):
-                return text
             self._borrow(copy)
-        state: Copy | Composed | str = damaged or copy
+        state: Copy | Composed | str = copy
         if relaid:
             state = self._composed(copy, found.iteration)
         if not isinstance(state, str):
@@ -133,10 +155,10 @@ class Resuming:
         for each, told in enumerate(self._world.tell_all(why, str)):
             if told:
                 text = f"the kept state of rank {each} does not fit its stage: {told}"
-                if self._moved and relaid and self._world.coordinate.rank == 0:
+                if self.moved and relaid and self._world.coordinate.rank == 0:
                     # So it would be with any other parts.
                     (self._folder / stay_file(self._generation)).write_text(f"{PARTS_STAY}{told}")
-                if self._moved:
+                if self.moved:
                     raise PipelineError(text)
                 return text
         return ""
@@ -194,7 +216,8 @@ class Resuming:
                 if rank in self._borrowed:
                     yield Source(self._borrowed[rank], stage)
                     continue
-                slots = Slots(self._folder / f"rank-{rank}.generation-{generation}")
+                where = f"rank-{self._at[rank][1]}.generation-{generation}"
+                slots = Slots(self._folder / where)
                 slots.find(lambda mark: mark.get("split") == own.mark["split"])
                 slot = slots.of(iteration)
                 if slot is not None and slot.copy is not None:
@@ -204,28 +227,46 @@ class Resuming:
         return compose(Source(own, wanted.stage), others(), wanted)
 
     def _told(self, saved: int, why: str) -> _Told:
+        rank = self._world.coordinate.rank
         if why:
-            return _Told((), {}, 0, 0, saved, why)
+            return _Told(rank, self._place, (), {}, 0, 0, saved, why)
         before, part = self._generation - 1, self._part
 
+        def alike(mark: Mapping[str, Any], but: Collection[str]) -> bool:
+            return all(mark.get(name) == part[name] for name in part if name not in but)
+
         def fits(mark: Mapping[str, Any]) -> bool:
-            # Ranks that have just left may have had another split.
-            names = [n for n in part if n != "split" or mark.get("left") != before]
-            return all(mark.get(name) == part[name] for name in names)
+            # Ranks that have just left may have had another layout.
+            return alike(mark, LAYOUT if mark.get("left") == before else ())
 
         offers = tuple(self._slots.find(fits))
-        held, size = self._held.offers(fits)
-        left = room(self._slots.folder / "a")
-        marks = [self._of(offer.iteration, self._world.coordinate.rank).mark for offer in offers]
-        # If a pod was lost as they left, they are back where they were: any copies will do.
-        moved = any(
-            mark.get("left") == before and (self._replaces or mark["split"] != part["split"])
-            for mark in marks
+        held, size = self._held.offers(
+            lambda mark: alike(mark, LAYOUT if mark.get("left") == before else ("rank",))
         )
-        return _Told(offers, held, max(size, self._slots.size), left, saved, "", moved)
+        left = room(self._slots.folder / "a")
+        marks = [self._own(offer.iteration).mark for offer in offers]
+        # If a pod was lost as they left, they are back where they were: any copies will do.
+        moved = any(not alike(mark, ()) for mark in marks)
+        of = next((mark["rank"] for mark in marks if mark.get("left") == before), part["rank"])
+        return _Told(
+            of if moved else rank,
+            self._place,
+            offers,
+            held,
+            max(size, self._slots.size),
+            left,
+            saved,
+            "",
+            moved,
+        )
 
     def _choose(self, told: Sequence[_Told]) -> Choice | str:
-        found = choose([each.offers for each in told], self._alike, [each.held for each in told])
+        # What is at the place of a rank may be another one's.
+        offers = [
+            told[holder].offers if told[holder].of == rank else ()
+            for rank, (holder, _) in enumerate(self._at)
+        ]
+        found = choose(offers, self._alike, [each.held for each in told])
         if isinstance(found, str):
             reasons = [f"rank {r}: {each.reason}" for r, each in enumerate(told) if each.reason]
             return "; ".join([found, *reasons[:1]])
@@ -240,18 +281,20 @@ class Resuming:
                 )
         return found
 
-    def _of(self, iteration: int, owner: int) -> Copy:
-        """The copy of an iteration of a rank: of this one, or one that this one holds."""
-        rank = self._world.coordinate.rank
-        if owner != rank:
-            found = self._held.of(owner, iteration, self._part["split"])
-        else:
-            slot = self._slots.of(iteration)
-            found = slot.copy if slot is not None else None
+    def _own(self, iteration: int) -> Copy:
+        """The newest copy of an iteration at the place of this rank."""
+        slot = self._slots.of(iteration)
+        if slot is None or slot.copy is None:
+            where = self._world.coordinate
+            raise PipelineError(f"{where} has no copy of iteration {iteration} at its place")
+        return slot.copy
+
+    def _held_of(self, iteration: int, owner: int) -> Copy:
+        """The copy of an iteration that this rank holds of one of another pod."""
+        found = self._held.of(owner, iteration, self._part["split"])
         if found is None:
-            raise PipelineError(
-                f"{self._world.coordinate} has no copy of iteration {iteration} of rank {owner}"
-            )
+            where = self._world.coordinate
+            raise PipelineError(f"{where} has no copy of iteration {iteration} of rank {owner}")
         return found
 
     def _take(self, source: int) -> None:
@@ -265,7 +308,9 @@ class Resuming:
             return made
 
         mark = receive(source, self._world.control, self._wait, make_room)
-        self._slots.finish(slots[0], Offer(*mark["offer"]), self._part)
+        # Its layers may still be others.
+        part = {**self._part, "split": mark["split"]}
+        self._slots.finish(slots[0], Offer(*mark["offer"]), part)
 
 
 def inexact(choice: Choice) -> str:

@@ -1,4 +1,5 @@
-"""Layers move between stages in pods: real launchers, ranks and ingest."""
+"""The layout changes in pods: layers move between stages, ranks exchange places. Real launchers,
+ranks and ingest."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from pods import DEADLINE, Job
 
+from pipemorph.api.layout import RankLayout
 from pipemorph.exits import TRIAL_ITERATIONS
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
@@ -42,6 +44,8 @@ if generation == 1 and rank == 3 and how == "lending":
     resuming.lent = killed
 if generation == 1 and rank == 1 and how == "borrowing":
     resuming.receive = killed
+if generation == 1 and rank == 2 and how == "sending":
+    resuming.send = killed
 if generation == 1 and rank == 3 and how == "composing":
     resuming.compose = killed
 if generation == 1 and rank == 3 and how == "keeping the new part":
@@ -68,6 +72,7 @@ def build(part):
     if generation == 1 and how == "refusing to build":
         raise InputError("this builder takes no other split")
     stage = Stage(part)
+    (here / f"pod-{generation}-{rank}").write_text(os.environ["PIPEMORPH_POD_INDEX"])
     held = here / f"held-{generation}-{rank}"
     held.with_suffix(".new").write_text(json.dumps([int(number) for number in stage.layers]))
     held.with_suffix(".new").rename(held)
@@ -152,6 +157,10 @@ class LayersJob(Job):
             assert json.loads(file.read_text()) == [*range(first, first + layers[stage])]
         return True
 
+    def pods_of(self, generation: int) -> list[int]:
+        """By rank, the pod that runs it."""
+        return [int((self.folder / f"pod-{generation}-{rank}").read_text()) for rank in range(4)]
+
     def took(self, generation: int) -> list[float]:
         """Seconds of each iteration of a generation, as rank 0 has them."""
         file = self.folder / f"took-{generation}"
@@ -164,7 +173,7 @@ class LayersJob(Job):
         assert self.has(generation, layers)
         told = self.recoveries()
         assert (told.generation, told.layers) == (generation, list(layers)), self
-        assert told.layers_before is not None
+        assert told.layout_before is not None
 
 
 UNTOLD = 4
@@ -205,10 +214,21 @@ def ended(job: LayersJob, undisturbed: dict[int, float]) -> None:
     # The pod with the agent may be lost before that has told of the last ones.
     assert len(told) >= len(undisturbed) - UNTOLD, job
     for each in job.recoveries().last:
-        # The first iterations with other layers are not kept. An older copy has a neighbour alone.
-        most = TRIAL_ITERATIONS + 1 if each.state == "neighbour" or each.layers else 0
+        # The first iterations with another layout are not kept. A neighbour has older copies.
+        changed = each.layers or each.places
+        most = TRIAL_ITERATIONS + 1 if each.state == "neighbour" or changed else 0
         # Those that were followed by another loss have not recovered.
         assert (each.repeated or 0) <= most, each
+
+
+def went_back(job: LayersJob, began: bool, asked: dict[str, list[int]]) -> None:
+    """The layout of the beginning is in force, with the state that ranks left. If the one that was
+    ``asked`` for had begun, it is not tried again."""
+    told = job.recoveries()
+    assert (told.layers, told.places, told.layout_before, told.count) == ([], [], None, 1)
+    assert told.last[-1].state == "kept", told
+    failed = RankLayout.model_validate({"layers": OLD, "places": [0, 1, 2, 3], **asked})
+    assert told.layouts_refused == ([failed] if began else []), told
 
 
 def test_layers_move_to_another_pod_and_stay_with_the_place_of_a_lost_one(
@@ -223,7 +243,7 @@ def test_layers_move_to_another_pod_and_stay_with_the_place_of_a_lost_one(
     job.ingest.wait(DEADLINE)
     job.ingest = job.start_ingest()
     hold.unlink()
-    job.wait("the new layers count", lambda: job.recoveries().layers_before is None)
+    job.wait("the new layers count", lambda: job.recoveries().layout_before is None)
     job.wait("the ranks go on", lambda: job.recovered(1))
     (move,) = job.recoveries().last
     assert move.cause == "layers move between stages: from layers 3, 3 to layers 4, 2"
@@ -233,9 +253,44 @@ def test_layers_move_to_another_pod_and_stay_with_the_place_of_a_lost_one(
     job.pods[1] = job.start_pod(1)
     job.wait("another pod trains in the place of pod 1", lambda: job.recovered(2))
     told = job.recoveries()
-    assert (told.last[1].replaced, told.layers, told.layers_before) == ([1], NEW, None)
+    assert (told.last[1].replaced, told.layers, told.layout_before) == ([1], NEW, None)
     assert (told.last[1].state, told.last[1].layers) == ("neighbour", []), f"{told}\n{job}"
     assert job.has(2, NEW)
+    ended(job, undisturbed)
+
+
+def test_ranks_of_two_pods_exchange_places(started: Any, undisturbed: dict[int, float]) -> None:
+    """A rank is killed on trial, so that they go back; then others exchange theirs, which counts
+    before a pod is lost. Rank 0 moves, too, whose pod the others look for."""
+    job = started()
+    job.at("kill", 1, done=1)
+    job.ask({"places": [0, 2, 1, 3]}, after=3)
+    job.wait("the ranks have gone back", lambda: job.recovered(2))
+    told = job.recoveries()
+    assert [each.places for each in told.last] == [[0, 2, 1, 3], [0, 1, 2, 3]]
+    assert (told.places, told.layout_before, told.count) == ([], None, 1)
+    assert [each.state for each in told.last] == [None, "kept"], told
+    assert [job.pods_of(number) for number in range(3)] == [
+        [0, 0, 1, 1],
+        [0, 1, 0, 1],
+        [0, 0, 1, 1],
+    ]
+
+    hold = job.at("hold", 3, done=TRIAL_ITERATIONS + 1)
+    job.ask({"places": [3, 1, 2, 0]})
+    job.wait("the ranks are held", (job.folder / "holds-3-0").exists)
+    job.wait("the new places count", lambda: job.recoveries().layout_before is None)
+    assert job.pods_of(3) == [1, 0, 1, 0]
+    hold.unlink()
+    job.wait("the ranks go on", lambda: job.recovered(3))
+    move = job.recoveries().last[-1]
+    assert (move.cause, move.state) == ("ranks 0, 3 change places", "kept")
+    job.kill(1, told=True)
+    job.pods[1] = job.start_pod(1)
+    job.wait("another pod trains in the place of pod 1", lambda: job.recovered(4))
+    told = job.recoveries()
+    assert (told.places, told.last[-1].state) == ([3, 1, 2, 0], "replica"), f"{told}\n{job}"
+    assert job.pods_of(4) == [1, 0, 1, 0]
     ended(job, undisturbed)
 
 
@@ -251,7 +306,7 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
     job.wait("the ranks have gone back", lambda: job.recovered(2))
     told = job.recoveries()
     assert [each.layers for each in told.last] == [NEW, OLD]
-    assert (told.layers, told.layers_before, told.count) == ([], None, 1)
+    assert (told.layers, told.layout_before, told.count) == ([], None, 1)
     assert told.last[1].state == "kept", told
     assert job.has(1, NEW) and job.has(2, OLD)
 
@@ -273,7 +328,7 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
     assert job.has(5, [1, 5]), job
     ended(job, undisturbed)
     told = job.recoveries()
-    assert (told.layers, told.layers_before, told.count, told.counted) == ([1, 5], None, 2, 0)
+    assert (told.layers, told.layout_before, told.count, told.counted) == ([1, 5], None, 2, 0)
 
 
 @pytest.mark.soak
@@ -289,7 +344,7 @@ def test_a_stage_that_becomes_slow_gets_fewer_layers_by_decision(
     (job.folder / "slow").touch()
     even = len(job.took(0))
     job.wait("the ranks go on with other layers", lambda: job.recovered(1))
-    job.wait("the new layers count", lambda: job.recoveries().layers_before is None)
+    job.wait("the new layers count", lambda: job.recoveries().layout_before is None)
     told = job.recoveries()
     assert (told.layers, told.last[0].layers, told.count) == (NEW, NEW, 0), job
     assert job.has(1, NEW)
@@ -324,9 +379,21 @@ def test_wherever_a_rank_fails_the_old_layers_go_on(
     job.wait("the ranks go on", lambda: job.recovered(len(built) - 1))
     for generation, layers in enumerate(built):
         assert job.has(generation, layers or NEW) is (layers is not None)
-    told = job.recoveries()
-    assert (told.layers, told.layers_before, told.count) == ([], None, 1)
-    assert told.last[-1].state == "kept", told
+    went_back(job, len(built) > 2, {"layers": NEW})
+    ended(job, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["copying", "sending", "borrowing"])
+def test_wherever_a_rank_fails_the_old_places_go_on(
+    started: Any, undisturbed: dict[int, float], how: str
+) -> None:
+    job, places = started(how=how), [0, 2, 1, 3]
+    job.ask({"places": places}, after=3)
+    last = 1 if how == "copying" else 2
+    job.wait("the ranks go on", lambda: job.recovered(last))
+    assert job.pods_of(last) == [0, 0, 1, 1]
+    went_back(job, last > 1, {"places": places})
     ended(job, undisturbed)
 
 
@@ -344,7 +411,7 @@ def test_a_pod_that_is_lost_has_its_state_from_a_replica(
         job.on_trial(1, NEW)
     else:
         job.wait("the ranks are held", (job.folder / "holds-1-0").exists)
-        job.wait("the new layers count", lambda: job.recoveries().layers_before is None)
+        job.wait("the new layers count", lambda: job.recoveries().layout_before is None)
     job.lose(pod)
     hold.unlink()
     job.wait("the ranks go on", lambda: job.recovered(2))

@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from moving_job import EVEN, LOSS, MOVED, RESUMED, Ingest, an_api, status
+from moving_job import EVEN, FIRST, LOSS, MOVED, RESUMED, Ingest, an_api, layouts, status
 from operator_status import KEY, hear, known, tell
 
 from pipemorph.control.snapshot import Snapshot
@@ -26,7 +26,11 @@ class Pods:
         """By pod, the generation that it has begun."""
         self.began: dict[int, tuple[Any, Any]] = {}
         """The layers of each, and those before."""
-        self._left = {"left_for": MOVED, "finished": ingest.done, "reached": ingest.done}
+        self._left = {
+            "left_for": MOVED.model_dump(),
+            "finished": ingest.done,
+            "reached": ingest.done,
+        }
 
     async def tell(self, desk: GenerationDesk, pod: int) -> None:
         """One that has no ranks asks what to begin."""
@@ -35,7 +39,7 @@ class Pods:
         told = await tell(desk, pod, launcher=f"of {pod}", **self._left)
         if told["generation"] > 0 and not told["over"]:
             self.known[pod] = told["generation"]
-            what = tuple(told["layers"]), told["layers_before"]
+            what = layouts(told)[1:]
             assert self.began.setdefault(told["generation"], what) == what
 
 
@@ -79,7 +83,7 @@ def test_an_ingest_that_dies_between_writing_and_telling_of_layers_costs_nothing
         for pod in (*order, *order[:again]):
             await pods.tell(first.desk, pod)
         generation = first.store.generations(*KEY)
-        assert generation is not None and generation.layers == MOVED
+        assert generation is not None and generation.layout == MOVED
         assert (set(pods.known.values()) == {0}) is ("telling" not in dies)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
@@ -89,10 +93,10 @@ def test_an_ingest_that_dies_between_writing_and_telling_of_layers_costs_nothing
         await known(second.store, api.job)
         for pod in (*order, *order):
             await pods.tell(second.desk, pod)
-        assert set(pods.known.values()) == {1} and pods.began == {1: (MOVED, [])}
+        assert set(pods.known.values()) == {1} and pods.began == {1: (MOVED, FIRST)}
         found = status(api).recoveries
         assert found is not None and (found.count, found.counted) == (0, 0)
-        assert (found.generation, found.layers, found.layers_before) == (1, [*MOVED], [])
+        assert (found.generation, found.layout, found.layout_before) == (1, MOVED, FIRST)
 
     asyncio.run(work())
 
@@ -109,16 +113,17 @@ def test_an_ingest_that_takes_over_does_not_try_again_what_was_refused(refused: 
         await first.moves()
         await first.gone(1, loss=LOSS, finished=first.done)
         found = status(api).recoveries
-        assert found is not None and found.layers_refused == [[*MOVED]]
+        assert found is not None and [each.layers for each in found.layouts_refused] == [
+            MOVED.layers
+        ]
         if not refused:
-            api.job["status"]["recoveries"]["layersRefused"] = []
+            api.job["status"]["recoveries"]["layoutsRefused"] = []
         second = Ingest(api, first.done)
         second.now += 10_000.0
         await known(second.store, api.job)
         await second.looks(1, 1, 1, 1, times=3)
         await second.looks(1, 1.5, 1, 1, times=6)
         assert (second.asked == MOVED) is not refused
-        assert not refused or second.store.generations(*KEY).splits.refused == {MOVED}  # type: ignore[union-attr]
 
     asyncio.run(work())
 
@@ -135,7 +140,7 @@ def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() -> Non
         await first.store.persist_generations(*KEY)
         other = Ingest(api, first.done)
         await known(other.store, api.job)
-        assert other.controller.layers == MOVED
+        assert other.controller.layers == MOVED.layers
         # What stages do beside their layers is in the snapshot.
         hear(other.store, snapshot="held")
         other.controller.hand_in(0, Snapshot.read(first.controller.snapshot()), time.time())
@@ -143,7 +148,7 @@ def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() -> Non
         await other.looks(1.25, 0.75, 1, 1, times=6)
         assert other.asked == EVEN
         told = await other.gone(1, left_for=EVEN, finished=other.done, reached=other.done)
-        assert (told["generation"], told["layers"], told["layers_before"]) == (2, [], [*MOVED])
+        assert layouts(told) == (2, FIRST, MOVED)
         assert other.controller.layers == ()
 
     asyncio.run(work())
@@ -158,9 +163,9 @@ def test_an_ingest_that_takes_over_on_trial_goes_back() -> None:
         await first.moves()
         other = Ingest(api, first.done)
         await known(other.store, api.job)
-        assert other.controller.layers == MOVED
+        assert other.controller.layers == MOVED.layers
         told = await other.gone(1, loss=LOSS, finished=other.done)
-        assert (told["generation"], told["layers"], told["layers_before"]) == (2, [], None)
+        assert layouts(told) == (2, FIRST, None)
         assert other.controller.layers == ()
         await other.looks(1, 1.5, 1, 1, times=6)
         moving = other.store.moving(*KEY)
