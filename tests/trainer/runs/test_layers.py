@@ -131,15 +131,15 @@ loss_fn = nn.functional.mse_loss
 with Pipeline(
     stage, context=context, optimizer=made, loss_fn=loss_fn, tied=tied, state=state
 ) as pipe:
-    first = pipe.start_iteration
+    first, waits = pipe.start_iteration, generation < context.args["moves"]
     schedule = pipe._parts.state["schedule"]
     while pipe.iteration < context.job.spec.trainer.iterations:
-        if generation < context.args["moves"] and pipe.iteration >= first + 6:
+        if waits and pipe.iteration >= first + 6:
             # Slowly from now on, until the host asks: a busy machine may let it ask late.
             deadline = time.monotonic() + 10
-            asks = asks_in / leave_file(generation)
-            while not asks.exists() and time.monotonic() < deadline:
+            while waits and time.monotonic() < deadline:
                 time.sleep(0.01)
+                waits = not (asks_in / leave_file(generation)).exists()
         asked = victim and generation == 0 and (context.kept_dir / leave_file(0)).exists()
         if asked and how == "leaving":
             killed()
@@ -166,7 +166,7 @@ from pipemorph.control.decide.layouts.relayout import Proposal
 from pipemorph.local import host
 from pipemorph.local.processes import supervise
 
-def consider(self, network, cost):
+def consider(self, network, cost, finished):
     splits = json.loads(sys.argv[3])
     if len(self.made) == len(splits):
         return None
@@ -175,7 +175,7 @@ def consider(self, network, cost):
 
 if len(sys.argv) > 3:
     moves.Moves.consider = consider
-moves.REST = host.PLACES_SECONDS = 0.0
+moves.REST = moves.PLACES_SECONDS = 0.0
 supervise.REFRESH_SECONDS = 0.005
 sys.exit(host.run_job(sys.argv[1], Path(sys.argv[2])))
 """

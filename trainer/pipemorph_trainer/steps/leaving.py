@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pipemorph.api.layout import Layout
 from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, PARTS_STAY, leave_file, stay_file
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.signals import LastWord
@@ -113,14 +114,17 @@ class Leaving:
         return Departure(f"left at iteration {iteration}, {where}", EXIT_MOVES)
 
     def _asked_layers(self) -> int:
-        """How many layers the host has spread anew; 0 if ranks are to leave for other places."""
+        """How many layers the host has spread anew; 0 if each stage is to hold what it holds."""
         if self._leave is None:
             return 0
         try:
-            return sum(json.loads(self._leave.read_text() or "[]"))
+            asked = tuple(json.loads(self._leave.read_text() or "[]"))
         except FileNotFoundError:
             # Another pod's host has asked. Or it has taken it back: a rank has failed.
             return 0
+        mesh, total = self._parts.coordinate.mesh, sum(asked)
+        here = Layout.first(mesh).with_layers(self._context.split(mesh.stages))
+        return 0 if asked == here.spread(total) else total
 
     def _stay(self, why: str) -> None:
         """Say why the ranks do not leave, after all."""
