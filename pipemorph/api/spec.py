@@ -242,8 +242,8 @@ class JobSpec(SpecModel):
             (
                 "adaptation.relayout",
                 self.adaptation.relayout,
-                "is true, with parallelism.minReplicas: ranks of fewer replicas have other numbers,"
-                " and places belong to numbers; leave one of them out",
+                "is true, with parallelism.minReplicas, which wins: ranks of fewer replicas have"
+                " other numbers, and a layout belongs to numbers; leave adaptation.relayout out",
             ),
         ):
             if wrong:

@@ -87,7 +87,8 @@ WITH_MIN_REPLICAS = (
     ),
     (
         "!has(self.adaptation) || !self.adaptation.relayout",
-        "does not go with adaptation.relayout: ranks of fewer replicas have other numbers",
+        "does not go with adaptation.relayout, which is to be left out: ranks of fewer replicas"
+        " have other numbers",
         ".adaptation.relayout",
     ),
 )
