@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 import sys
 from contextlib import ExitStack, asynccontextmanager
@@ -21,7 +20,6 @@ from pipemorph.manifest import parse_job
 from pipemorph.wire import LinkHealthReport
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-PERIOD, SLOW_AT, GONE_AT = 0.05, 0.1, 1.0
 TOKEN = "token"
 
 
@@ -30,157 +28,9 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return _module(monkeypatch, "scale")
 
 
-@pytest.fixture
-def scale_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return _module(monkeypatch, "scale_load")
-
-
 def _module(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     return __import__(name)
-
-
-class Service:
-    """Answers reports; issues version 1 after ``later`` reports from the alarm on, or after
-    ``early`` of any kind. After ``GONE_AT`` it hangs up on ``refuses`` reports."""
-
-    def __init__(
-        self, *, later: int = 1, early: int = 0, refuses: int = 0, seldom: float = PERIOD,
-        plans: tuple[str, ...] = ("p",),
-    ) -> None:  # fmt: skip
-        self._later, self._early, self._refuses, self._seldom = later, early, refuses, seldom
-        self._plans = [*plans]
-        self._directive, self._since = asyncio.Event(), 0
-        self._memory = "one"
-        self.kinds: list[str] = []
-        self.reports: list[dict[str, Any]] = []
-
-    async def request(self, request: bytes) -> tuple[int, bytes]:
-        if request.startswith(b"GET"):
-            await self._directive.wait()
-            self._directive.clear()
-            plan = self._plans.pop(0)
-            if self._plans:
-                self._directive.set()
-            answer = {"directive": {"plan_version": 1, "plan": plan}}
-            return 200, json.dumps(answer, separators=(",", ":")).encode()
-        if self._refuses and len(self.kinds) * PERIOD > GONE_AT + 0.2:
-            self._memory, self._refuses = "two", self._refuses - 1
-            raise ConnectionError("the ingest hung up")
-        report = json.loads(request.partition(b"\r\n\r\n")[2])
-        slow = bool(report.get("directions"))
-        self.kinds.append("slow" if slow else "all" if report.get("links") else "rest")
-        self.reports.append(report)
-        self._since += "slow" in self.kinds
-        if self._since == self._later or len(self.kinds) == self._early:
-            self._directive.set()
-        return 200, f'{{"memory":"{self._memory}","seldom":{self._seldom},"x":0}}'.encode()
-
-
-def play(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch, service: Service, **changed: Any
-) -> Any:
-    """The figures of one agent of a job whose link turns slow. ``changed``: of the load or the
-    job."""
-    of_load = {"port": 1, "server_name": "s", "ca_file": "", "jobs": [], "period": PERIOD,
-               "seconds": GONE_AT + 1.0, "gone_at": GONE_AT}  # fmt: skip
-    of_job = {"namespace": "n", "name": "j", "token": "t", "slow_at": SLOW_AT}
-    for name, value in changed.items():
-        (of_load if name in of_load else of_job)[name] = value
-    load, out = scale_load.AgentsLoad(**of_load), scale_load.Figures()
-    job = scale_load.Job(**of_job)
-    reporter = scale_load.Reporter(load, ssl.create_default_context(), job, "127.0.0.1", out)
-
-    async def run() -> None:
-        async def connect() -> Service:
-            return service
-
-        monkeypatch.setattr(reporter, "connect", connect)
-        await scale_load.Agents(load, [reporter], out).run()
-
-    asyncio.run(run())
-    return out
-
-
-def test_a_directive_that_takes_many_periods_is_timed_from_the_alarm(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = Service(later=12)
-    out = play(scale_load, monkeypatch, service)
-    ((stages, slow_at, took),) = out.directives
-    assert (stages, slow_at, out.unasked, out.twice, out.back) == (2, SLOW_AT, [], [], [])
-    first = service.kinds.index("slow")
-    assert took >= 0.8 * PERIOD * 11
-    assert service.kinds[0] == "all" and "all" not in service.kinds[1:] and first > 0
-
-
-def test_a_job_reports_as_seldom_as_the_ingest_asks_and_each_iteration_once(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = Service(seldom=4 * PERIOD)
-    play(scale_load, monkeypatch, service, slow_at=0.5)
-    first = service.kinds.index("slow")
-    assert 2 <= first <= 4, "reports before the alarm"
-    indices = [each["index"] for report in service.reports for each in report.get("iterations", ())]
-    assert indices == [*range(indices[0], indices[0] + len(indices))]
-    assert [len(report["iterations"]) for report in service.reports[1:first]] == [4] * (first - 1)
-
-
-def test_the_iteration_in_which_a_link_turns_slow_ends_under_the_plan_before(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = Service()
-    play(scale_load, monkeypatch, service, slow_iteration=3.0)
-    _, first, second, *_ = [r for r in service.reports if r.get("directions")]
-    assert first.get("applied_plan_version", 0) == 0 and second["applied_plan_version"] == 1
-    took = [report["iterations"][0]["seconds"] for report in (first, second)]
-    assert took == [pytest.approx(3.0, rel=0.1), pytest.approx(1.0, rel=0.1)]
-
-
-def test_a_directive_before_the_alarm_is_no_quick_one(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = play(scale_load, monkeypatch, Service(later=-1, early=1))
-    assert (out.directives, out.unasked) == ([], [SLOW_AT])
-
-
-def test_a_version_that_comes_with_two_plans_is_counted(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert play(scale_load, monkeypatch, Service(plans=("p", "p"))).twice == []
-    assert play(scale_load, monkeypatch, Service(plans=("p", "q"))).twice == ["j: version 1"]
-
-
-def test_an_ingest_that_was_away_gets_all_states_again(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = Service(refuses=2)
-    out = play(scale_load, monkeypatch, service)
-    assert service.kinds.count("all") == 2, service.kinds
-    assert out.reconnects == 0 and len(out.back) == 1
-
-
-def test_an_ingest_that_hangs_up_while_it_should_serve_is_counted(
-    scale_load: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = play(scale_load, monkeypatch, Service(refuses=1), gone_at=10.0)
-    assert (out.reconnects, out.back) == (1, [])
-
-
-def test_only_links_that_need_a_plan_turn_slow(
-    scale: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One a second, and others after the restart; no two jobs are the same."""
-    assert scale.gain(2, 1) > 1 and scale.gain(8, 1) > 1
-    monkeypatch.setattr(scale, "gain", lambda _, seed: 2.0 * (seed % 2 == 0))
-    sizes = scale.mixed(100)
-    assert {stages: sizes.count(stages) for stages in (2, 8, 64)} == {2: 40, 8: 40, 64: 20}
-    played, gone_at = scale.alarms(sizes)
-    slow = [job for job in played if "slow_at" in job]
-    assert len(slow) == len({job["slow_at"] for job in slow}) == 75
-    assert sum(job["slow_at"] < gone_at for job in slow) == 50
-    assert all(job["slow_at"] < gone_at + scale.RESTART for job in slow)
-    assert len({job["seed"] for job in slow}) == 75 and all(job["seed"] % 2 == 0 for job in slow)
 
 
 @pytest.mark.parametrize("stages", [2, 64])

@@ -58,22 +58,6 @@ def verdicts(slow_link: ModuleType, found: list[Any]) -> tuple[bool, ...]:
     return tuple(holds for _, holds in slow_link.goals(found))
 
 
-def test_changes_that_are_answered_in_one_iteration_are_well(slow_link: ModuleType) -> None:
-    times = [*WELL, 1.15, *[0.75] * 7, 1.8, *[0.8] * 7]
-    # Of another link, of the phase before, and one that refines what is in effect.
-    others = (record(9, 9, link=1), record(15, 16), record(20, 21))
-    found = rows(slow_link, times, record(8, 9), record(16, 17), *others)
-    assert verdicts(slow_link, found) == (True,) * 5
-    first, second = slow_link.changes(found[1])
-    assert (first.iterations, first.applied, second.iterations) == (1, 9, 1)
-    assert first.waiting == pytest.approx(1.15)
-
-
-def test_a_plan_that_is_better_for_the_next_delay_too_may_stay(slow_link: ModuleType) -> None:
-    times = [*WELL, 1.1, *[0.75] * 7, *[0.79] * 8]
-    assert verdicts(slow_link, rows(slow_link, times, record(8, 9))) == (True,) * 5
-
-
 @pytest.mark.parametrize(
     ("second", "adaptation", "expected"),
     [
@@ -132,19 +116,6 @@ def test_goals_of_the_narrow_link(
     assert tuple(holds for _, holds in slow_link.narrow_goals(found)) == expected
 
 
-@pytest.mark.parametrize(
-    ("during", "expected"), [(1.1, (False, True, False)), (0.75, (True, True, True))]
-)
-def test_a_narrow_link_that_nothing_answers_breaks_goals_unless_it_costs_little(
-    slow_link: ModuleType, during: float, expected: tuple[bool, ...]
-) -> None:
-    times = [*WELL, *[during] * 8, *WELL]
-    settled = [slow_link.of_phase(times, k) for k in range(3)]
-    found = slow_link.Narrow(*settled, bound=0.8, adaptations=[], iterations=times)
-    holds = tuple(each for _, each in slow_link.narrow_goals(found))
-    assert holds == expected
-
-
 def test_check_makes_a_broken_goal_the_exit_status(
     slow_link: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,23 +139,3 @@ def test_check_makes_a_broken_goal_the_exit_status(
     shown = capsys.readouterr().out
     assert shown.count("measured once more") == 2
     assert shown.count("DOES NOT HOLD") == 16, "both figures of both runs are shown"
-
-
-def test_a_goal_that_holds_the_second_time_holds(
-    slow_link: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    late, well = [*WELL, *[1.1] * 8, *[1.9] * 8], [*WELL, 1.1, *[0.75] * 7, *[0.79] * 8]
-    first, second = (rows(slow_link, times, record(8, 9)) for times in (late, well))
-    runs = iter([*first, second[-1]])
-    names = {row.variant for row in first}
-    variants = [v for v in slow_link.VARIANTS if v.name in names]
-    monkeypatch.setattr(slow_link, "VARIANTS", variants)
-    monkeypatch.setattr(slow_link, "run", lambda variant, _: next(runs))
-    during = iter([[1.1] * 8, [1.1, *[0.83] * 7]])
-    narrows = (narrow(slow_link, [*WELL, *each, *WELL]) for each in during)
-    monkeypatch.setattr(slow_link, "run_narrow", lambda _: next(narrows))
-    monkeypatch.setattr(sys, "argv", ["slow_link.py", "--check", "--short"])
-    assert slow_link.main() == 0
-    shown = capsys.readouterr().out
-    assert "DOES NOT HOLD" in shown.split("measured once more")[0]
-    assert "DOES NOT HOLD" not in shown.split("measured once more")[1]
