@@ -237,7 +237,6 @@ def start_jobs(jobs: Jobs, sizes: Sequence[int]) -> list[str]:
 
 def programs(installation: Installation) -> dict[str, list[int]]:
     ingest, plane = installation.ingest.process.pid, installation.cluster.control_plane
-    assert plane is not None
     return {
         "ingest": [ingest], "planners": children(ingest),
         "operator": [installation.operator.process.pid], "api_server": [plane.apiserver.pid],
@@ -277,7 +276,6 @@ def fleet(count: int) -> Result:
 def hasten_controllers(cluster: Cluster) -> None:
     """Let the job controllers make more than 20 requests a second: they are not measured."""
     plane = cluster.control_plane
-    assert plane is not None
     plane.controller_manager.stop(grace=2.0)
     plane.controller_manager.command += ["--kube-api-qps=200", "--kube-api-burst=300"]
     plane.controller_manager.start()

@@ -1,18 +1,16 @@
 """Fixtures that give tests a real Kubernetes; docs/testbeds.md says what they need.
 
-`cluster` (API level): etcd, kube-apiserver and kube-controller-manager, or the user's cluster.
+`cluster` (API level): etcd, kube-apiserver and kube-controller-manager.
 `node_cluster` (node level): those, and a scheduler, and a kubelet that runs real pods.
 `namespace`, `node_namespace`: a namespace of one test in either.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from testbed import Cluster, project_images
 from testbed.node_cluster import NodeCluster
-from testbed.selected import FOREIGN
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,12 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory = tmp_path_factory.mktemp("cluster")
-    foreign = os.environ.get(FOREIGN)
-    if foreign:
-        yield Cluster.foreign(directory, Path(foreign))
-        return
-    with Cluster.own(directory) as made:
+    with Cluster.own(tmp_path_factory.mktemp("cluster")) as made:
         yield made
 
 
@@ -58,14 +51,6 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 def node_namespace(node_cluster: NodeCluster) -> Iterator[str]:
     with node_cluster.namespace() as name:
         yield name
-
-
-@pytest.fixture
-def own_cluster(cluster: Cluster) -> Cluster:
-    """The cluster, in tests that stop its API server or sign with its keys."""
-    if cluster.control_plane is None:
-        pytest.skip(f"{FOREIGN} names a cluster whose control plane is not ours to stop")
-    return cluster
 
 
 @pytest.hookimpl(hookwrapper=True)

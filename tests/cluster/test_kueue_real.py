@@ -22,8 +22,6 @@ Object = dict[str, Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def real_kueue(cluster: Cluster) -> Iterator[None]:
-    if cluster.control_plane is None:
-        pytest.skip("Kueue runs beside a control plane of the testbed's own only")
     with kueue(cluster):
         flavor = {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": "spot"}}
         cluster.apply(flavor | {"spec": {"nodeLabels": FLAVOR}})

@@ -15,16 +15,15 @@ pytestmark = pytest.mark.cluster
 
 
 def test_what_goes_while_the_watches_are_down_leaves_no_ghost(
-    jobs: Jobs, own_cluster: Cluster, tmp_path: Path
+    jobs: Jobs, cluster: Cluster, tmp_path: Path
 ) -> None:
-    plane, installation = own_cluster.control_plane, jobs.installation
-    assert plane is not None
+    plane, installation = cluster.control_plane, jobs.installation
     installation.operator.process.stop()
     installation.ingest.process.stop()
     with (
-        api_proxy(own_cluster, installation.account(), tmp_path / "operator") as operators,
+        api_proxy(cluster, installation.account(), tmp_path / "operator") as operators,
         api_proxy(
-            own_cluster, installation.account(f"{FULL_NAME}-ingest"), tmp_path / "ingest"
+            cluster, installation.account(f"{FULL_NAME}-ingest"), tmp_path / "ingest"
         ) as ingests,
     ):
         operator = installation.replica("behind", operators.kubeconfig)
@@ -49,9 +48,9 @@ def test_what_goes_while_the_watches_are_down_leaves_no_ghost(
             operators.cut()
             ingests.cut()
             page = first_page(jobs)
-            own_cluster.client.delete("pipemorphjobs", "goes", jobs.namespace)
+            cluster.client.delete("pipemorphjobs", "goes", jobs.namespace)
             (child,) = jobs.batch_jobs("stays")
-            own_cluster.client.delete("jobs", child["metadata"]["name"], jobs.namespace)
+            cluster.client.delete("jobs", child["metadata"]["name"], jobs.namespace)
             jobs.expect_none_left("goes")
             jobs.expect_none_left("stays")
             plane.forget()

@@ -1,4 +1,4 @@
-"""What other tests of the API level do not show of the testbed: its messages, ends, and kwok."""
+"""What other tests of the API level do not show of the testbed: its messages and ends."""
 
 import os
 import signal
@@ -10,16 +10,11 @@ from pathlib import Path
 import pytest
 from testbed import Cluster, TestbedError, wait_for
 from testbed.api import Object
-from testbed.kwok import fake_nodes
 
 pytestmark = pytest.mark.cluster
-TESTBEDS = ("kwok",)
-
-# On a cluster with nodes, pods must stay ours to report on.
-NOBODY = "nobody"
 
 
-def indexed_job(name: str, completions: int, scheduler: str = NOBODY) -> Object:
+def indexed_job(name: str, completions: int) -> Object:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -31,20 +26,12 @@ def indexed_job(name: str, completions: int, scheduler: str = NOBODY) -> Object:
             "template": {
                 "spec": {
                     "restartPolicy": "Never",
-                    "schedulerName": scheduler,
+                    "schedulerName": "nobody",
                     "containers": [{"name": "main", "image": "none.invalid/none"}],
                 }
             },
         },
     }
-
-
-def pods_of(cluster: Cluster, namespace: str, job: str, count: int) -> list[Object]:
-    def look() -> list[Object] | None:
-        found = cluster.client.list("pods", namespace, labels=f"job-name={job}")
-        return found if len(found) == count else None
-
-    return wait_for(f"{count} pods of job {job}", look, 120.0)
 
 
 def test_a_missed_deadline_says_what_was_found(cluster: Cluster, namespace: str) -> None:
@@ -62,7 +49,6 @@ def test_a_missed_deadline_says_what_was_found(cluster: Cluster, namespace: str)
         assert part in str(missed.value)
 
 
-@pytest.mark.usefixtures("own_cluster")  # only where there may be one
 def test_nothing_outlives_a_test_run_that_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
@@ -97,14 +83,3 @@ def exists(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):  # the latter: while it was read
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def test_kwok_runs_the_pods_of_a_large_job(cluster: Cluster, namespace: str) -> None:
-    with fake_nodes(cluster, 5, resources={"rdma/hca_shared_devices_a": "8"}):
-        cluster.apply(indexed_job("large", 50, "default-scheduler"), f"--namespace={namespace}")
-        done = cluster.wait(
-            "jobs", "large", lambda job: job["status"].get("ready") == 50, namespace=namespace
-        )
-        assert done["status"]["active"] == 50
-        cluster.client.delete("jobs", "large", namespace)
-        pods_of(cluster, namespace, "large", 0)

@@ -200,7 +200,6 @@ def test_the_testbeds_of_selected_tests_without_those_skipped(
     monkeypatch: pytest.MonkeyPatch, item: Item, skipped: str, testbeds: set[str]
 ) -> None:
     monkeypatch.setenv(selected.SKIP, skipped)
-    monkeypatch.delenv(selected.FOREIGN, raising=False)
     assert selected.needed([item]) == testbeds  # type: ignore[list-item]
 
 

@@ -87,7 +87,7 @@ REST_PARTS = (
         (CLUSTER,),
         tier=FULL,
         expression="not node",
-        needs=("api", "kwok", "kueue", "prometheus"),
+        needs=("api", "kueue", "prometheus"),
         recorded=True,
         also_reads=("charts", "crds", "csrc"),
     ),

@@ -228,7 +228,6 @@ def testbeds() -> dict[str, Testbed]:
             ),
             unfit=unfit_for_nodes,
         ),
-        Testbed("kwok", "many played nodes", requires=("api",), artifacts=_programs("kwok")),
         Testbed(
             "kueue",
             "a real Kueue",

@@ -3,10 +3,8 @@
 import base64
 import itertools
 import json
-import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +16,7 @@ import yaml
 
 from testbed import tools
 from testbed.api import STRATEGIC_MERGE_PATCH, ApiClient, ApiError, Object
-from testbed.controlplane import START_DEADLINE, ControlPlane, Settings
-from testbed.errors import TestbedError
+from testbed.controlplane import ControlPlane
 from testbed.kubeconfig import save, write_kubeconfig
 from testbed.pki import sign_es256
 from testbed.processes import output
@@ -33,49 +30,25 @@ _FAKE_IPS = itertools.count(1)
 
 
 class Cluster:
-    """A cluster with administrator's rights, its own control plane or the user's."""
+    """A cluster with administrator's rights and a control plane of its own."""
 
-    def __init__(
-        self, directory: Path, admin: Path, control_plane: ControlPlane | None = None
-    ) -> None:
+    def __init__(self, directory: Path, control_plane: ControlPlane) -> None:
         self.directory = directory
-        self.admin = admin
+        self.admin = control_plane.admin
         self.control_plane = control_plane
-        self.client = ApiClient(admin)
+        self.client = ApiClient(self.admin)
         self._users: dict[tuple[str, tuple[str, ...]], Path] = {}
 
     @classmethod
     @contextmanager
-    def own(cls, directory: Path, settings: Settings | None = None) -> Iterator["Cluster"]:
+    def own(cls, directory: Path) -> Iterator["Cluster"]:
         """A cluster with a control plane of its own, gone after the block."""
-        plane = ControlPlane(directory, settings)
+        plane = ControlPlane(directory)
         plane.start()
         try:
-            yield cls(directory, plane.admin, plane)
+            yield cls(directory, plane)
         finally:
             plane.stop()
-
-    @classmethod
-    def foreign(cls, directory: Path, kubeconfig: Path) -> "Cluster":
-        """The user's cluster; its kubeconfig is copied, so that nothing is written beside it."""
-        if not kubeconfig.is_file():
-            raise TestbedError(
-                f"PIPEMORPH_TEST_KUBECONFIG={kubeconfig} is no file: correct or unset it"
-            )
-        command = [_kubectl(), "config", "view", "--raw", "--flatten", "--minify", "-o", "json"]
-        said = output(
-            [*command, f"--kubeconfig={kubeconfig}"], environment={"HOME": str(directory / "home")}
-        )
-        admin = directory / "kubeconfig" / "admin.yaml"
-        save(admin, json.loads(said))
-        cluster = cls(directory, admin)
-        try:
-            cluster.client.request("GET", "/version")
-        except (ApiError, OSError) as error:
-            raise TestbedError(
-                f"the cluster of PIPEMORPH_TEST_KUBECONFIG={kubeconfig} does not answer: {error}"
-            ) from error
-        return cluster
 
     @property
     def server(self) -> str:
@@ -97,7 +70,7 @@ class Cluster:
     ) -> str:
         """What kubectl prints; `TestbedError` with its complaint if it fails."""
         return output(
-            [_kubectl(), f"--kubeconfig={kubeconfig or self.admin}", *arguments],
+            [tools.find("kubectl"), f"--kubeconfig={kubeconfig or self.admin}", *arguments],
             input=input,
             environment=self._environment(),
             deadline=deadline,
@@ -105,7 +78,7 @@ class Cluster:
 
     def helm(self, *arguments: str, kubeconfig: Path | None = None, deadline: float = 120.0) -> str:
         """What helm prints; `TestbedError` with its complaint if it fails."""
-        program: Path | str = tools.find("helm")
+        program = tools.find("helm")
         environment = self._environment() | {
             "KUBECONFIG": str(kubeconfig or self.admin),
             # Not the plugins, repositories and caches of whoever runs the tests.
@@ -133,23 +106,13 @@ class Cluster:
     # --- who asks -------------------------------------------------------------------------
 
     def kubeconfig(self, user: str | None = None, groups: Sequence[str] = ()) -> Path:
-        """A kubeconfig of the administrator, or of a user who has no rights but those bound.
-
-        On our own control plane the user signs in with a certificate; on another cluster the
-        administrator impersonates it, since only the cluster's owner can issue certificates.
-        """
+        """A kubeconfig of the administrator, or of a user who has no rights but those bound."""
         if user is None:
             return self.admin
         key = (user, tuple(groups))
         if key not in self._users:
             file_name = f"user-{len(self._users)}-{re.sub('[^a-z0-9]+', '-', user.lower())[:40]}"
-            if self.control_plane is not None:
-                self._users[key] = self.control_plane.kubeconfig(file_name, user, groups)
-            else:
-                document = yaml.safe_load(self.admin.read_text())
-                document["users"][0]["user"] |= {"as": user, "as-groups": list(groups)}
-                self._users[key] = self.directory / "kubeconfig" / f"{file_name}.yaml"
-                save(self._users[key], document)
+            self._users[key] = self.control_plane.kubeconfig(file_name, user, groups)
         return self._users[key]
 
     def kubeconfig_of_token(self, token: str, name: str = "token") -> Path:
@@ -194,7 +157,7 @@ class Cluster:
 
     def expired(self, token: str, seconds: int = 60) -> str:
         """The same token as it would be `seconds` after its end, signed by the cluster's key."""
-        key = self._own("sign a token").token_key
+        key = self.control_plane.token_key
         head, body, _ = token.split(".")
         claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
         shift = int(time.time()) - seconds - int(claims["exp"])
@@ -404,39 +367,9 @@ class Cluster:
 
     # --- its own control plane ------------------------------------------------------------
 
-    def _own(self, what: str) -> ControlPlane:
-        if self.control_plane is None:
-            raise TestbedError(
-                f"cannot {what} of the cluster in PIPEMORPH_TEST_KUBECONFIG: unset it for this test"
-            )
-        return self.control_plane
-
-    def restart_apiserver(self, *, grace: float = 10.0, deadline: float = START_DEADLINE) -> None:
-        """Restart the API server at the same address; with `grace=0`, as after a crash."""
-        self._own("restart the API server").restart_apiserver(grace=grace, deadline=deadline)
-
-    def stop_apiserver(self, *, grace: float = 10.0) -> None:
-        self._own("stop the API server").stop_apiserver(grace=grace)
-
-    def start_apiserver(self, deadline: float = START_DEADLINE) -> None:
-        plane = self._own("start the API server")
-        plane.start_apiserver(deadline)
-        plane.wait_for_controllers(deadline)
-
     def logs(self, lines: int = 30) -> str:
         """The end of every log of the control plane, for a failure's report."""
-        if self.control_plane is None:
-            return ""
         return "\n".join(process.log_end(lines) for process in self.control_plane.processes)
-
-
-def _kubectl() -> Path | str:
-    """The pinned kubectl; with somebody else's cluster and no build, the one they use."""
-    if os.environ.get("PIPEMORPH_TEST_KUBECONFIG") and not os.environ.get("KUBEBUILDER_ASSETS"):
-        found = shutil.which("kubectl")
-        if found is not None:
-            return found
-    return tools.find("kubectl")
 
 
 def _holds(found: Object, condition: Condition) -> bool:

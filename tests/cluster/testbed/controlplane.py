@@ -40,14 +40,13 @@ def free_ports(count: int, host: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What differs between the levels, and what a benchmark may want to change."""
+    """What differs between the levels."""
 
     # The address of the API server. Pods reach it at this address, so the node level gives one
     # that is not the loopback.
     host: str = "127.0.0.1"
     # Without nodes nobody renews leases: a node that a test makes up would be given up on.
     watch_nodes: bool = False
-    apiserver_args: Sequence[str] = field(default_factory=tuple)
     controller_manager_args: Sequence[str] = field(default_factory=tuple)
 
 
@@ -140,7 +139,6 @@ class ControlPlane:
             f"--service-cluster-ip-range={SERVICE_CIDR}",
             "--allow-privileged=true",
             "--profiling=false",
-            *settings.apiserver_args,
         ]
 
     def _controller_manager_args(self, port: int) -> list[str]:

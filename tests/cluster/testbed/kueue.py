@@ -7,7 +7,7 @@ Service, and only those of Jobs and of Kueue's own kinds are registered.
 import base64
 import http.client
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -34,12 +34,10 @@ shift; exec "$@"
 
 
 @contextmanager
-def kueue(cluster: Cluster, frameworks: Sequence[str] = ("batch/job",)) -> Iterator[None]:
-    """Kueue for jobs of these kinds, as long as the context lasts. Raises TestbedError in a cluster
-    that has one already, or whose control plane is not ours."""
+def kueue(cluster: Cluster) -> Iterator[None]:
+    """Kueue for batch Jobs, as long as the context lasts. Raises TestbedError in a cluster
+    that has one already."""
     plane = cluster.control_plane
-    if plane is None:
-        raise TestbedError("Kueue runs beside a control plane of the testbed's own only")
     program = tools.find("kueue")
     manifests = tools.source(tools.main_requirement("kueue"), "kueue")[0] / "config/components"
     folder = cluster.directory / "kueue"
@@ -61,7 +59,7 @@ def kueue(cluster: Cluster, frameworks: Sequence[str] = ("batch/job",)) -> Itera
             *_own_mounts(),
             folder / "certs",
             program,
-            f"--config={_configuration(folder, host, webhook, health, frameworks)}",
+            f"--config={_configuration(folder, host, webhook, health)}",
             f"--kubeconfig={cluster.admin}",
             "--feature-gates=VisibilityOnDemand=false",
         ],
@@ -88,9 +86,7 @@ def _own_mounts() -> list[str]:
     return [unshare, "--mount", "--map-root-user", "sh", "-ec", _RUN, "kueue"]
 
 
-def _configuration(
-    folder: Path, host: str, webhook: int, health: int, frameworks: Sequence[str]
-) -> Path:
+def _configuration(folder: Path, host: str, webhook: int, health: int) -> Path:
     path = folder / "config.yaml"
     certificates = str(folder / "certs")
     content = {
@@ -101,7 +97,7 @@ def _configuration(
         "webhook": {"host": host, "port": webhook, "certDir": certificates},
         "leaderElection": {"leaderElect": False},
         "internalCertManagement": {"enable": False},
-        "integrations": {"frameworks": list(frameworks)},
+        "integrations": {"frameworks": ["batch/job"]},
         "clientConnection": {"qps": 300, "burst": 500},
     }
     path.write_text(yaml.safe_dump(content))

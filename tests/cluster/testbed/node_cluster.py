@@ -8,9 +8,8 @@ from pathlib import Path
 
 from testbed import tools
 from testbed.cluster import Cluster
-from testbed.controlplane import ControlPlane, Settings
+from testbed.controlplane import ControlPlane, Settings, free_ports
 from testbed.images import base_images
-from testbed.kwok import scheduler
 from testbed.machine import bridge_name, free_network, remove_leftovers
 from testbed.node import START_DEADLINE, Node, Site
 from testbed.node_config import DOMAIN
@@ -20,6 +19,24 @@ from testbed.waiting import NotYet
 
 # A node is given up on after this many seconds without a word; it says something every two.
 LOST_AFTER = 16
+
+
+def scheduler(plane: ControlPlane, host: str) -> Process:
+    """The scheduler of a control plane, not started yet."""
+    config = plane.kubeconfig("scheduler", "system:kube-scheduler")
+    return Process(
+        "kube-scheduler",
+        [
+            tools.find("kube-scheduler"),
+            f"--kubeconfig={config}",
+            f"--authentication-kubeconfig={config}",
+            f"--authorization-kubeconfig={config}",
+            f"--bind-address={host}",
+            f"--secure-port={free_ports(1, host)[0]}",
+            "--leader-elect=false",
+        ],
+        plane.logs / "kube-scheduler.log",
+    )
 
 
 class NodeCluster(Cluster):
@@ -46,7 +63,7 @@ class NodeCluster(Cluster):
         except BaseException:
             run(["ip", "link", "delete", self.bridge])
             raise
-        super().__init__(directory, self.plane.admin, self.plane)
+        super().__init__(directory, self.plane)
         self.archives = base_images(directory / "images")
         self._site = Site(
             directory, self.plane, self.network, self.host, self.bridge, mounts, self.archives

@@ -12,7 +12,6 @@ import pytest
 from testbed import catalog
 from testbed.errors import TestbedError
 
-FOREIGN = "PIPEMORPH_TEST_KUBECONFIG"
 SKIP = "PIPEMORPH_TEST_SKIP"
 LEVELS = ("cluster", "node", "rdma", "browser")
 
@@ -20,7 +19,7 @@ _OF_MARKERS = {"cluster": "api", "node": "nodes", "kueue": "kueue", "rdma": "gue
 _OF_FIXTURES = {"project_archives": "images", "browser": "browser"}
 # The words of `SKIP`; tests that need one of these testbeds are then skipped.
 _OF_LEVELS = {
-    "cluster": {"api", "nodes", "images", "kueue", "kwok", "prometheus"},
+    "cluster": {"api", "nodes", "images", "kueue", "prometheus"},
     "node": {"nodes", "images"},
     "rdma": {"guests"},
     "browser": {"browser"},
@@ -50,11 +49,7 @@ class _Plugin:
 
 def needed(items: Iterable[pytest.Item]) -> set[str]:
     """The testbeds of all tests that are not skipped."""
-    found = {name for item in items if skipped_level(item) is None for name in testbeds_of(item)}
-    if os.environ.get(FOREIGN):
-        # Programs for the user's own cluster are looked for when they are used.
-        found.discard("api")
-    return found
+    return {name for item in items if skipped_level(item) is None for name in testbeds_of(item)}
 
 
 def testbeds_of(item: pytest.Item) -> set[str]:

@@ -1,8 +1,6 @@
 """The programs of a test cluster, built from the Go modules in `tests/cluster/tools`.
 
-A program is taken from the first of these that has it:
-1. the folder `KUBEBUILDER_ASSETS` names, if it is set;
-2. `~/.cache/pipemorph/<module>/<key>/bin`, which `make testbeds` fills.
+`make testbeds` fills `~/.cache/pipemorph/<module>/<key>/bin` with them.
 """
 
 import fcntl
@@ -46,13 +44,11 @@ TOOLS = {
     "coredns": Tool("coredns", "."),
     "netpol": Tool("netpol", "."),
     "helm": Tool("helm", "helm.sh/helm/v4/cmd/helm"),
-    "kwok": Tool("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
     "kueue": Tool("kueue", "sigs.k8s.io/kueue/cmd/kueue"),
 }
 # The programs of each testbed.
 PROGRAMS = {
     "api": ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm"),
-    "kwok": ("kwok", "kube-scheduler"),
     "kueue": ("kueue",),
     "nodes": ("kube-scheduler", "kube-proxy", "kubelet", "device-plugin", "coredns", "netpol"),
 }
@@ -62,7 +58,6 @@ PROGRAMS = {
 _VERSIONED = {
     "kubernetes": "k8s.io/kubernetes",
     "helm": "helm.sh/helm/v4",
-    "kwok": "sigs.k8s.io/kwok",
     "kueue": "sigs.k8s.io/kueue",
     "coredns": "github.com/coredns/coredns",
     "netpol": "sigs.k8s.io/kube-network-policies",
@@ -122,9 +117,8 @@ def _go() -> tuple[str, str, str]:
     program = shutil.which("go") or (str(GO_ELSEWHERE) if GO_ELSEWHERE.exists() else None)
     if program is None:
         raise TestbedError(
-            "found no go command to build the control plane: install Go 1.26 or newer, or set "
-            "KUBEBUILDER_ASSETS to a folder with the programs, or PIPEMORPH_TEST_KUBECONFIG to the "
-            "kubeconfig of a cluster for tests (docs/testbeds.md)"
+            "found no go command to build the control plane: install Go 1.26 or newer "
+            "(docs/testbeds.md)"
         )
     # Inside the module: with GOTOOLCHAIN=auto its go line may choose a newer Go.
     said = output(
@@ -149,48 +143,6 @@ def build_folder(module: str) -> Path:
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     digest.update(json.dumps([_go()[1:], _flags(module)]).encode())
     return cache_root() / module / f"{module_version(module)}-{digest.hexdigest()[:12]}" / "bin"
-
-
-def _assets() -> Path | None:
-    named = os.environ.get("KUBEBUILDER_ASSETS")
-    if not named:
-        return None
-    folder = Path(named)
-    if not folder.is_dir():
-        raise TestbedError(f"KUBEBUILDER_ASSETS={named} is no folder: correct or unset it")
-    return folder
-
-
-def _minor(version: str) -> tuple[int, int]:
-    found = re.search(r"v(\d+)\.(\d+)", version)
-    if found is None:
-        raise TestbedError(f"found no version in {version!r}, expected something like v1.34.2")
-    return int(found.group(1)), int(found.group(2))
-
-
-@cache
-def _check_skew(assets: Path) -> None:
-    """Refuse the pinned controllers beside an older API server, which Kubernetes rules out."""
-    found = output([assets / "kube-apiserver", "--version"]).strip()
-    pinned = module_version("kubernetes")
-    if _minor(found) < _minor(pinned):
-        raise TestbedError(
-            f"found {found} in KUBEBUILDER_ASSETS={assets} without its own kube-controller-manager "
-            f"(and kube-scheduler, kubelet, kube-proxy for the node level), and those of the "
-            f"pinned {pinned} must not be newer than the API server: put the matching ones into "
-            f"that folder, or use assets of {pinned} or newer, or unset KUBEBUILDER_ASSETS"
-        )
-
-
-def _in_assets(name: str) -> Path | None:
-    assets = _assets()
-    if assets is None:
-        return None
-    if (assets / name).is_file():
-        return assets / name
-    if name.startswith("kube") and name != "kubectl" and (assets / "kube-apiserver").is_file():
-        _check_skew(assets)
-    return None
 
 
 # Go must not download what `make testbeds` has not downloaded. Its checksum database does not have
@@ -245,7 +197,7 @@ def not_ready(testbed: str, why: str) -> TestbedError:
 
 def located(name: str) -> Path:
     """Where the program is, or will be once it is built."""
-    return _in_assets(name) or build_folder(TOOLS[name].module) / name
+    return build_folder(TOOLS[name].module) / name
 
 
 def find(name: str) -> Path:
