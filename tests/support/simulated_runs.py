@@ -48,7 +48,10 @@ def seat(device: SimulatedDevice) -> None:
 
     def made(self: Any, *, group: dist.ProcessGroup, **options: Any) -> None:
         make(self, group=group, **options)
-        self._group = SimpleNamespace(send=lambda *message: _Send(group.send(*message)))
+        self._group = SimpleNamespace(
+            send=lambda *message: _Send(group.send(*message)),
+            size=group.size, rank=group.rank, recv=group.recv,
+        )  # fmt: skip
 
     DirectOutgoing.__init__ = made  # type: ignore[method-assign]
 

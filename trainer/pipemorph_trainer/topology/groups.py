@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import weakref
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ _ABANDON_TAG = 1 << 20
 """A tag that no message has."""
 MOST_BYTES = 256 << 20
 """Most bytes of a value that a rank sends to the others at the start."""
+
+_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups with an aborted communicator, which cannot be shut down."""
 
 T = TypeVar("T")
 _JSON = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
@@ -103,7 +107,7 @@ class Groups:
         """
         while self._made:
             group, backends = self._made.pop()
-            if not clean and not abandon(group, backends):
+            if (not clean and not abandon(group, backends)) or group in _aborted:
                 continue
             # A user may have destroyed all groups already, as torch's own scripts do last.
             with contextlib.suppress(ValueError):
@@ -117,7 +121,8 @@ def carries_cpu(group: dist.ProcessGroup | None) -> bool:
 
 
 def abandon(group: dist.ProcessGroup, backends: str) -> bool:
-    """Abort all operations in progress in a group, without its peers, which see connections close.
+    """Abort all operations in progress in a group, without its peers. Of gloo they see connections
+    close; of NCCL they may see nothing and abort their ends when they are told otherwise.
     ``backends``: of the group, such as ``cpu:gloo,cuda:nccl`` or ``gloo``.
 
     Returns False if the group must not be destroyed: an aborted communicator cannot be shut down.
@@ -130,7 +135,8 @@ def abandon(group: dist.ProcessGroup, backends: str) -> bool:
         with contextlib.suppress(RuntimeError):
             probe = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _ABANDON_TAG)
             probe.wait(timedelta(milliseconds=1))
-    if "nccl" in backends:
+    if "nccl" in backends and group not in _aborted:
+        _aborted.add(group)
         group.abort()
     return "nccl" not in backends
 

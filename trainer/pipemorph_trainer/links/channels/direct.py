@@ -296,8 +296,8 @@ class DirectIncoming:
         return self._thread is not None and self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Abort all posted receives. The peer sees the connection close."""
-        abandon(self._group, "nccl" if self._device.type == "cuda" else "gloo")
+        """Abort all posted receives. On the CPU this closes the connection of both directions."""
+        abandon(self._group, _backend(self._device))
 
     def _beside(self) -> AbstractContextManager[None]:
         """Context for receives: on a device, their own stream."""
@@ -584,7 +584,9 @@ class DirectOutgoing:
         return PipelineError(f"the connection to rank {self._peer} failed: {first_sentence(error)}")
 
     def give_up(self) -> None:
-        """Drop the outstanding sends, whose connection is closed."""
+        """Abort the outstanding sends, and drop them. NCCL's would otherwise stay on the device
+        until their timeout, since their communicator is not that of the receives."""
+        abandon(self._group, _backend(self._device))
         self._outstanding.clear()
 
     def finish(self) -> None:
@@ -594,6 +596,10 @@ class DirectOutgoing:
 
     def close(self) -> None:
         self.finish()
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _is_complete(work: Any) -> bool:

@@ -207,7 +207,7 @@ class FailoverOutgoing:
         return not kept
 
     def leave(self) -> None:
-        """Drop the outstanding sends. Their messages are kept."""
+        """Abort the outstanding sends. Their messages are kept."""
         self._direct.give_up()
 
     def send_again(self, position: Position) -> None:
