@@ -31,7 +31,7 @@ from pipemorph_trainer.links.channels.direct import (
     DirectIncoming,
     DirectOutgoing,
 )
-from pipemorph_trainer.links.channels.edges import make_edges
+from pipemorph_trainer.links.channels.edges import SETUP_SECONDS, make_edges
 from pipemorph_trainer.links.channels.failover import Failover
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.engine import EngineOptions, make_engine, make_engine_link
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine
 
 log = logging.getLogger("pipemorph.trainer")
-
-SETUP_SECONDS = 120.0
-"""Longest time to connect two neighbours."""
 
 
 @dataclass(frozen=True)

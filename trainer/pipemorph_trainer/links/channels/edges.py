@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.links.message import Direction
+from pipemorph_trainer.topology.accelerator import Accelerator, accelerator_of
 from pipemorph_trainer.topology.groups import Groups
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pipemorph.trainer")
 
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SETUP_SECONDS = 120.0
+"""Longest time to connect two neighbours."""
 SURVIVABLE = ("0", "2")
 """Values with which NCCL does nothing, or aborts the communicator. Others end the process."""
 
@@ -40,36 +45,78 @@ def make_edges(
 
     With gloo, both directions share a connection without delaying each other. NCCL runs all
     operations of a communicator in order, so each direction has its own.
+
+    Raises :class:`PipelineError`, with the link and the rank that did not join.
     """
     # Longer than the executor's deadlines, also than those of the first iteration: the executor's
     # errors name the missing message.
     timeout = timedelta(seconds=2 * deadline * coordinate.stages + 60)
     nccl = device.type == "cuda"
+    accelerator = accelerator_of(device)
     mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
 
     def make(link: int, column: int) -> None:
         lower, upper = (coordinate.mesh.rank(stage, column) for stage in (link, link + 1))
         if lower == upper or (gpus[lower] is not None and gpus[lower] == gpus[upper]):
             return
-        made: list[Any] = [
-            groups.new(
-                [lower, upper],
-                timeout=timeout,
-                backend="nccl" if nccl else "gloo",
-                group_desc=f"pipemorph link {link} of column {column}",
-            )
-            for _ in range(2 if nccl else 1)
-        ]
-        if coordinate.rank in (lower, upper):
-            mine[link] = {Direction.FORWARD: made[0], Direction.BACKWARD: made[-1]}
-            if nccl:
-                connect_edge(mine[link], device, is_lower=coordinate.rank == lower)
+        joins = coordinate.rank in (lower, upper)
+        peer = upper if coordinate.rank == lower else lower
+
+        def make_groups() -> None:
+            made: list[Any] = [
+                groups.new(
+                    [lower, upper],
+                    timeout=timeout,
+                    backend="nccl" if nccl else "gloo",
+                    group_desc=f"pipemorph link {link} of column {column}",
+                )
+                for _ in range(2 if nccl else 1)
+            ]
+            if joins:
+                mine[link] = {Direction.FORWARD: made[0], Direction.BACKWARD: made[-1]}
+                if nccl:
+                    connect_edge(mine[link], device, is_lower=coordinate.rank == lower)
+
+        if joins:
+            _in_time(make_groups, f"the direct route of link {link} to rank {peer}", accelerator)
+        else:
+            make_groups()
 
     with survivable(coordinate) if nccl else nullcontext():
         for column in range(coordinate.mesh.columns):
-            for link in range(coordinate.stages - 1):
+            # Every second link first: in their order, each would wait for the one before.
+            for link in sorted(range(coordinate.stages - 1), key=lambda link: link % 2):
                 make(link, column)
     return mine
+
+
+def _in_time(make: Callable[[], None], what: str, accelerator: Accelerator | None) -> None:
+    """Call ``make``, which waits for another rank, within :data:`SETUP_SECONDS`. torch has no such
+    limit: a rank that ends meanwhile would be waited for without an end, and inside torch.
+
+    Raises :class:`PipelineError` with ``what`` was to be made."""
+    failed: list[Exception] = []
+
+    def making() -> None:
+        try:
+            if accelerator is not None:
+                accelerator.enter_thread()
+            make()
+        except Exception as error:  # noqa: BLE001  raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=making, name="pipemorph-edges", daemon=True)
+    thread.start()
+    thread.join(SETUP_SECONDS)
+    if thread.is_alive():
+        raise PipelineError(
+            f"{what} was not there after {SETUP_SECONDS:g} s: that rank has not joined it; see"
+            " its log, and whether the two reach each other"
+        )
+    for error in failed:
+        if not isinstance(error, RuntimeError):
+            raise error
+        raise PipelineError(f"{what} could not be made: {first_sentence(error)}") from error
 
 
 def connect_edge(
