@@ -30,7 +30,7 @@ from pipemorph_trainer.state.kept.resumed import Resumed, Word
 from pipemorph_trainer.steps.calls import Calls
 from pipemorph_trainer.steps.ending import Ending
 from pipemorph_trainer.steps.leaving import Departure, Leaving
-from pipemorph_trainer.steps.parts import Parts
+from pipemorph_trainer.steps.parts import Arguments, Parts
 from pipemorph_trainer.steps.saving import Saving
 from pipemorph_trainer.telemetry.progress import Progress
 from pipemorph_trainer.trackers.listeners import OnIteration
@@ -143,9 +143,11 @@ class Pipeline:
         }  # fmt: skip
         self._parts = Parts(
             stage, context, given,
-            mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
-            optimizer=optimizer, control=options.control, tied=tied, state=state, scaler=scaler,
-            on_iteration=on_iteration,
+            Arguments(
+                mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
+                optimizer=optimizer, control=options.control, tied=tied, state=state,
+                scaler=scaler, on_iteration=on_iteration,
+            ),
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
         self._ending = Ending(self._parts, self._release)

@@ -35,9 +35,8 @@ from pipemorph.planning import (
 from pipemorph.planning.offload import left
 from pipemorph_trainer.agent.choosers import Chooser
 from pipemorph_trainer.agent.rank_plan import RankPlan, cut
-from pipemorph_trainer.executor import dispatch, mailbox
-from pipemorph_trainer.executor.call import Generations, Start
-from pipemorph_trainer.executor.dispatch import Executor, Inputs
+from pipemorph_trainer.executor import dispatch, limited, mailbox
+from pipemorph_trainer.executor.dispatch import Executor, OpContext, StageIteration
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.stages.structure import SINGLE
 from pipemorph_trainer.executor.waiting import Waiting
@@ -260,15 +259,14 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
             ),
         )
         executor = Executor(
-            coordinate=coordinate,
-            runner=Runner(world, rank, problem.stages[stage]),  # type: ignore[arg-type]
-            neighbours=Neighbourhood(above, below),  # type: ignore[arg-type]
-            mail=mail[rank],
-            op_clock=OpClock(),
-            boundary=boundary(rank),
-            on_last_forward=lambda _: None,
-            reserve=lambda *_: None,
-        )
+            coordinate,
+            Runner(world, rank, problem.stages[stage]),  # type: ignore[arg-type]
+            Neighbourhood(above, below),  # type: ignore[arg-type]
+            OpContext(
+                mail=mail[rank], op_clock=OpClock(), boundary=boundary(rank),
+                on_last_forward=lambda _: None, reserve=lambda *_: None,
+            ),
+        )  # fmt: skip
         executor.input_metas = (META,) if stage else ()
         executor.output_metas = (META,) if stage < last else ()
         made.append(executor)
@@ -285,7 +283,7 @@ def execute(
         mesh = MeshShape(problem.stage_count, stages_per_rank=each, placement=problem.placement)
     plans = cut(chosen, mesh)
     world = World(len(plans))
-    for module in (dispatch, mailbox, turns):
+    for module in (dispatch, limited, mailbox, turns):
         monkeypatch.setattr(module, "time", lambda: world.now)
     made = executors(world, problem, mesh.placed)
     done: dict[int, Any] = {}
@@ -295,11 +293,12 @@ def execute(
         def body(mine: RankPlan = mine) -> None:
             held = {stage.stage: made[stage.stage] for stage in mine.stages}
             for stage in mine.stages:
-                done[stage.stage] = held[stage.stage].begin(
-                    mine.orders[stage.stage], 1, Generations(), Inputs(), Start(),
+                now = StageIteration(
+                    ops=mine.orders[stage.stage], iteration=1,
                     device_limit=stage.device_limit, recompute=stage.recompute,
                     receives=(receives_of(stage.above), receives_of(stage.below)),
                 )  # fmt: skip
+                done[stage.stage] = held[stage.stage].begin(now)
             if chosen.dispatch.varies:
                 for _ in run_ready(Chooser(mine), held, made[mine.stages[0].stage].mail, pace=None):
                     pass

@@ -32,7 +32,7 @@ from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
-from pipemorph_trainer.executor import call, dispatch
+from pipemorph_trainer.executor import dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
 from pipemorph_trainer.links.channels import direct, edges
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
@@ -229,15 +229,20 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     above, below = end("above"), end("below")
     nothing: Any = lambda *_, **__: None  # noqa: E731
     executor = dispatch.Executor(
-        coordinate=MeshShape(3).coordinate(1),
-        runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
-        neighbours=SimpleNamespace(upstream=above, downstream=below),  # type: ignore[arg-type]
-        mail=SimpleNamespace(), op_clock=OpClock(), boundary=nothing, on_last_forward=nothing,
-        reserve=nothing,
+        MeshShape(3).coordinate(1),
+        SimpleNamespace(
+            begin_iteration=nothing, forward=nothing, backward_input=nothing, backward=nothing,
+            backward_weight=nothing,
+        ),  # type: ignore[arg-type]
+        SimpleNamespace(upstream=above, downstream=below),  # type: ignore[arg-type]
+        dispatch.OpContext(
+            mail=SimpleNamespace(), op_clock=OpClock(),  # type: ignore[arg-type]
+            boundary=nothing, on_last_forward=nothing, reserve=nothing,
+        ),
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
     plan = make_plan(Job(3, 4), 0, "1f1b")
-    executor.begin(plan.schedule.stages[1], 1, call.Generations(), dispatch.Inputs(), call.Start())
+    executor.begin(dispatch.StageIteration(ops=plan.schedule.stages[1], iteration=1))
     assert order[:2] == ["send to above", "send to below"], order
     assert sorted(order[2:]) == ["receive from above", "receive from below"], order
 

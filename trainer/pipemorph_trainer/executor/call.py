@@ -19,11 +19,19 @@ class Start(NamedTuple):
     cut_off: bool = False
 
 
+AS_BEFORE = Start()
+"""Nothing has changed since the last call."""
+
+
 class Generations(NamedTuple):
     """Number of shape exchanges so far with each neighbour."""
 
     above: int = 0
     below: int = 0
+
+
+FIRST = Generations()
+"""No shapes were exchanged."""
 
 
 def name_call(iteration: int, evaluation: bool) -> str:

@@ -9,7 +9,6 @@ bitwise equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import time
 from typing import Any, Protocol
@@ -21,8 +20,9 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Op, OpKind
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
-from pipemorph_trainer.executor.call import Generations, Start, name_call
+from pipemorph_trainer.executor.call import AS_BEFORE, FIRST, Generations, Start, name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
+from pipemorph_trainer.executor.limited import LimitedOps
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
@@ -43,7 +43,6 @@ from pipemorph_trainer.links.message import (
 from pipemorph_trainer.profiling import profiling
 
 NEVER = float("inf")
-_NO_RANGE = nullcontext()
 
 
 @dataclass
@@ -82,63 +81,100 @@ class LastOp(Protocol):
         """It has ended. No op follows on this stage."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpContext:
+    """What the executors of a rank share.
+
+    ``boundary``: called between two ops. ``on_last_forward``: called with the losses, on the last
+    stage. ``reserve``: called with what a link will carry. ``all_raise``: whether no other rank
+    waits inside an op in which this one has raised an error. ``last_op``: is told of the last op.
+    ``slowed``: called at the end of each op with the time of its start and the iteration; it makes
+    the op longer.
+    """
+
+    mail: Mailbox
+    op_clock: OpClock
+    boundary: Callable[[], None]
+    on_last_forward: Callable[[list[Tensor]], None]
+    reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None]
+    device_times: DeviceTimes | None = None
+    all_raise: Callable[[], bool] = lambda: True
+    last_op: LastOp | None = None
+    slowed: Callable[[float, int], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageIteration:
+    """What a stage needs for one iteration.
+
+    ``device_limit``: most microbatches with activations on the device; with ``recompute`` those of
+    others are dropped and computed again, else moved to host memory. ``receives``: from above and
+    from below. ``evaluation``: there are only forwards, without gradients.
+    """
+
+    ops: Sequence[Op]
+    iteration: int
+    generations: Generations = FIRST
+    inputs: Inputs = field(default_factory=Inputs)
+    start: Start = AS_BEFORE
+    device_limit: int | None = None
+    recompute: bool = False
+    receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL)
+    evaluation: bool = False
+
+
 class Executor:
-    """Runs the ops of one stage. Main thread only."""
+    """Runs the ops of one stage. Main thread only.
+
+    :meth:`begin` puts together how each kind of op runs in this iteration: only with what it uses
+    of limits on activations, a profiler, and a refusal.
+    """
 
     def __init__(
         self,
-        *,
         coordinate: Coordinate,
         runner: Runner,
         neighbours: Neighbourhood,
-        mail: Mailbox,
-        op_clock: OpClock,
-        boundary: Callable[[], None],
-        on_last_forward: Callable[[list[Tensor]], None],
-        reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
-        device_times: DeviceTimes | None = None,
+        shared: OpContext,
+        *,
         gate: Gate | None = None,
         refuses: bool = False,
-        all_raise: Callable[[], bool] = lambda: True,
-        last_op: LastOp | None = None,
-        slowed: Callable[[float, int], None] | None = None,
     ) -> None:
         """``refuses``: an error of the stage in the first forward of an iteration only refuses this
-        iteration, if ``all_raise`` finds that no other rank waits inside the op. ``gate``: for the
-        last stage if there are several replicas. ``last_op``: is told of the last op. ``slowed``:
-        called at the end of each op with the time of its start and the iteration; it makes the op
-        longer."""
-        self._coordinate, self._runner = coordinate, runner
-        self._device_times = device_times
+        iteration. ``gate``: for the last stage if there are several replicas."""
+        self._coordinate, self._runner, self._shared = coordinate, runner, shared
         self._up, self._down = neighbours.upstream, neighbours.downstream
-        self._op_clock = op_clock
-        self.mail = mail
-        self._boundary, self._on_last_forward = boundary, on_last_forward
-        self._reserve = reserve
+        self.mail, self._boundary, self._op_clock = shared.mail, shared.boundary, shared.op_clock
         self._gate, self._refuses = gate, refuses
-        self._all_raise, self._last_op, self._slowed = all_raise, last_op, slowed
+        self._start_op: Callable[[], float] = self._start
+        self._end_op: Callable[[OpKind, int, float], None] = self._end
+        if shared.device_times is not None or shared.slowed is not None:
+            self._start_op, self._end_op = self._start_with_hooks, self._end_with_hooks
         self.refused = False
         """Whether the iteration is refused: messages are sent as planned, but empty."""
         self.cause: Exception | None = None
         """The error that the stage raised in a refused iteration, if any."""
         self._uncounted = 0
         """Calls so far that did not count as iterations: evaluations, and what was refused."""
-        self._evaluating = False
         self._above, self._below = self._up, self._down
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
         self._gives_gradients = self._gets_gradients = False
         """Whether gradients go to the stage above, and come from the stage below."""
-        self._iteration = self._microbatches = 0
-        self._generations = Generations()
-        self._inputs = Inputs()
+        self._now = StageIteration(ops=(), iteration=0)
+        self._microbatches = 0
+        self._last = -1
+        """The microbatch whose W or BW is the last op, if somebody is told of that."""
         self._structure = SINGLE
         self._shapes_known = False
         self._outcome = Outcome()
         self.residency = Residency(None)
         """What is on the device of the stage."""
-        self._recomputes = False
-        self._profiled = False
+        self._limited: LimitedOps | None = None
+        self._computes: dict[OpKind, Callable[..., Any]] = {}
+        """What computes each kind of op."""
+        self._sources: dict[OpKind, LinkEnd | None] = {}
+        """The link on which the message of each kind of op arrives; None if it needs none."""
 
     def end_uncounted(self) -> None:
         """End an evaluation or a refused iteration. The next iteration has the same number, but
@@ -146,40 +182,23 @@ class Executor:
         self._uncounted += 1
         self.cause = None
 
-    def begin(
-        self,
-        ops: Sequence[Op],
-        iteration: int,
-        generations: Generations,
-        inputs: Inputs,
-        start: Start,
-        *,
-        device_limit: int | None = None,
-        recompute: bool = False,
-        receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
-        evaluates: bool = False,
-    ) -> Outcome:
-        """Prepare for the ``ops`` of one iteration. Returns the record that they fill.
+    def begin(self, now: StageIteration) -> Outcome:
+        """Prepare for the ops of one iteration. Returns the record that they fill.
 
-        This waits for the shapes of the stage above if they are exchanged. ``device_limit``: most
-        microbatches with activations on the device; with ``recompute`` those of others are dropped
-        and computed again, else moved to host memory. ``receives``: from above and from below.
-        ``evaluates``: the iteration has only forwards, without gradients; call
-        :meth:`end_uncounted` afterwards.
+        This waits for the shapes of the stage above if they are exchanged. After an evaluation call
+        :meth:`end_uncounted`.
         """
-        self._iteration, self._evaluating = iteration, evaluates
-        self.mail.call = name_call(iteration, evaluation=self._evaluating)
-        self._generations = generations
-        self._microbatches = sum(op.kind is OpKind.F for op in ops)
-        self._inputs = inputs
+        self._now = now
+        inputs, start, generations = now.inputs, now.start, now.generations
+        self.mail.call = name_call(now.iteration, evaluation=now.evaluation)
+        self._microbatches = sum(op.kind is OpKind.F for op in now.ops)
+        self._last = -1 if self._shared.last_op is None else self._microbatches - 1
         self._outcome = Outcome()
-        self.residency, self._recomputes = Residency(device_limit), recompute
-        self._profiled = profiling()
         self._shapes_known = not start.shapes_to_below
-        fused = frozenset(op.microbatch for op in ops if op.kind is OpKind.BW)
+        fused = frozenset(op.microbatch for op in now.ops if op.kind is OpKind.BW)
         self._runner.begin_iteration(fused=fused, outputs=inputs.outputs, divisor=inputs.divisor)
+        self._compose()
         self.refused, self.cause = start.refused, None
-        self._from_above, self._from_below = receives
         if self._gate is not None:
             self._gate.begin()
         self._above = None if start.cut_off else self._up
@@ -188,8 +207,8 @@ class Executor:
         if self._above is not None and start.shapes_from_above:
             self._await_shapes(self._above)
         self._gives_gradients = any(meta.gradient for meta in self.input_metas)
-        self._gets_gradients = any(meta.gradient for meta in self.output_metas)
-        bounds = self._from_above
+        self._find_sources()
+        bounds = now.receives[0]
         if self._above is not None:
             if not self._gives_gradients:
                 # The stage above then waits for nothing from this stage.
@@ -204,33 +223,53 @@ class Executor:
             self._above.incoming.begin(batch)
         return self._outcome
 
+    def _compose(self) -> None:
+        """Put together what computes the ops of this iteration."""
+        now, runner = self._now, self._runner
+        limit = None if now.evaluation else now.device_limit
+        self.residency, self._limited = Residency(limit), None
+        computes: dict[OpKind, Callable[..., Any]] = {
+            OpKind.F: runner.evaluate if now.evaluation else runner.forward,
+            OpKind.B: runner.backward_input,
+            OpKind.BW: runner.backward,
+            OpKind.W: runner.backward_weight,
+        }
+        if limit is not None:
+            self._limited = LimitedOps(
+                runner, self.residency, self._outcome.copies, self._shared.device_times,
+                recompute=now.recompute,
+            )  # fmt: skip
+            computes = self._limited.computes
+        if profiling():
+            stage = self._coordinate.stage
+            computes = {kind: _ranged(stage, kind, each) for kind, each in computes.items()}
+        self._computes = computes
+
+    def _find_sources(self) -> None:
+        self._gets_gradients = any(meta.gradient for meta in self.output_metas)
+        gradients = self._below if self._gets_gradients else None
+        self._sources = {
+            OpKind.F: self._above, OpKind.B: gradients, OpKind.BW: gradients, OpKind.W: None,
+        }  # fmt: skip
+
     def end(self) -> None:
         """End the iteration after its last op."""
-        if self.refused and self._gate is not None and not self._evaluating:
+        if self.refused and self._gate is not None and not self._now.evaluation:
             self._gate.refuse()
 
     def run_op(self, kind: OpKind, microbatch: int) -> None:
         """Wait for the op's message, then run it."""
-        source = self._source(kind)
+        source = self._sources[kind]
         waited = None if source is None else self.mail.wait_for(source, kind, microbatch)
         if self.refused:
             self._pass_on(kind, microbatch)
         else:
-            self._run(kind, microbatch, source, waited)
+            self.run_now(kind, microbatch, waited)
 
     def run_now(
         self, kind: OpKind, microbatch: int, waited: tuple[float, float] | None = None
     ) -> None:
         """Run an op whose message is here. ``waited``: from when to when for that."""
-        self._run(kind, microbatch, self._source(kind), waited)
-
-    def _run(
-        self,
-        kind: OpKind,
-        microbatch: int,
-        source: LinkEnd | None,
-        waited: tuple[float, float] | None,
-    ) -> None:
         if waited is not None:
             self._outcome.waits.append((kind, microbatch, *waited))
         if kind is OpKind.F:
@@ -238,17 +277,12 @@ class Executor:
         elif kind is OpKind.W:
             self._weight(microbatch)
         else:
-            self._backward(kind, microbatch, source)
-
-    def _source(self, kind: OpKind) -> LinkEnd | None:
-        """The link on which the message of an op arrives; None if it needs none."""
-        if kind is OpKind.F:
-            return self._above
-        return self._below if kind is not OpKind.W and self._gets_gradients else None
+            self._backward(kind, microbatch)
+        self._boundary()
 
     def ready_at(self, kind: OpKind, microbatch: int, *, waits_for_send: bool) -> float:
         """When the message of an op is here and, with ``waits_for_send``, its own can be sent."""
-        source, at = self._source(kind), 0.0
+        source, at = self._sources[kind], 0.0
         if source is not None:
             letter = "F" if kind is OpKind.F else "B"
             found = self.mail.ready_at(source, letter, microbatch)
@@ -261,7 +295,7 @@ class Executor:
 
     def message(self, kind: OpKind, microbatch: int) -> str:
         """Describes the message that an op needs; empty if it needs none."""
-        source = self._source(kind)
+        source = self._sources[kind]
         if source is None:
             return ""
         return self.mail.message(source, "F" if kind is OpKind.F else "B", microbatch)
@@ -269,156 +303,112 @@ class Executor:
     # --- ops --------------------------------------------------------------------------
 
     def _forward(self, microbatch: int) -> None:
-        try:
-            outputs = self._compute_forward(microbatch)
-        except Exception as error:
-            # Later, others have added to their gradients.
-            refusable = microbatch == 0 or self._evaluating
-            if not refusable or not self._refuses or not is_of_batch(error):
-                raise
-            if not self._all_raise():
-                raise
-            self.cause, outputs = error, None
-        if outputs is None:
-            self._refuse()
-            self._send_empty(OpKind.F, microbatch)
-        elif self._below is not None:
-            self.mail.send(self._below, microbatch, outputs)
-        else:
-            self._outcome.losses.append(outputs[0])
-            if microbatch == 0 and self._gate is not None and not self._evaluating:
-                self._gate.accept()
-            if microbatch == self._microbatches - 1:
-                self._on_last_forward(self._outcome.losses)
-        self._boundary()
-
-    def _compute_forward(self, microbatch: int) -> tuple[Tensor, ...] | None:
-        """Run F. Returns its outputs, or the loss; None if its message is empty."""
-        inputs, runner = self._inputs, self._runner
+        inputs, below = self._now.inputs, self._below
         args: Sequence[Any] | None = inputs.args[microbatch] if inputs.args else ()
         if self._above is not None:
             args = self._above.incoming.take(microbatch)
         if args is None:
-            return None
+            self._refuse(OpKind.F, microbatch)
+            return
         kwargs = inputs.kwargs[microbatch] if inputs.kwargs else {}
         target = inputs.targets[microbatch] if inputs.targets else None
-        leaves = not self._evaluating and self.residency.run(OpKind.F, microbatch)
-        if leaves and not self._recomputes:
-            # Before the op starts, so that this wait is not part of its time.
-            runner.reclaim()
-        start = self._start_op()
-        run = runner.evaluate if self._evaluating else runner.forward
-        if not (leaves or self._profiled):
-            outputs = run(microbatch, args, kwargs, target)
+        try:
+            if self._limited is not None:
+                self._limited.before_forward(microbatch)
+            start = self._start_op()
+            outputs = self._computes[OpKind.F](microbatch, args, kwargs, target)
+            if self._limited is not None:
+                # Drop the reference, so that the runner can move the inputs.
+                args = ()
+                self._limited.after_forward(microbatch)
+            self._end_op(OpKind.F, microbatch, start)
+            if below is not None and not self._expected(outputs):
+                self._check_outputs(outputs, below)
+        except Exception as error:
+            if not self._only_refuses(error, microbatch):
+                raise
+            self.cause = error
+            self._refuse(OpKind.F, microbatch)
+            return
+        if below is not None:
+            self.mail.send(below, microbatch, outputs)
         else:
-            with self._range("F", microbatch) if self._profiled else _NO_RANGE:
-                if leaves and self._recomputes:
-                    outputs = runner.forward(microbatch, args, kwargs, target, recompute=True)
-                elif leaves:
-                    outputs = runner.forward(microbatch, args, kwargs, target, offload=True)
-                    # Drop the reference, so that the runner can move the inputs.
-                    args = ()
-                    self._copy(OpKind.F, microbatch, runner.offload)
-                else:
-                    outputs = run(microbatch, args, kwargs, target)
-        self._end_op(OpKind.F, microbatch, start)
-        if self._below is not None:
-            self._check_outputs(outputs, self._below)
-        return outputs
+            self._take_loss(outputs[0], microbatch)
 
-    def _backward(self, kind: OpKind, microbatch: int, source: LinkEnd | None) -> None:
-        grads: list[Tensor | None] | None = None
+    def _take_loss(self, loss: Tensor, microbatch: int) -> None:
+        losses = self._outcome.losses
+        losses.append(loss)
+        if microbatch == 0 and self._gate is not None and not self._now.evaluation:
+            self._gate.accept()
+        if microbatch == self._microbatches - 1:
+            self._shared.on_last_forward(losses)
+
+    def _only_refuses(self, error: Exception, microbatch: int) -> bool:
+        """Whether an error in a forward only refuses the iteration: not later, when others have
+        added to their gradients."""
+        early = microbatch == 0 or self._now.evaluation
+        return early and self._refuses and is_of_batch(error) and self._shared.all_raise()
+
+    def _backward(self, kind: OpKind, microbatch: int) -> None:
+        source = self._sources[kind]
         taken = source.incoming.take(microbatch) if source is not None else []
         if taken is None or (microbatch == 0 and not self._may_begin_backward()):
-            self._refuse()
-            self._send_empty(kind, microbatch)
-            self._boundary()
+            self._refuse(kind, microbatch)
             return
+        grads: list[Tensor | None] | None = None
         if self._below is not None:
             came = iter(taken)
             grads = [next(came) if meta.gradient else None for meta in self.output_metas]
-        run = self._runner.backward if kind is OpKind.BW else self._runner.backward_input
-        returns = self.residency.run(kind, microbatch)
-        if kind is OpKind.BW:
-            self._begin_if_last(kind, microbatch)
+        last = self._shared.last_op if kind is OpKind.BW and microbatch == self._last else None
+        if last is not None:
+            last.begin_last_op(kind)
         start = self._start_op()
-        if not (returns or self._profiled):
-            found = run(microbatch, grads)
-        else:
-            letter = "B" if kind is OpKind.BW else "I"
-            with self._range(letter, microbatch) if self._profiled else _NO_RANGE:
-                if returns and self._recomputes:
-                    self._run_again(kind, microbatch)
-                elif returns:
-                    self._copy(kind, microbatch, self._runner.fetch)
-                found = run(microbatch, grads)
+        found = self._computes[kind](microbatch, grads)
         self._end_op(kind, microbatch, start)
-        if kind is OpKind.BW:
-            self._end_if_last(microbatch)
+        if last is not None:
+            last.end_last_op()
         if self._above is not None and self._gives_gradients:
             self.mail.send(self._above, microbatch, self._to_send(found))
-        self._boundary()
 
     def _may_begin_backward(self) -> bool:
         """Whether the iteration may change gradients."""
         return self._gate is None or self._gate.passed()
 
-    def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
-        """Copy activations as part of an op: to host memory at the end of an F, back before a B."""
-        start = time()
-        with _NO_RANGE if self._device_times is None else self._device_times.copy():
-            nbytes = copy(microbatch)
-        self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), nbytes))
-
-    def _run_again(self, kind: OpKind, microbatch: int) -> None:
-        """Run the forward of a microbatch again, at the beginning of its backward."""
-        start = time()
-        with _NO_RANGE if self._device_times is None else self._device_times.copy():
-            self._runner.recompute(microbatch)
-        self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), 0, again=True))
-
     def _weight(self, microbatch: int) -> None:
-        self.residency.run(OpKind.W, microbatch)
-        self._begin_if_last(OpKind.W, microbatch)
+        # In every order the W or BW of the last microbatch is the last op.
+        last = self._shared.last_op if microbatch == self._last else None
+        if last is not None:
+            last.begin_last_op(OpKind.W)
         start = self._start_op()
-        if not self._profiled:
-            self._runner.backward_weight(microbatch)
-        else:
-            with self._range("W", microbatch):
-                self._runner.backward_weight(microbatch)
+        self._computes[OpKind.W](microbatch)
         self._end_op(OpKind.W, microbatch, start)
-        self._end_if_last(microbatch)
-        self._boundary()
+        if last is not None:
+            last.end_last_op()
 
-    def _begin_if_last(self, kind: OpKind, microbatch: int) -> None:
-        """Tell of the last op: in every order it is the W or BW of the last microbatch."""
-        if self._last_op is not None and microbatch == self._microbatches - 1:
-            self._last_op.begin_last_op(kind)
-
-    def _end_if_last(self, microbatch: int) -> None:
-        if self._last_op is not None and microbatch == self._microbatches - 1:
-            self._last_op.end_last_op()
-
-    def _range(self, letter: str, microbatch: int) -> AbstractContextManager[Any]:
-        """A range ``PP:3F7`` for torch.profiler. Not without a profiler, since it costs 40 µs."""
-        return profiler.record_function(f"PP:{self._coordinate.stage}{letter}{microbatch}")
-
-    def _start_op(self) -> float:
+    def _start(self) -> float:
         self._op_clock.busy = True
-        if self._device_times is not None:
-            self._device_times.start()
         return time()
 
-    def _end_op(self, kind: OpKind, microbatch: int, start: float) -> None:
-        if self._slowed is not None:
-            self._slowed(start, self._iteration)
-        end = time()
-        if self._device_times is not None:
-            self._device_times.end()
+    def _end(self, kind: OpKind, microbatch: int, start: float) -> None:
         op_clock = self._op_clock
-        op_clock.ended_at = end
+        op_clock.ended_at = end = time()
         op_clock.busy = False
         self._outcome.ops.append(new_tuple(TimedOp, (kind, microbatch, start, end)))
+
+    def _start_with_hooks(self) -> float:
+        self._op_clock.busy = True
+        if self._shared.device_times is not None:
+            self._shared.device_times.start()
+        return time()
+
+    def _end_with_hooks(self, kind: OpKind, microbatch: int, start: float) -> None:
+        if self._shared.slowed is not None:
+            self._shared.slowed(start, self._now.iteration)
+        self._end(kind, microbatch, start)
+        if self._shared.device_times is not None:
+            self._shared.device_times.end()
+
+    # --- refusal ----------------------------------------------------------------------
 
     def _send_empty(self, kind: OpKind, microbatch: int) -> None:
         """Send an empty message to the stage that needs the results of an op, if any."""
@@ -427,23 +417,31 @@ class Executor:
             return
         self.mail.send(end, microbatch, None)
 
-    def _refuse(self) -> None:
-        """Refuse this iteration: its remaining messages are sent as planned, but empty, so that
-        none is left over for the next iteration."""
+    def _refuse(self, kind: OpKind, microbatch: int) -> None:
+        """Refuse this iteration from this op on: its remaining messages are sent as planned, but
+        empty, so that none is left over for the next iteration."""
+        self._drop()
+        self._send_empty(kind, microbatch)
+
+    def _drop(self) -> None:
+        """Drop what the refused iteration has computed so far."""
         self.refused = True
         self._op_clock.busy = False
         self._runner.discard()
         if self._below is not None and not self._shapes_known:
             self._below.socket.send_shapes(None)
             self._below = None
+        self._find_sources()
 
     def _pass_on(self, kind: OpKind, microbatch: int) -> None:
         """Run an op of a refused iteration: take its message, and send an empty one."""
-        source = self._source(kind)
+        source = self._sources[kind]
         if source is not None:
             source.incoming.take(microbatch)
         self._send_empty(kind, microbatch)
         self._boundary()
+
+    # --- messages ---------------------------------------------------------------------
 
     def _to_send(self, grads: Grads) -> list[Tensor | None]:
         if len(grads) != len(self.input_metas):
@@ -463,22 +461,20 @@ class Executor:
         receives: Receives = RECEIVE_ALL,
     ) -> Batch:
         return Batch(
-            generation, self._iteration + self._uncounted, self._microbatches, metas,
+            generation, self._now.iteration + self._uncounted, self._microbatches, metas,
             self._uncounted, receives,
         )  # fmt: skip
 
     def _begin_downstream(self, end: LinkEnd) -> None:
-        generation = self._generations.below
+        generation = self._now.generations.below
         end.outgoing.begin(self._batch(generation, self.output_metas))
         gradients = gradients_of(self.output_metas)
         if gradients:
-            end.incoming.begin(self._batch(generation, gradients, self._from_below))
+            end.incoming.begin(self._batch(generation, gradients, self._now.receives[1]))
 
     def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
-        """Send the shapes to the next stage if they are unknown there; else check outputs."""
+        """Send the shapes to the next stage if they are unknown there; else raise."""
         structure = self._runner.structure
-        if self._shapes_known and structure == self._structure and self._expected(outputs):
-            return
         metas = tuple(map(TensorMeta.of, outputs))
         if not self._shapes_known:
             if len(metas) > 31:
@@ -487,9 +483,9 @@ class Executor:
                     "at most 31 can be sent"
                 )
             self.output_metas, self._structure = metas, structure
-            self._gets_gradients = any(meta.gradient for meta in metas)
+            self._find_sources()
             end.socket.send_shapes(Contents(metas, structure.encode()))
-            self._reserve(end, gradients_of(metas))
+            self._shared.reserve(end, gradients_of(metas))
             self._begin_downstream(end)
             self._shapes_known = True
         elif structure != self._structure:
@@ -506,18 +502,40 @@ class Executor:
             )
 
     def _expected(self, outputs: tuple[Tensor, ...]) -> bool:
-        """Whether the outputs can be sent as those of the first microbatch."""
-        known = self.output_metas
-        return len(outputs) == len(known) and all(map(TensorMeta.covers, known, outputs))
+        """Whether the outputs can be sent as those of the first microbatch. A gradient that the
+        next stage does not need is ignored when it comes."""
+        known, structure = self.output_metas, self._runner.structure
+        if not self._shapes_known or len(outputs) != len(known):
+            return False
+        if structure is not self._structure and structure != self._structure:
+            return False
+        for (shape, dtype, gradient), tensor in zip(known, outputs, strict=True):
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                return False
+            if tensor.requires_grad and not gradient:
+                return False
+        return True
 
     def _await_shapes(self, end: LinkEnd) -> None:
         found = self.mail.await_queue(end, f"shapes from stage {end.peer_stage}", end.socket.shapes)
         if found is None:
             self._above = None
-            self._refuse()
+            self._drop()
         else:
             self.input_metas = found.metas
             self._runner.expect(
                 Structure.decode(found.structure), [meta.gradient for meta in found.metas]
             )
-            self._reserve(end, found.metas)
+            self._shared.reserve(end, found.metas)
+
+
+def _ranged(stage: int, kind: OpKind, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """The op in a range ``PP:3F7`` for torch.profiler. Not without a profiler, since it costs
+    40 µs."""
+    letter = {OpKind.B: "I", OpKind.BW: "B"}.get(kind) or kind.name
+
+    def run(microbatch: int, *operands: Any) -> Any:
+        with profiler.record_function(f"PP:{stage}{letter}{microbatch}"):
+            return compute(microbatch, *operands)
+
+    return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, time
 from typing import Any
@@ -23,7 +24,7 @@ from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
 from pipemorph_trainer.executor.call import name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
-from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.dispatch import Executor, Inputs, OpContext, Outcome
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.mailbox import Mailbox
@@ -58,136 +59,132 @@ RAISE_SECONDS = 3.0
 such as that of a bad sample."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """What a rank is and has when it runs iterations.
+
+    ``world``: the ranks with which it shares losses, gradients and agreements. ``links``: of its
+    stages. ``stages``: run the ops, by stage; all are of one kind. ``replicas``: keeps the replicas
+    of the stages equal; None for one replica or emulated stages. ``reducer``: averages their
+    gradients; that of ``replicas``, or of emulated stages. ``ring``: measures the edges of the ring
+    in which it does so; None: nobody wants to know. ``tied``: sums the gradients of weights that
+    other stages hold, too; None without any. ``plans``: of this rank; those from ``control`` are
+    added to it. ``reporter``, ``traces``: report each iteration, and write its trace, by stage.
+    ``listeners``: told of each iteration that is reported, on rank 0. ``failures``: of ranks, which
+    others tell. ``poller``: waits for events. ``op_clock``: tells the links when ops run. ``wait``:
+    waits for collectives, and describes the wait. ``deadline``: longest wait for one message,
+    seconds. ``slowed``: makes ops longer, see
+    :class:`~pipemorph_trainer.executor.dispatch.OpContext`.
+    """
+
+    world: World
+    links: Links
+    stages: Mapping[int, OwnStage]
+    replicas: Replicas | None
+    reducer: Reducer | None
+    ring: RingProbe | None
+    tied: Tied | None
+    plans: PlanBook
+    control: ControlClient
+    reporter: Reporter
+    traces: Mapping[int, TraceWriter]
+    listeners: Listeners
+    failures: Failures
+    poller: Poller
+    op_clock: OpClock
+    wait: CollectiveWait
+    deadline: float
+    slowed: Callable[[float, int], None] | None = None
+
+
 class Iterations:
     """Runs one iteration after another. Main thread only.
 
-    Args:
-        world: the ranks with which this one shares losses, gradients and agreements.
-        links: the links of this rank's stages.
-        stages: run the ops, by stage.
-        replicas: keeps the replicas of the stages equal; None for one replica or emulated stages.
-        reducer: averages their gradients; that of ``replicas``, or of emulated stages.
-        ring: measures the edges of the ring in which it does so; None: nobody wants to know.
-        tied: sums the gradients of weights that other stages hold, too; None without any.
-        plans: the plans of this rank; plans from ``control`` are added to it.
-        reporter, traces: report each iteration, and write its trace, by stage.
-        listeners: told of each iteration that is reported, on rank 0.
-        failures: of ranks, which others tell.
-        poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
-        wait: waits for collectives, and describes the wait.
-        deadline: longest wait for one message, seconds. For the first iteration and the first
-            evaluation of a module it is multiplied by the number of stages: its first messages
-            follow the first F and B of every stage, in which a module is compiled, tuned or loaded.
-        slowed: makes ops longer, see :class:`Executor`.
+    For the first iteration and the first evaluation of a module the deadline is multiplied by the
+    number of stages: its first messages follow the first F and B of every stage, in which a module
+    is compiled, tuned or loaded.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        links: Links,
-        stages: Mapping[int, OwnStage],
-        replicas: Replicas | None,
-        reducer: Reducer | None,
-        ring: RingProbe | None,
-        tied: Tied | None,
-        plans: PlanBook,
-        control: ControlClient,
-        reporter: Reporter,
-        traces: Mapping[int, TraceWriter],
-        listeners: Listeners,
-        failures: Failures,
-        poller: Poller,
-        op_clock: OpClock,
-        wait: CollectiveWait,
-        deadline: float,
-        slowed: Callable[[float, int], None] | None = None,
-    ) -> None:
-        self._world, self._coordinate = world, world.coordinate
-        self._ends, self._stages, self._plans = links.ends, stages, plans
-        self._staging = links.staging
+    def __init__(self, rank: RankContext) -> None:
+        world, links = rank.world, rank.links
+        self._rank, self._world, self._coordinate = rank, world, world.coordinate
+        self._ends, self._stages, self._plans = links.ends, rank.stages, rank.plans
         self._cutting = [end.faults for end in links.ends if end.faults.cuts]
         self._on_device = links.ends if links.departures is not None else []
-        # All stages of a job are of one kind.
-        first = next(iter(stages.values()))
-        self._several = len(stages) > 1
+        first = next(iter(rank.stages.values()))
+        self._several = len(rank.stages) > 1
         self._microbatches = first.microbatches
-        self._replicas, self._tied = replicas, tied
-        self._reducer, self._ring = reducer, ring
-        self._reporter, self._traces = reporter, traces
-        self._waiting, self._wait_for = wait.waiting, wait
-        self._failures = failures
+        self._replicas, self._reducer = rank.replicas, rank.reducer
+        self._tied, self._reporter = rank.tied, rank.reporter
+        self._waiting, self._wait_for = rank.wait.waiting, rank.wait
         self._device_times: DeviceTimes | None = None
         if first.accelerator is not None:
             self._device_times = DeviceTimes(first.accelerator)
-        self._loss = SharedLoss(
-            world=world,
-            accelerator=first.accelerator,
-            wait=wait,
-        )
-        gate = None
-        columns = world.hierarchy(COLUMN)
-        if columns is not None and self._coordinate.last and first.module is not None:
-            gate = refusals.Gate(columns, wait)
+        self._loss = SharedLoss(world=world, accelerator=first.accelerator, wait=rank.wait)
         self._mail = Mailbox(
-            links.ends, poller=poller, waiting=wait.waiting, deadline=deadline,
+            links.ends, poller=rank.poller, waiting=rank.wait.waiting, deadline=rank.deadline,
             between=self._between_ops,
         )  # fmt: skip
-        self._last_op = None if reducer is None else LastOpOfRank(reducer, len(stages))
-        agreements: dict[int, Agreement] = {}
-        executors: dict[int, Executor] = {}
-        tokens: dict[int, TokenPass] = {}
-        for stage, own in stages.items():
-            coordinate, neighbours = self._coordinate.of(stage), links.of[stage]
-            executors[stage] = Executor(
-                coordinate=coordinate,
-                runner=own.runner,
-                neighbours=neighbours,
-                mail=self._mail,
-                op_clock=op_clock,
-                boundary=self._between_ops,
-                on_last_forward=self._loss.post,
-                reserve=plans.shapes_known,
-                device_times=self._device_times,
-                gate=gate if coordinate.last else None,
-                # A stage of another trainer does not restart an iteration.
-                refuses=own.emulated or own.module is not None,
-                all_raise=self._all_raise,
-                last_op=self._last_op,
-                slowed=slowed,
-            )
-            up, down = neighbours.upstream, neighbours.downstream
-            agreements[stage] = Agreement(
-                plans,
-                None if up is None else up.socket,
-                None if down is None else down.socket,
-                together=world.together,
-                wait=wait,
-            )
-            tokens[stage] = TokenPass(coordinate, neighbours, self._mail, agreements[stage])
-        on_device = first.accelerator is not None
-        self._turns = Turns(
-            self._coordinate, executors, tokens, self._mail,
-            links.ends if on_device and len(stages) > 1 else (),
-            pace=None if self._device_times is None else self._device_times.pace,
-        )  # fmt: skip
+        self._last_op = None
+        if rank.reducer is not None:
+            self._last_op = LastOpOfRank(rank.reducer, len(rank.stages))
+        self._turns, agreements = self._prepare_turns(first)
         self.reports = IterationReports(
-            world=world, wait=wait, reporter=reporter, listeners=listeners
+            world=world, wait=rank.wait, reporter=rank.reporter, listeners=rank.listeners
         )
         self._rounds = self.reports.rounds
-        self._deadline = deadline
         self._warm = first.emulated
         """Whether the first iteration with its measurements is over. Emulated stages need none."""
         self.arriving = ArrivingPlans(
-            coordinate=self._coordinate, ends=links.ends, plans=plans,
-            agreements=agreements.values(), control=control, reporter=reporter,
-            listeners=listeners, warm=self._warm,
+            coordinate=self._coordinate, ends=links.ends, plans=rank.plans, agreements=agreements,
+            control=rank.control, reporter=rank.reporter, listeners=rank.listeners,
+            warm=self._warm,
         )  # fmt: skip
         self.synchronizes = True
         """Whether gradients are summed and averaged after an iteration."""
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
+
+    def _prepare_turns(self, first: OwnStage) -> tuple[Turns, list[Agreement]]:
+        """The stages of this rank, and how each agrees on plans. ``first``: one of them."""
+        rank, coordinate = self._rank, self._coordinate
+        gate = None
+        columns = self._world.hierarchy(COLUMN)
+        if columns is not None and coordinate.last and first.module is not None:
+            gate = refusals.Gate(columns, rank.wait)
+        shared = OpContext(
+            mail=self._mail, op_clock=rank.op_clock, boundary=self._between_ops,
+            on_last_forward=self._loss.post, reserve=rank.plans.shapes_known,
+            device_times=self._device_times, all_raise=self._all_raise, last_op=self._last_op,
+            slowed=rank.slowed,
+        )  # fmt: skip
+        executors: dict[int, Executor] = {}
+        tokens: dict[int, TokenPass] = {}
+        agreements = []
+        for stage, own in rank.stages.items():
+            at, neighbours = coordinate.of(stage), rank.links.of[stage]
+            executors[stage] = Executor(
+                at, own.runner, neighbours, shared, gate=gate if at.last else None,
+                # A stage of another trainer does not restart an iteration.
+                refuses=own.emulated or own.module is not None,
+            )  # fmt: skip
+            up, down = neighbours.upstream, neighbours.downstream
+            agreement = Agreement(
+                rank.plans,
+                None if up is None else up.socket,
+                None if down is None else down.socket,
+                together=self._world.together,
+                wait=rank.wait,
+            )
+            agreements.append(agreement)
+            tokens[stage] = TokenPass(at, neighbours, self._mail, agreement)
+        turns = Turns(
+            coordinate, executors, tokens, self._mail,
+            self._ends if self._device_times is not None and self._several else (),
+            pace=None if self._device_times is None else self._device_times.pace,
+        )  # fmt: skip
+        return turns, agreements
 
     def run(
         self,
@@ -206,12 +203,12 @@ class Iterations:
         origin = time()
         self._training_began = self._training_began or origin
         if not self._warm:
-            self._allow(self._deadline * self._coordinate.stages)
+            self._allow(self._rank.deadline * self._coordinate.stages)
         self._mail.call = name_call(iteration, evaluation=False)
         self._rounds.begin(iteration, at=monotonic())
         self.arriving.take(page_lock=True)
-        if self._staging is not None:
-            self._staging.page_lock_added()
+        if self._rank.links.staging is not None:
+            self._rank.links.staging.page_lock_added()
         # Only of the last stage it matters.
         final = inputs[self._coordinate.held[-1]]
         self._weigh(final)
@@ -270,8 +267,8 @@ class Iterations:
             self._replicas.sync()
         elif self._reducer is not None:
             self._reducer.finish()
-        if self._ring is not None and self._reducer is not None:
-            self._ring.after(self._reducer.newest)
+        if self._rank.ring is not None and self._reducer is not None:
+            self._rank.ring.after(self._reducer.newest)
         self._waiting.end()
         if self._tied is not None:
             # Last, since it waits for other stages, and so for their ops.
@@ -297,7 +294,7 @@ class Iterations:
             end.faults.begin(iteration, self._training_began or time())
             # Messages may have other sizes than those of the training.
             end.recorder.paused = True
-        self._allow(self._deadline * (1 if self._evaluated else self._coordinate.stages))
+        self._allow(self._rank.deadline * (1 if self._evaluated else self._coordinate.stages))
         try:
             call = self._mail.call = name_call(iteration, evaluation=True)
             final = inputs[self._coordinate.held[-1]]
@@ -320,7 +317,7 @@ class Iterations:
             if self._device_times is not None:
                 self._device_times.forget()
         self._evaluated = True
-        self._allow(self._deadline)
+        self._allow(self._rank.deadline)
         return loss
 
     def _any_refuses(self, call: str, refuses: bool) -> bool:
@@ -340,7 +337,7 @@ class Iterations:
         group = self._world.group(LOCKSTEP)
         if group is None:
             return True
-        if self._failures.heard():
+        if self._rank.failures.heard():
             # The error is what it looks like when the connections to that rank end.
             return False
         work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
@@ -433,12 +430,12 @@ class Iterations:
                 reduction=self._reduction_sample() if self._warm and first else None,
                 ops=self._asked_ops(stage, iteration, plan.version, origin, outcome),
             )
-            self._traces[stage].iteration(
+            self._rank.traces[stage].iteration(
                 iteration, plan.version, origin, outcome, reduction if first else None
             )
         if not self._warm:
             self._warm = self.arriving.warm = True
-            self._allow(self._deadline)
+            self._allow(self._rank.deadline)
 
     def _asked_ops(
         self, stage: int, iteration: int, version: int, origin: float, outcome: Outcome
@@ -457,7 +454,7 @@ class Iterations:
         return ReductionSample(
             stage=self._coordinate.stage, replica=column,
             group=self._coordinate.mesh.data_group(column), **found._asdict(),
-            slowest=self._ring.take() if self._ring is not None else None,
+            slowest=self._rank.ring.take() if self._rank.ring is not None else None,
         )  # fmt: skip
 
     def _allow(self, deadline: float) -> None:
@@ -477,7 +474,7 @@ class Iterations:
                 self._report_split(stage, own.runner.report())
 
     def _report_split(self, stage: int, report: SplitReport) -> None:
-        self._traces[stage].split(report.record())
+        self._rank.traces[stage].split(report.record())
         coordinate = self._coordinate.of(stage)
         if coordinate.column == 0:
             # Printed, since few users configure logging.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
-from pipemorph_trainer.steps.iteration import Iterations
+from pipemorph_trainer.steps.iteration import Iterations, RankContext
 from pipemorph_trainer.telemetry.metrics import metered
 from pipemorph_trainer.telemetry.processors import crowding
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
@@ -69,11 +70,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("pipemorph.trainer")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of :class:`pipemorph_trainer.Pipeline` that no job replaces."""
+
+    mesh: DeviceMesh | None
+    plan: Plan | None
+    split: str
+    loss_fn: LossFn | None
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None
+    control: ControlClient | None
+    tied: Sequence[Any] | None
+    state: State | MakeState | None
+    scaler: GradScaler | None
+    on_iteration: OnIteration | Sequence[OnIteration] | None
+
+
 class Parts:
     """The parts of a pipeline. Each part needs only parts that were built before it.
 
-    The arguments are those of :class:`pipemorph_trainer.Pipeline`; ``given``: those that a job
-    replaces, by name. Collective; raises the same errors as the pipeline.
+    ``stages``, ``context``: those of :class:`pipemorph_trainer.Pipeline`; ``given``: the arguments
+    that a job replaces, by name; ``arguments``: the rest. Collective; raises the same errors as the
+    pipeline.
     """
 
     def __init__(
@@ -81,24 +99,17 @@ class Parts:
         stages: StageOrBuilder,
         context: TrainerContext,
         given: Mapping[str, Any],
-        *,
-        mesh: DeviceMesh | None,
-        plan: Plan | None,
-        split: str,
-        loss_fn: LossFn | None,
-        optimizer: torch.optim.Optimizer | MakeOptimizer | None,
-        control: ControlClient | None,
-        tied: Sequence[Any] | None,
-        state: State | MakeState | None,
-        scaler: GradScaler | None,
-        on_iteration: OnIteration | Sequence[OnIteration] | None,
+        arguments: Arguments,
     ) -> None:
+        mesh, loss_fn, scaler, control = (
+            arguments.mesh, arguments.loss_fn, arguments.scaler, arguments.control
+        )  # fmt: skip
         own, self.optimizer, self.state, failure, self._built = build(
-            stages, optimizer, state, context=context, given=given, mesh=mesh
+            stages, arguments.optimizer, arguments.state, context=context, given=given, mesh=mesh
         )
         listeners: Sequence[OnIteration] = ()
         try:
-            listeners = chosen(on_iteration)
+            listeners = chosen(arguments.on_iteration)
         except InputError as error:
             failure = failure or error
         # A rank without a stage joins the others on the device that its stage probably had.
@@ -111,8 +122,9 @@ class Parts:
         if control is not None:
             directed = not isinstance(control, NoControl)
         prepared, start = prepare(
-            own, context, given, plan, split, failure=failure, mesh=mesh, tied=tied, scaler=scaler,
-            device=self.device, accelerator=accelerator, directed=directed,
+            own, context, given, arguments.plan, arguments.split, failure=failure, mesh=mesh,
+            tied=arguments.tied, scaler=scaler, device=self.device, accelerator=accelerator,
+            directed=directed,
         )  # fmt: skip
         try:
             self.world, starts = join(context, self.device, start, mesh)
@@ -219,13 +231,15 @@ class Parts:
             ring = RingProbe(self.world, self.wait_for, self._reduction_faults)
         self.listeners = Listeners.of(listeners, context, version=prepared.plan.version)
         self.iterations = Iterations(
-            world=self.world, links=self.links, stages=self.stages,
-            replicas=self.replicas, reducer=self._reducer(), ring=ring,
-            tied=self.tied, plans=self.plans, control=self.control,
-            reporter=self.reporter, traces=self.traces, listeners=self.listeners,
-            failures=self.failures, poller=self.poller, op_clock=op_clock,
-            wait=self.wait_for, deadline=self.settings.deadline_seconds,
-            slowed=None if self._device_faults is None else self._device_faults.hold,
+            RankContext(
+                world=self.world, links=self.links, stages=self.stages,
+                replicas=self.replicas, reducer=self._reducer(), ring=ring,
+                tied=self.tied, plans=self.plans, control=self.control,
+                reporter=self.reporter, traces=self.traces, listeners=self.listeners,
+                failures=self.failures, poller=self.poller, op_clock=op_clock,
+                wait=self.wait_for, deadline=self.settings.deadline_seconds,
+                slowed=None if self._device_faults is None else self._device_faults.hold,
+            )
         )  # fmt: skip
         self._split = context.split(self.coordinate.mesh.stages)
         self._generation = context.generation

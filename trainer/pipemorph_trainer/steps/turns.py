@@ -22,10 +22,17 @@ from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.planning import Op, OpKind, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.agent.choosers import Candidate, Chooser
-from pipemorph_trainer.agent.rank_plan import RankPlan, RankReceives
+from pipemorph_trainer.agent.rank_plan import RankPlan, RankReceives, RankStage
 from pipemorph_trainer.agent.receives import forward_ops, forward_window
 from pipemorph_trainer.executor.call import Start
-from pipemorph_trainer.executor.dispatch import NEVER, Executor, Inputs, LastOp, Outcome
+from pipemorph_trainer.executor.dispatch import (
+    NEVER,
+    Executor,
+    Inputs,
+    LastOp,
+    Outcome,
+    StageIteration,
+)
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links.link import LinkEnd
@@ -207,22 +214,25 @@ class Turns:
         stage = self._pending.pop(0)
         start = self._first_start if stage == self._held[0] else self._start(stage)[1]
         plan, call = self._plan, self._call
+        mine: RankStage | None
         if plan is None:
             schedule = forwards(self._mesh, self._microbatches)
             ops = forward_ops(schedule, self._rank)[stage] if self._ends else ()
             above = Receives(window=forward_window(schedule), ops=ops)
-            limit, again, receives = None, False, (above, RECEIVE_ALL)
+            mine, receives = None, (above, RECEIVE_ALL)
         else:
             mine = plan.by_stage[stage]
-            limit, again = mine.device_limit, mine.recompute
             receives = receives_of(mine.above), receives_of(mine.below)
         executor = self._executors[stage]
         self._noted[stage] = 0, 0
-        self.outcomes[stage] = executor.begin(
-            self._orders[stage], call.iteration, self._tokens[stage].generations,
-            call.inputs[stage], start, device_limit=limit, recompute=again, receives=receives,
-            evaluates=call.evaluation,
+        now = StageIteration(
+            ops=self._orders[stage], iteration=call.iteration,
+            generations=self._tokens[stage].generations, inputs=call.inputs[stage], start=start,
+            device_limit=None if mine is None else mine.device_limit,
+            recompute=mine is not None and mine.recompute,
+            receives=receives, evaluation=call.evaluation,
         )  # fmt: skip
+        self.outcomes[stage] = executor.begin(now)
         self._begun[stage] = executor
 
     def _start(self, stage: int) -> tuple[int, Start]:
