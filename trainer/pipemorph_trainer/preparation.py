@@ -22,6 +22,7 @@ from pipemorph_trainer.executor.local_stage import (
     Stage,
     StageMemory,
     device_of,
+    graphs_refused,
     mode_of,
 )
 from pipemorph_trainer.executor.split import Mode
@@ -151,6 +152,8 @@ def prepare(
         for stage in stages:
             if not isinstance(stage, (EmulatedStage, GivenStage)):
                 check_stage(stage)
+            if accelerator is not None and (why := graphs_refused(stage)):
+                raise InputError(why)
         settings = Settings.choose(context, given, mesh)
         coordinate = settings.mesh.coordinate(context.rank)
         layers = context.split(coordinate.mesh.stages)

@@ -21,6 +21,7 @@ from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, of_stage, signature
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode, StageRunner
+from pipemorph_trainer.executor.split.compiled.private import cuda_graphs
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.split.measured import Measurements
 from pipemorph_trainer.executor.stage_profile import (
@@ -231,6 +232,20 @@ class StageMemory:
         """``host_memory``: of this stage, bytes. ``recomputes``: the job allows it."""
         store, why = _open_store(stage, device, accelerator, host_memory)
         return StageMemory(store, why, _recompute_refusal(stage, recomputes))
+
+
+def graphs_refused(stage: Stage) -> str:
+    """Why a stage cannot run on a GPU as it is: its CUDA graphs; empty if none can be seen."""
+    modules = stage.named_modules() if isinstance(stage, nn.Module) else ()
+    for name, module in modules:
+        if how := cuda_graphs(module):
+            return (
+                f"{f'module {name}' if name else 'the stage'} runs in CUDA graphs ({how}); they"
+                " write one microbatch's results over those of the one before, which a pipeline"
+                " still sends and needs. Compile it with mode='max-autotune-no-cudagraphs' or"
+                " options={'triton.cudagraphs': False}, and do not graph it"
+            )
+    return ""
 
 
 def _open_store(

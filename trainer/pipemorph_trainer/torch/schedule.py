@@ -19,7 +19,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.executor.local_stage import mode_of
+from pipemorph_trainer.executor.local_stage import graphs_refused, mode_of
 from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.pipeline import Pipeline
@@ -118,6 +118,8 @@ class AdaptiveSchedule(PipelineScheduleMulti):
                     f"the stage has a {type(wrapped[0]).__name__}, which reduces gradients in its"
                     " own backward; use fully_shard, or average gradients after step()"
                 )
+            if stage.device.type == "cuda" and (why := graphs_refused(stage.submod)):
+                raise InputError(why)
             if mode != "fused" and stage.dw_builder is None:
                 stage.dw_builder = SplitBackward(stage.submod, verify=mode == "verify")
                 self._splits.append(stage.dw_builder)

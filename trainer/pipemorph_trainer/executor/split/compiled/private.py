@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 
+from pipemorph_trainer.executor.torch_private import compiled
+
 Runs = Callable[[list[Any]], Sequence[Any]]
 """Compiled code: takes its inputs in a list, which it empties, and returns its outputs."""
 Part = Callable[[fx.GraphModule, Sequence[Any], Collection[int] | None], Runs]
@@ -69,6 +71,34 @@ def _in_place(backend: Any) -> nn.Module:
 
 def backend_of(module: nn.Module) -> Any:
     """The function that compiles the graphs of a compiled module; None if it cannot be seen."""
+    backend = _given(module)
+    return getattr(backend, "compiler_fn", backend)
+
+
+def cuda_graphs(module: nn.Module) -> str:
+    """What has a module run in CUDA graphs on a GPU, as far as can be seen; empty if nothing."""
+    forward = vars(module).get("forward")
+    if getattr(forward, "__qualname__", "").startswith("make_graphed_callables."):
+        return "make_graphed_callables"
+    if missing() or not compiled(module):
+        return ""
+    from torch._inductor import config, list_mode_options
+
+    given: Any = _given(module)
+    name, own = getattr(given, "compiler_name", ""), getattr(given, "kwargs", {})
+    if name == "cudagraphs":
+        return 'torch.compile with backend="cudagraphs"'
+    options: dict[str, Any] = {}
+    if name in ("inductor", "pipemorph"):
+        options = {"triton.cudagraphs": config.triton.cudagraphs}
+    options |= list_mode_options().get(own.get("mode") or "", {}) | (own.get("options") or {})
+    options |= getattr(given, "config", {})  # Of inductor: its mode and options.
+    graphs = options.get("triton.cudagraphs")
+    return "torch.compile with triton.cudagraphs, as in its mode reduce-overhead" if graphs else ""
+
+
+def _given(module: nn.Module) -> Any:
+    """The backend of a compiled module with its settings; None if it cannot be seen."""
     known: Any = module
     context = getattr(known, "dynamo_ctx", None)
     found: list[Any] = [getattr(context, "callback", None)]
@@ -80,7 +110,7 @@ def backend_of(module: nn.Module) -> Any:
     )
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    return getattr(backend, "compiler_fn", backend)
+    return backend
 
 
 def distributed(inputs: Sequence[Any]) -> bool:
