@@ -34,11 +34,12 @@ from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor import dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
+from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.links.channels import direct, edges
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.links.faults import LinkFaults
+from pipemorph_trainer.links.faults import FaultTrace, LinkFaults
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     Batch,
@@ -52,6 +53,8 @@ from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.plans.arriving import ArrivingPlans
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.steps import iteration
+from pipemorph_trainer.topology.accelerator import QUEUES, too_few_queues
+from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.trackers.listeners import Listeners
 
 META = TensorMeta((16,), torch.float32, gradient=True)
@@ -431,3 +434,39 @@ def test_a_directive_that_moves_a_link_in_mid_run() -> None:
     assert_same([record for record, _ in found], reference(job))
     assert [record.versions[-1] for record, _ in found] == [2, 2, 2]
     assert all("cudaHostRegister" in waited for _, waited in found)
+
+
+# --- queues of the device -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "few"),
+    [(None, False), ("1", True), (" 1 ", True), ("2", True), ("7", True), ("8", False),
+     ("32", False), ("0", False), ("-1", False), ("", False), ("many", False)],
+)  # fmt: skip
+def test_too_few_queues(value: str | None, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA does not take as a number changes nothing."""
+    monkeypatch.delenv(QUEUES, raising=False)
+    if value is not None:
+        monkeypatch.setenv(QUEUES, value)
+    said = too_few_queues()
+    assert bool(said) is few
+    assert not few or said.startswith(f"{QUEUES}={value.strip()}: streams of the device share")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_rank_on_a_device_warns_of_too_few_queues(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = SimulatedDevice() if on_device else None
+    monkeypatch.setattr(rendezvous, "accelerator_of", lambda _: device)
+    monkeypatch.setattr(rendezvous, "make_engine", lambda *_, **__: None)
+    monkeypatch.setenv(QUEUES, "1")
+    config: Any = SimpleNamespace(
+        device=torch.device("cpu"), engine=None, secret=b"", faults=FaultTrace()
+    )
+    meeting = rendezvous.Rendezvous(MeshShape(2).coordinate(0), config, "127.0.0.1", Groups(), None)
+    with caplog.at_level(logging.WARNING):
+        meeting.make_shared("127.0.0.1")
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([f"rank 0 (stage 0): {too_few_queues()}"] if on_device else [])

@@ -42,7 +42,7 @@ from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.within import join_within
 from pipemorph_trainer.topology import addresses
-from pipemorph_trainer.topology.accelerator import accelerator_of
+from pipemorph_trainer.topology.accelerator import accelerator_of, too_few_queues
 from pipemorph_trainer.topology.gpu_affinity import gpu_of
 from pipemorph_trainer.topology.groups import Groups, gather_values
 from pipemorph_trainer.topology.machine import Machine, this_machine
@@ -240,6 +240,8 @@ class Rendezvous:
         config, accelerator = self._config, accelerator_of(self._config.device)
         if accelerator is not None:
             self._departures = Departures(accelerator)
+            if why := too_few_queues():
+                log.warning("%s: %s", self._coordinate, why)
         self._engine = make_engine(
             config.engine, self._coordinate,
             secret=config.secret, host=host, device=config.device,

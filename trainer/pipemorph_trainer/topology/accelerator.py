@@ -10,6 +10,7 @@ Only :meth:`Event.synchronize` blocks the host.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 _torch_cuda: Any = torch.cuda  # its stubs are partly untyped
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+USUAL_QUEUES = 8
+"""Hardware queues that CUDA spreads streams over, unless :data:`QUEUES` says otherwise."""
 PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for every device of the process."""
 
@@ -107,6 +111,18 @@ class Accelerator(Protocol):
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """The accelerator of ``device``; None for the CPU, which needs no copies."""
     return CudaAccelerator(device) if device.type == "cuda" else None
+
+
+def too_few_queues() -> str:
+    """Text: the environment gives the streams of a device too few hardware queues; empty if not."""
+    value = os.environ.get(QUEUES, "").strip()
+    if not value.isdecimal() or not 0 < int(value) < USUAL_QUEUES:
+        return ""
+    return (
+        f"{QUEUES}={value}: streams of the device share {value} of the usual {USUAL_QUEUES} queues,"
+        " so ops wait behind copies and receives that wait for something else; unset it, or set it"
+        f" to {USUAL_QUEUES} or more"
+    )
 
 
 class CudaAccelerator:
