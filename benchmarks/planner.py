@@ -48,11 +48,14 @@ from planner_problems import (
 )
 
 from pipemorph.planning import Policy, Problem, plan, validate
-from pipemorph.planning.policies.classic import paper_warmup
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import lower_bound, tight_lower_bound
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import (
+    Costs,
+    Rules,
+    lower_bound,
+    paper_warmup,
+    tight_lower_bound,
+)
 
 SIZES = ((8, 32), (16, 64), (32, 128), (64, 256))
 REPETITIONS = {8: 15, 16: 9, 32: 5, 64: 5}

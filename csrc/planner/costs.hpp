@@ -1,5 +1,5 @@
 // A planning problem laid out for the inner loops. The same as
-// pipemorph/planning/simulation/costs.py.
+// pipemorph/planning/simulation/core.py.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Guided dispatch: of its ready ops, every rank runs the first in the plan's order. See
-// pipemorph/planning/simulation/guided.py.
+// pipemorph/planning/simulation/core.py.
 #pragma once
 
 #include <array>
@@ -57,7 +57,7 @@ class Guided {
 
 // Where ranks wait for an op of the order though another could run, or for a link to take a
 // message, if messages take as long as `costs` says: per rank, the positions of these ops. `peaks`:
-// most microbatches in flight, by stage. The same as in pipemorph/planning/simulation/waits.py.
+// most microbatches in flight, by stage. The same as in pipemorph/planning/simulation/core.py.
 std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& order,
                                             const std::vector<int>& peaks);
 

@@ -1,6 +1,6 @@
 // Online list schedule: every rank runs its first ready op of B, F, W, of two stages that of the
 // later one. Run before the iteration, its order is the paper's "full schedule". See
-// pipemorph/planning/simulation/online.py.
+// pipemorph/planning/simulation/core.py.
 #pragma once
 
 #include "planner/core.hpp"

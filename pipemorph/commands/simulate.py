@@ -10,7 +10,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.formats.plan_json import load_plan, report
 from pipemorph.planning.ir import Dispatch
 from pipemorph.planning.problem import load_problem
-from pipemorph.planning.simulation.lower_bound import lower_bound
+from pipemorph.planning.simulation.core import lower_bound
 from pipemorph.planning.simulation.simulator import check_fits, simulate
 from pipemorph.removed import DISPATCHES, refuse_removed
 

@@ -22,8 +22,7 @@ from pipemorph.planning import (
     link_on,
     plan,
 )
-from pipemorph.planning.analysis.jitter import as_fast_guided
-from pipemorph.planning.simulation.waits import Waits, planned_waits
+from pipemorph.planning.simulation.core import Waits, as_fast_guided, planned_waits
 
 QUICK_CELLS = 4096
 """Largest number of stages × microbatches that is planned within about 50 ms, so that a host can do

@@ -4,7 +4,7 @@ from pipemorph.pictures.html import render_html
 from pipemorph.pictures.png import render_panels, render_png
 from pipemorph.pictures.text import render_text
 from pipemorph.pictures.timeline import Timeline
-from pipemorph.planning.simulation.messages import Message
+from pipemorph.planning.simulation.simulator import Message
 
 __all__ = [
     "Message",

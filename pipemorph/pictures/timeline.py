@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pipemorph.planning.analysis.bubbles import Bubble, explain
 from pipemorph.planning.ir import OpKind, stages_of
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.messages import Message
-from pipemorph.planning.simulation.simulator import Simulation, TimedOp
+from pipemorph.planning.simulation.simulator import Message, Simulation, TimedOp
 
 MILLISECOND = 1e-3
 

@@ -3,7 +3,7 @@
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.planner import PlannedSchedule, link_on, plan, problem_for
 from pipemorph.planning.problem import Link, Problem, StageTimes, load_problem, parse_problem
-from pipemorph.planning.simulation.lower_bound import lower_bound
+from pipemorph.planning.simulation.core import lower_bound
 from pipemorph.planning.simulation.simulator import (
     Simulation,
     TimedOp,

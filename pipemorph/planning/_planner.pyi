@@ -65,7 +65,7 @@ def guided_makespan(
     interpreter's lock."""
 
 def waits(costs: Costs, order: Sequence[bytes], peaks: Sequence[int]) -> list[list[int]]:
-    """See :func:`pipemorph.planning.simulation.waits.planned_waits`. ``peaks``: most microbatches
+    """See :func:`pipemorph.planning.simulation.core.planned_waits`. ``peaks``: most microbatches
     in flight by stage. Releases the interpreter's lock."""
 
 def jittered(

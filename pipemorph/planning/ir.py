@@ -64,7 +64,7 @@ class Dispatch(StrEnum):
 
     STATIC keeps the plan's order. GUIDED runs, of the ready ops, the first in the plan's order, so
     that a late message does not block ready ops; see
-    :mod:`pipemorph.planning.simulation.guided`.
+    :mod:`pipemorph.planning.simulation.core`.
     """
 
     STATIC = "static"

@@ -15,7 +15,7 @@ from pipemorph.planning.problem import Link, Problem, StageTimes
 from pipemorph.planning.search.listed import best_listed
 from pipemorph.planning.search.search import search
 from pipemorph.planning.search.variants import Variant, best_variant, has_variants
-from pipemorph.planning.simulation.lower_bound import SAME, lower_bound, tight_lower_bound
+from pipemorph.planning.simulation.core import SAME, lower_bound, tight_lower_bound
 from pipemorph.planning.simulation.simulator import Simulation, predict, simulate
 from pipemorph.planning.validator import validate
 

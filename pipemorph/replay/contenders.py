@@ -13,7 +13,7 @@ from pipemorph.control import AdaptationRecord
 from pipemorph.control.decide.forecast import MOST_EFFORT
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
-from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.core import Costs
 from pipemorph.replay.links import (
     DispatchChoice,
     Links,

@@ -21,9 +21,8 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning.problem import transfer_ms
-from pipemorph.planning.simulation.costs import DelayAt
-from pipemorph.planning.simulation.messages import Message, deliver
-from pipemorph.planning.simulation.simulator import following
+from pipemorph.planning.simulation.core import DelayAt
+from pipemorph.planning.simulation.simulator import Message, deliver, following
 from pipemorph.replay.trace import LinkTrace, TracedLink
 
 DispatchChoice = Dispatch | Literal["auto"]

@@ -20,8 +20,8 @@ from pipemorph.control.decide.replan import propose
 from pipemorph.control.observe.observer import Observer
 from pipemorph.planning import OpKind, Plan, Route, Simulation
 from pipemorph.planning.offload import copying
-from pipemorph.planning.simulation.costs import INF
-from pipemorph.planning.simulation.messages import Message, deliver
+from pipemorph.planning.simulation.core import INF
+from pipemorph.planning.simulation.simulator import Message, deliver
 from pipemorph.replay.links import ROUNDING, Links, failed_over
 from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
 from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StageProfile, WireTime

@@ -12,11 +12,7 @@ from typing import NamedTuple
 
 from pipemorph.planning.ir import KINDS
 from pipemorph.planning.offload import Residency
-from pipemorph.planning.simulation.core import Ran
-from pipemorph.planning.simulation.costs import INF, Costs, DelayAt
-from pipemorph.planning.simulation.guided import Guide
-from pipemorph.planning.simulation.online import Rules
-from pipemorph.planning.simulation.waits import Waits
+from pipemorph.planning.simulation.core import INF, Costs, DelayAt, Guide, Ran, Rules, Waits
 
 F, B, W, BW = range(4)
 _END, _CHOOSE = 0, 1
@@ -301,7 +297,7 @@ def _positions(codes: bytes, place: int) -> list[list[int]]:
 
 
 def waits(costs: Costs, codes: Sequence[bytes], peaks: Sequence[int]) -> Waits:
-    """See :func:`pipemorph.planning.simulation.waits.planned_waits`."""
+    """See :func:`pipemorph.planning.simulation.core.planned_waits`."""
     ran = in_order(costs, codes)
     return tuple(_waits(costs, ran, rank, peaks) for rank in range(len(codes)))
 

@@ -9,7 +9,7 @@ from itertools import product
 
 from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate, validate
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.core import Costs
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.planning.validator import ScheduleError
 

@@ -34,12 +34,10 @@ from pipemorph.planning import (
     validate,
     validate_waits,
 )
-from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
-from pipemorph.planning.simulation.lower_bound import tight_lower_bound
+from pipemorph.planning.simulation.core import as_fast_guided, planned_waits, tight_lower_bound
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.planning.simulation.waits import planned_waits
 
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipemorph.planning import Plan, Problem, StageTimes, predict_changing
-from pipemorph.planning.simulation.costs import Changes, DelayAt
+from pipemorph.planning.simulation.core import Changes, DelayAt
 
 WINDOW = 0.05
 """Seconds of a window of telemetry. Where messages are further apart, windows are."""

@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.costs import INF
-from pipemorph.planning.simulation.messages import Message, deliver
-from pipemorph.planning.simulation.simulator import Simulation, TimedOp
+from pipemorph.planning.simulation.core import INF
+from pipemorph.planning.simulation.simulator import Message, Simulation, TimedOp, deliver
 
 
 class Cause(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, permutations
 
-from pipemorph.planning.simulation.costs import INF
+from pipemorph.planning.simulation.core import INF
 
 # Tolerance for sums of the same times in different order.
 SAME = 1e-9

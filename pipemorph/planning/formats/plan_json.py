@@ -14,8 +14,8 @@ from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
 from pipemorph.planning.offload import left
 from pipemorph.planning.problem import MAX_CELLS, Count, Problem, describe, integer, shown
+from pipemorph.planning.simulation.core import Waits, planned_waits
 from pipemorph.planning.simulation.simulator import Simulation
-from pipemorph.planning.simulation.waits import Waits, planned_waits
 
 
 def report(

@@ -17,8 +17,7 @@ from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zer
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.variants import Variant, on_device, with_stated_limits
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import Costs, Rules
 from pipemorph.planning.simulation.simulator import predict
 from pipemorph.planning.validator import validate
 

@@ -12,13 +12,12 @@ get longer. Orders are the core's codes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipemorph.planning.ir import CODE, OpKind
 from pipemorph.planning.problem import Problem, StageTimes
-from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.search.search import objective_of, search
-from pipemorph.planning.simulation.lower_bound import SAME
+from pipemorph.planning.simulation.core import SAME
 
 SHARES = (0.25, 0.5, 0.75)
 """Shares of fused backwards whose mean times are searched with."""
@@ -27,7 +26,24 @@ STEPS, STEP_OPS, FEWEST = 200, 120_000, 10
 problem that allows fewer than :data:`FEWEST` has no such plan."""
 CHANGES = (-4, -2, -1, 1, 2, 4)
 
+T = TypeVar("T")
+
 _B, _W, _BW = (CODE[kind] for kind in (OpKind.B, OpKind.W, OpKind.BW))
+
+
+class Rng:
+    """A linear congruential generator with a fixed seed, so that plans are deterministic."""
+
+    def __init__(self) -> None:
+        self.state = 20250831
+
+    def below(self, count: int) -> int:
+        """A number from 0 to ``count - 1``."""
+        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (self.state >> 33) % count
+
+    def pick(self, choices: Sequence[T]) -> T:
+        return choices[self.below(len(choices))]
 
 
 class Mixed(NamedTuple):

@@ -21,12 +21,16 @@ from typing import NamedTuple
 
 from pipemorph.planning import _planner
 from pipemorph.planning.ir import Schedule
-from pipemorph.planning.policies.classic import paper_warmup, zero_bubble_warmup
 from pipemorph.planning.problem import Link, Problem
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import SAME, hard_caps
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import (
+    SAME,
+    Costs,
+    Rules,
+    hard_caps,
+    paper_warmup,
+    zero_bubble_warmup,
+)
 
 # Effort of the two local searches in executed ops, in each of their rounds; the one with the list
 # scheduler has at least FEWEST_LISTINGS runs.

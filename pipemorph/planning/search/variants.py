@@ -24,13 +24,10 @@ from typing import NamedTuple
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.offload import Residency, recompute_room
 from pipemorph.planning.problem import Problem, StageTimes
-from pipemorph.planning.search.mixed import fuse_first, mix
-from pipemorph.planning.search.rng import Rng
+from pipemorph.planning.search.mixed import Rng, fuse_first, mix
 from pipemorph.planning.search.search import search
-from pipemorph.planning.simulation.core import decode
-from pipemorph.planning.simulation.lower_bound import SAME
+from pipemorph.planning.simulation.core import SAME, Waits, decode, planned_waits
 from pipemorph.planning.simulation.simulator import predict, simulate
-from pipemorph.planning.simulation.waits import Waits, planned_waits
 
 SHARES = (1.0, 0.5, 0.25)
 """Shares to try of the microbatches beyond the device limit of a plan that has none."""

@@ -1,19 +1,18 @@
-"""Simulates a schedule: exact event times."""
+"""Simulates a schedule: exact event times, and messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, OpKind, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Ran
-from pipemorph.planning.simulation.costs import Changes, Costs, DelayAt
-from pipemorph.planning.simulation.waits import Waits, guide_of
+from pipemorph.planning.simulation.core import Changes, Costs, DelayAt, Ran, Waits, guide_of
 from pipemorph.planning.validator import validate, validate_waits
 
 Runner = Callable[[Costs, DelayAt | None, DelayAt | None], Ran]
@@ -115,7 +114,7 @@ def simulate(
     """Execute ``schedule`` under the times, caps and links of ``problem``.
 
     STATIC keeps each rank's order. GUIDED keeps the order as far as messages arrive in
-    time; ``waits``: see :func:`~pipemorph.planning.simulation.waits.guide_of`.
+    time; ``waits``: see :func:`~pipemorph.planning.simulation.core.guide_of`.
     ``delay_at(link, sent)``, if given, is in place of the links' delays, and then ``transfer_at``,
     if given, in place of their transfers; ``sent``: time since the start of the iteration.
     ``before``: when each rank may begin; None: at 0. Raises :class:`ScheduleError` if the schedule
@@ -229,3 +228,49 @@ def check_fits(schedule: Schedule, problem: Problem) -> None:
         raise InputError(
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
+
+
+class Message(NamedTuple):
+    """One message over link *i*. ``forward``: from stage *i* to *i+1*, else from *i+1* to *i*.
+
+    ``sent``: end of the op that computed it; ``arrived``: when the receiver may use it.
+    """
+
+    link: int
+    forward: bool
+    microbatch: int
+    sent: float
+    arrived: float
+
+
+class Delivery(NamedTuple):
+    """The messages of an iteration, and compute blocked by sends. Times in the problem's unit.
+
+    ``held[rank]``: position of an op → time until which its send blocked the rank's compute (by
+    ``Link.outstanding``).
+    """
+
+    messages: list[Message]
+    held: list[dict[int, float]]
+
+
+def deliver(simulation: Simulation) -> Delivery:
+    """The messages of a simulation between its ranks, in the order of their sends."""
+    placement, stages_of = simulation.schedule.placement, simulation.schedule.stages_of
+    last = len(placement) - 1
+    above, below = simulation.ran.above, simulation.ran.below
+    sent: list[tuple[float, Message]] = []
+    held: list[dict[int, float]] = []
+    for rank, ops in enumerate(simulation.ranks):
+        blocked: dict[int, float] = {}
+        held.append(blocked)
+        for position, (op, at) in enumerate(zip(ops, simulation.ran.free[rank], strict=True)):
+            stage = stages_of[rank][op.chunk]
+            kind, m, end = op.kind, op.microbatch, op.end
+            if at > end:
+                blocked[position] = at
+            if kind is OpKind.F and stage < last and placement[stage + 1] != rank:
+                sent.append((at, Message(stage, True, m, end, above[stage + 1][m])))
+            elif kind in (OpKind.B, OpKind.BW) and stage and placement[stage - 1] != rank:
+                sent.append((at, Message(stage - 1, False, m, end, below[stage - 1][m])))
+    return Delivery([message for _, message in sorted(sent, key=itemgetter(0))], held)

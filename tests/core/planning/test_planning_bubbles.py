@@ -20,7 +20,7 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning.analysis.bubbles import Bubble, Cause, explain
-from pipemorph.planning.simulation.messages import deliver
+from pipemorph.planning.simulation.simulator import deliver
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 POLICIES = st.sampled_from([Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH])

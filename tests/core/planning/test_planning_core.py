@@ -15,9 +15,7 @@ from planning_strategies import offloading, random_order, random_schedule
 from pipemorph.planning import Problem, Schedule, ScheduleError, _planner, validate
 from pipemorph.planning.ir import CODE, OpKind
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Ran
-from pipemorph.planning.simulation.costs import Costs, DelayAt
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import Costs, DelayAt, Ran, Rules
 
 
 def uneven(rng: random.Random, problem: Problem, placement: Sequence[int] = ()) -> Costs:

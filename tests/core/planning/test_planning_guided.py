@@ -22,13 +22,17 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
-from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Ran
-from pipemorph.planning.simulation.costs import Costs, DelayAt
-from pipemorph.planning.simulation.waits import guide_of, planned_waits
+from pipemorph.planning.simulation.core import (
+    Costs,
+    DelayAt,
+    Ran,
+    as_fast_guided,
+    guide_of,
+    planned_waits,
+)
 
 POLICIES = (Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH)
 

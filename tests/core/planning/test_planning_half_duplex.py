@@ -21,9 +21,7 @@ from pipemorph.planning import (
 )
 from pipemorph.planning import plan as make_plan
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import in_order, makespan
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import Costs, Rules, in_order, makespan
 from pipemorph.planning.simulation.simulator import predict
 
 POLICIES = (Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH)

@@ -30,10 +30,15 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
-from pipemorph.planning.policies.classic import adapted_warmup, initial_warmup, paper_warmup
-from pipemorph.planning.simulation.core import decode, online
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import (
+    Costs,
+    Rules,
+    adapted_warmup,
+    decode,
+    initial_warmup,
+    online,
+    paper_warmup,
+)
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)

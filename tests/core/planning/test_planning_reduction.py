@@ -9,8 +9,7 @@ import pytest
 from planning_reference import shortest_of_all_orders
 
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, predict, simulate
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import lower_bound, tight_lower_bound
+from pipemorph.planning.simulation.core import Costs, lower_bound, tight_lower_bound
 
 
 def stage(reduction: float | None = None, **other: float) -> StageTimes:

@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 from planning_strategies import problems
 
 from pipemorph.planning import Problem, plan, predict, validate
-from pipemorph.planning.policies.classic import paper_warmup
 from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import SAME, lower_bound
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import SAME, Costs, Rules, lower_bound, paper_warmup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from planner_problems import FACTS, digest, problem_set

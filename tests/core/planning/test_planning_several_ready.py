@@ -23,11 +23,15 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
-from pipemorph.planning.analysis.jitter import as_fast_guided
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import Costs, DelayAt
+from pipemorph.planning.simulation.core import (
+    Costs,
+    DelayAt,
+    as_fast_guided,
+    guide_of,
+    planned_waits,
+)
 from pipemorph.planning.simulation.simulator import following
-from pipemorph.planning.simulation.waits import guide_of, planned_waits
 
 
 def drawn(rng: random.Random) -> Problem:

@@ -27,9 +27,7 @@ from pipemorph.planning import (
     validate,
 )
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import decode, online
-from pipemorph.planning.simulation.costs import INF, Costs
-from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.simulation.core import INF, Costs, Rules, decode, online
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 

@@ -17,7 +17,7 @@ from pipemorph.planning import (
     lower_bound,
     plan,
 )
-from pipemorph.planning.simulation.lower_bound import SAME, tight_lower_bound
+from pipemorph.planning.simulation.core import SAME, tight_lower_bound
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from planner_problems import large_problem, load_facts, problem_set

@@ -34,7 +34,7 @@ from pipemorph.planning import (
 from pipemorph.planning.offload import host_limit, host_peak, recompute_room
 from pipemorph.planning.search.variants import fit_on_device, has_variants, on_device
 from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.costs import INF, Costs
+from pipemorph.planning.simulation.core import INF, Costs
 from pipemorph.planning.simulation.simulator import Simulation
 
 TIGHT = Problem(

@@ -15,7 +15,7 @@ from pipemorph.cli import main
 from pipemorph.control import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes, plan
-from pipemorph.planning.simulation.messages import Message, deliver
+from pipemorph.planning.simulation.simulator import Message, deliver
 from pipemorph.replay.contenders import late_share, replay
 from pipemorph.replay.links import NOTICED, Links, NoRouteError, in_seconds, job_spec
 from pipemorph.replay.trace import LinkTrace, parse_trace

@@ -1,6 +1,6 @@
 """What a rank may run next where the order depends on when messages arrive.
 
-The rules of the simulator (``pipemorph/planning/simulation/guided.py``), op by op. A chooser lists
+The rules of the simulator (``pipemorph/planning/simulation/core.py``), op by op. A chooser lists
 the ops that the rank may run, the one that it prefers first; the rank runs the first whose message
 has arrived.
 """
