@@ -29,15 +29,14 @@ from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.beside import Beside
 from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.decide.route_cost import RouteCosts
+from pipemorph.control.decide.situation import RouteCosts
 from pipemorph.control.decide.state import DecisionState
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.plans import Plans, PlanVersions
-from pipemorph.control.record.history import Decision, Finished, Ledger
-from pipemorph.control.record.worth import Worth
+from pipemorph.control.record.history import Decision, Finished, Ledger, Worth
 from pipemorph.control.snapshot import DECIDED, OwnLinks, Snapshot, rounded, without
 from pipemorph.control.view import JobView
 from pipemorph.errors import InputError

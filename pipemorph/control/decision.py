@@ -41,9 +41,8 @@ from pipemorph.control.decide.truth import (
     spread_of,
 )
 from pipemorph.control.first_plan import initial_routes
-from pipemorph.control.memory_limits import Room, excess
-from pipemorph.control.record.history import Decision
-from pipemorph.control.record.worth import revise
+from pipemorph.control.observed.stages import Room, excess
+from pipemorph.control.record.history import Decision, revise
 from pipemorph.planning import Plan, Policy, StageTimes
 from pipemorph.wire import Directive, Health, LinkState, PlanMessage
 

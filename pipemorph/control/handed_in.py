@@ -17,8 +17,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status_base import MAX_STAGES
 from pipemorph.control.decide.forecast import runnable
 from pipemorph.control.observed.stages import in_flight_limits
-from pipemorph.control.snapshot import Snapshot
-from pipemorph.control.snapshot_codec import unpack
+from pipemorph.control.snapshot import Snapshot, unpack
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.ir import dashed

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipemorph.control.observed.reports import Observed
-from pipemorph.control.record.history import Ledger
-from pipemorph.control.record.worth import Worth
+from pipemorph.control.record.history import Ledger, Worth
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import most_left
 from pipemorph.wire import (

@@ -42,7 +42,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import handed_in, snapshot_codec
+from pipemorph.control import handed_in, snapshot
 from pipemorph.control.decide.replan import Replan
 from pipemorph.control.observed.reports import (
     ReplayedReport,
@@ -180,11 +180,9 @@ class _JobSession:
             large = stages * job.spec.schedule.microbatches > LARGE_CELLS
             try:
                 self.snapshot = (
-                    await asyncio.to_thread(snapshot_codec.pack, data)
-                    if large
-                    else snapshot_codec.pack(data)
+                    await asyncio.to_thread(snapshot.pack, data) if large else snapshot.pack(data)
                 )
-            except snapshot_codec.TooLarge as error:
+            except snapshot.TooLarge as error:
                 log.warning("%s: %s: another ingest would not know its state", where, error)
                 self.snapshot = None
             self.revision = revision_of(self.snapshot or "")

@@ -14,7 +14,7 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.decide.forecast import Forecast, Outlook
 from pipemorph.control.decide.situation import Situation
-from pipemorph.control.record.worth import Worth
+from pipemorph.control.record.history import Worth
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.story import (
     brought,

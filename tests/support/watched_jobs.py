@@ -11,7 +11,7 @@ from pipemorph.control.decide.forecast import Forecast, Outlook
 from pipemorph.control.decide.replan import together
 from pipemorph.control.decide.situation import ReplicaLinks, Situation
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.record.worth import Worth
+from pipemorph.control.record.history import Worth
 from pipemorph.planning import Plan, Route, StageTimes
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.watch.build import Watched

@@ -20,7 +20,7 @@ from pipemorph.control import JobController
 from pipemorph.control.decide.layouts.moves import Moves
 from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
-from pipemorph.control.record.worth import Worth
+from pipemorph.control.record.history import Worth
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob
 from pipemorph_operator import names

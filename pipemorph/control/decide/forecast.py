@@ -17,7 +17,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.control.decide.situation import ReplicaLinks, Situation
 from pipemorph.control.decide.varying import Varying
-from pipemorph.control.memory_limits import Excess, excess
+from pipemorph.control.observed.stages import Excess, excess
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,

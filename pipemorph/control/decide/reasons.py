@@ -14,7 +14,7 @@ from pipemorph.control.decide.forecast import Option
 from pipemorph.control.decide.replan import Proposal, Replan, own_links
 from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.decide.truth import Promise
-from pipemorph.control.memory_limits import Excess
+from pipemorph.control.observed.stages import Excess
 from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import dashed
 from pipemorph.planning.offload import most_left

@@ -16,7 +16,7 @@ from pipemorph.control.decide import truth
 from pipemorph.control.decide.forecast import SAME, Forecast, Option, runnable
 from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.decide.truth import Evidence, Promise
-from pipemorph.control.memory_limits import Excess
+from pipemorph.control.observed.stages import Excess
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route, StageTimes
 from pipemorph.planning.offload import left

@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.replan import Replan
-from pipemorph.control.decide.route_cost import RouteCosts
-from pipemorph.control.decide.situation import Cause, Situation, Sources
+from pipemorph.control.decide.situation import Cause, RouteCosts, Situation, Sources
 from pipemorph.control.decide.truth import Promise, Reference
 from pipemorph.control.first_plan import initial_problem
-from pipemorph.control.memory_limits import Room
 from pipemorph.control.observed.reports import Observed
-from pipemorph.control.observed.stages import expected_times
+from pipemorph.control.observed.stages import Room, expected_times
 from pipemorph.control.plans import Plans, PlanVersions
 from pipemorph.control.record.history import Ledger
 from pipemorph.planning import Plan, StageTimes

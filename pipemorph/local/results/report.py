@@ -23,7 +23,7 @@ from pipemorph.api.status import (
 from pipemorph.api.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.record.goodput import Useful
-from pipemorph.control.record.worth import worth
+from pipemorph.control.record.history import worth
 from pipemorph.errors import InputError
 from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending

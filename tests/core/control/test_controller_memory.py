@@ -20,10 +20,9 @@ from pipemorph.control.decide.forecast import Forecast, Option
 from pipemorph.control.decide.replan import Replan, propose
 from pipemorph.control.decide.situation import Situation
 from pipemorph.control.decide.truth import Evidence
-from pipemorph.control.memory_limits import Room, excess
-from pipemorph.control.memory_limits import room as room_of
 from pipemorph.control.observe.stage_book import StageBook, StageProfiles
-from pipemorph.control.observed.stages import Footprint, StageTable
+from pipemorph.control.observed.stages import Footprint, Room, StageTable, excess
+from pipemorph.control.observed.stages import room as room_of
 from pipemorph.planning import (
     Dispatch,
     OpKind,

@@ -16,7 +16,7 @@ from pipemorph.control.decide.situation import Situation
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.decide.varying import CELLS, DRAWS, Varying
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.memory_limits import room
+from pipemorph.control.observed.stages import room
 from pipemorph.planning import (
     Dispatch,
     Plan,

@@ -16,7 +16,7 @@ from plant_support import Plant, spec
 from pipemorph.control import JobController
 from pipemorph.control.handed_in import read
 from pipemorph.control.observed.reports import WrongAttempt
-from pipemorph.control.snapshot_codec import MAX_UNPACKED, TooLarge, pack
+from pipemorph.control.snapshot import MAX_UNPACKED, TooLarge, pack
 from pipemorph.errors import InputError
 from pipemorph.wire import MAX_SNAPSHOT_BYTES, PlanMessage
 

@@ -12,7 +12,7 @@ from gate import examples
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.job_links import FEW_LINKS
 from pipemorph.control.observe.observer import Observer
-from pipemorph.control.observed.links import LinkTable
+from pipemorph.control.observed.reports import LinkTable
 from pipemorph.planning import Route
 from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
 from pipemorph.wire import (

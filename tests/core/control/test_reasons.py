@@ -28,7 +28,7 @@ from pipemorph.control.decide.replan import (
     Saves,
     TooLittle,
 )
-from pipemorph.control.memory_limits import Excess
+from pipemorph.control.observed.stages import Excess
 from pipemorph.planning import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire import Health, LinkState
 

@@ -29,7 +29,7 @@ from pipemorph.control.decide.situation import (
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.first_plan import planning_rules
 from pipemorph.control.observe.observer import Observer
-from pipemorph.control.observed.links import LinkTable
+from pipemorph.control.observed.reports import LinkTable
 from pipemorph.control.observed.stages import expected_times
 from pipemorph.planning import Dispatch, Plan, Route, problem_for
 from pipemorph.planning.simulation.simulator import simulate

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipemorph.control.decide.route_cost import LEAST, LOOK_EVERY, SETTLED, RouteCost, RouteCosts
+from pipemorph.control.decide.situation import LEAST, LOOK_EVERY, SETTLED, RouteCost, RouteCosts
 from pipemorph.planning import Link, Plan, Problem, Route, StageTimes, plan
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, replay

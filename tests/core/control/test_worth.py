@@ -8,8 +8,7 @@ import pytest
 from plant_support import Plant, spec
 
 from pipemorph.control import JobController, decision
-from pipemorph.control.record.history import KEPT_RECORDS, Ledger
-from pipemorph.control.record.worth import Worth, worth
+from pipemorph.control.record.history import KEPT_RECORDS, Ledger, Worth, worth
 from pipemorph.planning import StageTimes
 from pipemorph.wire import AdaptationRecord
 

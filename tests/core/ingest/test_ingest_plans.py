@@ -19,7 +19,7 @@ from ingest_client import (
 )
 from waiting import until_async
 
-from pipemorph.control import snapshot_codec
+from pipemorph.control import snapshot
 from pipemorph.ingest import (
     IngestServer,
     MemoryStore,
@@ -100,7 +100,7 @@ def test_whoever_has_a_directive_has_the_snapshot_that_explains_it() -> None:
 def test_a_snapshot_that_is_too_large_is_not_sent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(snapshot_codec, "MAX_SNAPSHOT_BYTES", 8)
+    monkeypatch.setattr(snapshot, "MAX_SNAPSHOT_BYTES", 8)
     job = Scripted()
     job.want(1)
 
@@ -199,7 +199,7 @@ def test_a_snapshot_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixtu
         "directive": newest.model_dump(mode="json"),
         "records": [record.model_dump(mode="json")],
     }
-    message = HandIn(job="gpt", namespace="default", attempt=0, snapshot=snapshot_codec.pack(saved))
+    message = HandIn(job="gpt", namespace="default", attempt=0, snapshot=snapshot.pack(saved))
     good = message.body()
     bad = (
         message.model_copy(update={"job": "other"}).body(),
@@ -248,4 +248,4 @@ def test_a_snapshot_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixtu
 
 
 def unpacked(packed: str) -> Any:
-    return json.loads(snapshot_codec.unpack(packed))
+    return json.loads(snapshot.unpack(packed))

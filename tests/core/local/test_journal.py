@@ -7,7 +7,7 @@ from dataclasses import replace
 from run_records import job, sample
 
 from pipemorph.control.controller import JobController
-from pipemorph.control.record.worth import Worth
+from pipemorph.control.record.history import Worth
 from pipemorph.local.results.history import Journal, View
 from pipemorph.wire import PROTOCOL, LinkHealthReport
 

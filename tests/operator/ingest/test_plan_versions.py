@@ -14,7 +14,7 @@ from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Host, Ranks, ranks
 from pipemorph.control import initial_plan
 from pipemorph.control.observed.reports import Superseded
 from pipemorph.control.plans import PlanVersions
-from pipemorph.control.snapshot_codec import pack
+from pipemorph.control.snapshot import pack
 from pipemorph.wire import DirectiveEnvelope
 
 

@@ -26,7 +26,7 @@ from pipemorph.control.decide.layouts.relayout import (
     Proposal,
     Score,
 )
-from pipemorph.control.memory_limits import room
+from pipemorph.control.observed.stages import room
 from pipemorph.planning import StageTimes
 from pipemorph.planning.analysis.partition import spread_layers
 from pipemorph.planning.analysis.what_if import shrunk, work
