@@ -272,7 +272,8 @@ NB_MODULE(_engine, m) {
     nb::exception<EngineError> engine_error(m, "EngineError", PyExc_RuntimeError);
     nb::exception<EngineTimeout>(m, "EngineTimeout", engine_error.ptr());
 
-    Calls::begin();
+    // What copies or registers memory takes as long as it takes.
+    Calls::begin(10 * kSecond);
 
     m.def("crypto_library", [] { return crypto().version; });
 

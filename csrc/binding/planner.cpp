@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 
+#include "binding/calls.hpp"
 #include "planner/guided.hpp"
 #include "planner/in_order.hpp"
 #include "planner/lower_bound.hpp"
@@ -157,7 +158,7 @@ Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks, Delay
 double makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks) {
     const Costs costs = to_costs(given);
     const Order order = to_ranks(ranks, costs);
-    const nb::gil_scoped_release release;
+    const Calls::WithoutGil no_gil;
     return InOrder(costs).run(order);
 }
 
@@ -171,7 +172,7 @@ std::pair<std::vector<nb::bytes>, double> online(const CostsTuple& given, std::v
     const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused)};
     FirstReady execution(costs, rules);
     {
-        const nb::gil_scoped_release release;
+        const Calls::WithoutGil no_gil;
         execution.run();
     }
     std::vector<nb::bytes> order;
@@ -234,7 +235,7 @@ double guided_makespan(const CostsTuple& given, const std::vector<nb::bytes>& or
                        const std::vector<std::vector<int>>& waits, std::vector<int> caps) {
     const Costs costs = to_costs(given, std::move(caps));
     const Guide guide = to_guide(order, waits, costs);
-    const nb::gil_scoped_release release;
+    const Calls::WithoutGil no_gil;
     Guided execution(costs, guide);
     execution.run();
     return execution.makespan();
@@ -246,7 +247,7 @@ std::vector<std::vector<int>> waits_of(const CostsTuple& given, const std::vecto
     expect(peaks.size() == costs.caps.size(), "expected for every stage how many are in flight");
     const Order ranks = to_ranks(order, costs);
     check_whole(ranks, costs);
-    const nb::gil_scoped_release release;
+    const Calls::WithoutGil no_gil;
     return planned_waits(costs, ranks, peaks);
 }
 
@@ -257,7 +258,7 @@ std::array<double, 2> jittered_makespans(const CostsTuple& given,
     const Costs costs = to_costs(given, std::move(caps));
     const Guide guide = to_guide(order, waits, costs);
     expect(most > 0.0 && draws > 0, "expected draws of a lateness above 0");
-    const nb::gil_scoped_release release;
+    const Calls::WithoutGil no_gil;
     return jittered(costs, guide, most, draws);
 }
 
@@ -307,7 +308,7 @@ std::tuple<std::vector<nb::bytes>, double, double> run_search(
     expect(paper_warmup.size() == costs.caps.size(), "expected a paper warm-up per stage");
     Found found;
     {
-        const nb::gil_scoped_release release;
+        const Calls::WithoutGil no_gil;
         found = search(costs, paper_warmup, from, {listing_effort, shifting_effort, near});
     }
     std::vector<nb::bytes> order;
@@ -317,14 +318,14 @@ std::tuple<std::vector<nb::bytes>, double, double> run_search(
 
 double lower_bound(const CostsTuple& given, std::vector<int> caps) {
     const Costs costs = to_costs(given, std::move(caps));
-    const nb::gil_scoped_release release;
+    const Calls::WithoutGil no_gil;
     return machine_bound(costs, heads(costs, costs.caps), tails(costs, costs.caps));
 }
 
 double tight_lower_bound(const CostsTuple& given, std::vector<int> caps, double makespan,
                          long effort) {
     const Costs costs = to_costs(given, std::move(caps));
-    const nb::gil_scoped_release release;
+    const Calls::WithoutGil no_gil;
     const Times head = heads(costs, costs.caps), tail = tails(costs, costs.caps);
     return windows_bound(costs, head, tail, machine_bound(costs, head, tail), makespan, effort);
 }
@@ -333,6 +334,7 @@ double tight_lower_bound(const CostsTuple& given, std::vector<int> caps, double 
 }  // namespace pipemorph::planner
 
 NB_MODULE(_planner, module) {
+    pipemorph::Calls::begin(0);  // a search may take seconds, and is of no use any more
     namespace planner = pipemorph::planner;
     module.doc() = "Executes schedules, and the search of the pipemorph policy.";
     module.def("in_order", &planner::in_order, "costs"_a, "ranks"_a, "delay_at"_a.none(),

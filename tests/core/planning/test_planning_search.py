@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -103,3 +104,28 @@ def test_near_the_proven_optimum() -> None:
     for free, mean, worst in ((True, 0.0001, 0.0005), (False, 0.0005, 0.01)):
         assert statistics.mean(gaps[free]) <= mean
         assert max(gaps[free]) <= worst
+
+
+def test_threads_that_search_leave_the_exit_code_alone() -> None:
+    code = """
+import sys, threading, time
+from pipemorph.planning import Problem
+from pipemorph.planning.search.search import search
+
+stage = {"forward": 1, "backward_input": 1.5, "backward_weight": 1, "in_flight_limit": 4}
+problem = Problem(stages=[stage] * 4, microbatches=8, links=[{"delay": 0.1}] * 3)
+effort = int(sys.argv[1])
+
+def run():
+    while True:
+        search(problem, listing_effort=effort, shifting_effort=effort)
+
+for _ in range(2):
+    threading.Thread(target=run, daemon=True).start()
+time.sleep(0.2)  # for both to be inside
+sys.exit(3)
+"""
+    for effort in ("10", "1000", "100000"):
+        command = [sys.executable, "-c", code, effort]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (3, "")
