@@ -192,16 +192,17 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         if (fence->path >= paths_.size()) return "a fence for a path that does not exist";
         // It had given it something.
         if (!fence->messages.empty() && paths_[fence->path].received_epoch < fence->epoch)
-            paths_.lost_in_vain(fence->path, fence->epoch);
+            lost_in_vain(fence->path, fence->epoch,
+                         now - paths_[fence->path].machine.up_since_ns());
         paths_.fenced_by_peer(*fence);
         actions_.retire.push_back({fence->path, fence->epoch});
         note_carrier(now);
         actions_.kick = true;
     } else if (const auto* report = std::get_if<BitmapFrame>(&frame)) {
-        const auto [missing, arrived] = out_.fenced(*report, watchdog_.clock_ns());
+        const auto [missing_since_ns, arrived] = out_.fenced(*report, watchdog_.clock_ns());
         if (arrived) note_progress();
-        if (missing && !arrived && report->path < paths_.size())
-            paths_.lost_in_vain(report->path, report->epoch);
+        if (missing_since_ns && !arrived && report->path < paths_.size())
+            lost_in_vain(report->path, report->epoch, watchdog_.clock_ns() - *missing_since_ns);
         if (report->last && report->path < paths_.size())
             paths_.fence_answered(report->path, report->epoch);
         if (out_.has_chunks()) actions_.kick = true;
@@ -253,6 +254,15 @@ void LinkCore::lose(uint32_t path, const std::string& why, int64_t now) {
     note_carrier(now);
     // What nobody has taken yet can go another way at once.
     actions_.kick = true;
+}
+
+// One that was cut soon says nothing of the size of packets. Who dials chooses that.
+void LinkCore::lost_in_vain(uint32_t path, uint32_t epoch, int64_t silent_ns) {
+    if (!dials_ || silent_ns < give_up_ns_ / 4) return;
+    for (const uint32_t other : paths_.lost_in_vain(path, epoch))
+        actions_.fail.push_back(
+            {other,
+             "nothing arrived in packets as large as its over data path " + std::to_string(path)});
 }
 
 // The epoch is over on this side: ask what of it arrived, and let the peer do the same.

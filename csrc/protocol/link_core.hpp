@@ -236,6 +236,8 @@ class LinkCore {
     std::string why_stuck();
     std::string last_loss() const;
     void blame(OutMessage& message);
+    // `silent_ns`: for so long nothing had arrived.
+    void lost_in_vain(uint32_t path, uint32_t epoch, int64_t silent_ns);
     void grow_slots(int direction, int64_t now_ns);
     void emptied(const SlotGrant& slot) { turnover_[slot.direction].bytes += slot.bytes; }
     std::string why_not_connected(uint32_t path, uint32_t epoch) const;

@@ -279,10 +279,10 @@ Outbox::Fenced Outbox::fenced(const BitmapFrame& report, int64_t clock_ns) {
                 continue;
             }
             lost = true;
+            all.missing_since_ns = std::min(all.missing_since_ns.value_or(c.given_ns), c.given_ns);
             again_.emplace_back(m, i);
             ++m->again;
         }
-        all.missing = all.missing || lost;
         all.arrived = all.arrived || progress;
         if (progress) m->losses = m->times_late = 0;
         if (progress || !lost) continue;

@@ -95,10 +95,10 @@ class Outbox {
 
     // The messages with chunks entrusted to a path's epoch: what to ask the receiver about.
     std::vector<uint64_t> entrusted_to(uint32_t path, uint32_t epoch) const;
-    // Chunks of that epoch: whether some are missing, and some have arrived of which that was not
-    // known.
+    // Chunks of that epoch: when the first of those that are missing was given, by the watchdog's
+    // clock, and whether some have arrived of which that was not known.
     struct Fenced {
-        bool missing = false;
+        std::optional<int64_t> missing_since_ns;
         bool arrived = false;
     };
     Fenced fenced(const BitmapFrame& report, int64_t clock_ns = 0);

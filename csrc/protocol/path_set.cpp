@@ -162,14 +162,22 @@ void PathSet::proved(const OutMessage::Carrier& carrier) {
     p.trouble.clear();
 }
 
-void PathSet::lost_in_vain(uint32_t path, uint32_t epoch) {
-    const Path& p = paths_[path];
+std::vector<uint32_t> PathSet::lost_in_vain(uint32_t path, uint32_t epoch) {
+    const Path& lost = paths_[path];
     // Several are lost at once; those that were dialled with smaller segments are to be tried
     // first.
-    if (p.kind != Transport::tcp || p.local_thread || p.machine.epoch() != epoch ||
-        p.segment_step != segment_step_)
-        return;
-    segment_step_ = std::min(segment_step_ + 1, kSegments.size() - 1);
+    if (lost.kind != Transport::tcp || lost.local_thread || lost.machine.epoch() != epoch ||
+        lost.segment_step != segment_step_ || segment_step_ + 1 == kSegments.size())
+        return {};
+    ++segment_step_;
+    std::vector<uint32_t> others;
+    for (uint32_t i = 0; i < paths_.size(); ++i) {
+        Path& p = paths_[i];
+        if (i == path || p.kind != Transport::tcp || !p.current || p.giving_up) continue;
+        p.giving_up = true;
+        others.push_back(i);
+    }
+    return others;
 }
 
 // Within a host one socket per thread keeps the thread busy, and what would wait in a second one

@@ -129,10 +129,11 @@ class PathSet {
         p.received_epoch = epoch;
         p.trouble.clear();
     }
-    // Of what this socket was given nothing arrived, in one direction or the other: perhaps because
-    // something on the way drops large packets and says nothing. The next ones are dialled with
-    // smaller segments.
-    void lost_in_vain(uint32_t path, uint32_t epoch);
+    // Nothing of what this socket was given arrived, in one direction or the other, and not because
+    // it was cut at once: perhaps something on the way drops large packets and says nothing.
+    // Sockets are dialled with smaller segments from now on. Returns the others that send such
+    // packets, to be given up.
+    std::vector<uint32_t> lost_in_vain(uint32_t path, uint32_t epoch);
     // The most bytes of payload in a packet of a socket that is dialled now; 0: as the kernel
     // finds.
     uint32_t segment_bytes() const { return kSegments[segment_step_]; }

@@ -54,6 +54,8 @@ class PathMachine {
         if (state_ == PathState::cooldown) next_try_ns_ = 0;
     }
 
+    // When the last connection was made.
+    int64_t up_since_ns() const { return up_since_ns_; }
     uint64_t times_up() const { return times_up_; }
     uint64_t times_lost() const { return times_lost_; }
 

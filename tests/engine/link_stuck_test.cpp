@@ -14,9 +14,9 @@ constexpr int64_t kPatience = 5 * kSecond;
 
 // The dialling end of a link with one socket, and a peer of which frames are heard all the time.
 struct Sender {
-    explicit Sender(std::optional<uint32_t> thread = std::nullopt, bool dials = true)
-        : core({dials, 1, 1, kChunk, uint64_t{512} << 20, kPatience}), local_thread(thread) {
-        core.assign_paths({}, Transport::tcp, 1);
+    explicit Sender(std::optional<uint32_t> thread = std::nullopt, size_t sockets = 1)
+        : core({true, 1, 1, kChunk, uint64_t{512} << 20, kPatience}), local_thread(thread) {
+        core.assign_paths({}, Transport::tcp, sockets);
         connect();
     }
 
@@ -175,22 +175,47 @@ TEST(sockets_are_dialled_with_smaller_segments_after_one_was_of_no_use) {
     Sender sender;
     const uint64_t id = sender.post(7, 1);
     std::vector<uint32_t> segments{sender.core.paths().segment_bytes()};
-    for (int i = 0; i < 3; ++i) {
-        sender.lose_all(id, kSecond);
+    for (int i = 0; i < 4; ++i) {
+        sender.lose_all(id, 3 * kSecond);
         segments.push_back(sender.core.paths().segment_bytes());
     }
-    CHECK((segments == std::vector<uint32_t>{0, 1200, 536, 536}));
+    CHECK((segments == std::vector<uint32_t>{0, 1200, 536, 536, 536}));
     CHECK(sender.core.path_trouble(sender.now).find("more than 536 bytes") != std::string::npos);
     // Between two processes of a host nothing can drop them.
     Sender local(0);
-    local.lose_all(local.post(7, 1), kSecond);
+    local.lose_all(local.post(7, 1), 3 * kSecond);
     CHECK(local.core.paths().segment_bytes() == 0);
+    // One that was cut at once says nothing of packets.
+    Sender cut;
+    const uint64_t one = cut.post(7, 1);
+    for (int i = 0; i < 5; ++i) cut.lose_all(one, kSecond);
+    CHECK(cut.core.paths().segment_bytes() == 0);
     // One that has carried something is not to blame.
     Sender useful;
     const uint64_t two = useful.post(7, 2);
     useful.send_all();
+    CHECK(useful.pass(3 * kSecond).empty());
     useful.lose("cut", {{two, 2, {1}}});
     CHECK(useful.core.paths().segment_bytes() == 0);
+}
+
+// Or the message would go over each in vain before smaller segments are tried.
+TEST(sockets_with_the_segments_of_one_that_was_of_no_use_are_dialled_anew) {
+    Sender sender(std::nullopt, 4);
+    const uint64_t id = sender.post(7, 1);
+    for (const size_t others : {3u, 3u, 0u}) {
+        sender.lose_all(id, 3 * kSecond);
+        const auto failed = sender.core.take_actions().fail;
+        CHECK(failed.size() == others);
+        for (const Actions::Fail& f : failed) {
+            const uint32_t lost = sender.core.paths()[f.path].machine.epoch();
+            CHECK(f.path != 0 && sender.core.path_lost(f.path, lost, f.why, sender.now));
+            Frame report = BitmapFrame{f.path, lost, {}};
+            CHECK(sender.core.handle(report, sender.now, sender.now).empty());
+        }
+        CHECK(sender.pass(kSecond).empty());
+        if (others > 0) sender.connect();
+    }
 }
 
 // The acceptor's data got nowhere: the dialler, which makes the connections, hears it by the fence.
@@ -208,6 +233,7 @@ TEST(sockets_are_dialled_with_smaller_segments_when_the_peer_says_that_nothing_c
             h.message.id = 5;
             CHECK(core.finish_chunk(core.begin_chunk(h), true, 0) == kChunk);
         }
+        CHECK(dialler.pass(3 * kSecond).empty());
         Frame fence = FenceFrame{0, dialler.epoch(), {9}};
         CHECK(core.handle(fence, dialler.now, dialler.now).empty());
         CHECK(core.paths().segment_bytes() == (something ? 0 : 1200));

@@ -83,7 +83,11 @@ class Relay:
                 threading.Thread(target=self._pass_on, args=[dialler], daemon=True).start()
 
     def _pass_on(self, dialler: socket.socket) -> None:
-        acceptor = socket.create_connection(self._to)
+        try:
+            acceptor = socket.create_connection(self._to)
+        except OSError:  # it has gone
+            dialler.close()
+            return
         with self._lock:
             self._ends += [dialler, acceptor]
         for end in (dialler, acceptor):
