@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipemorph.api.base import FieldError, SpecModel
+from pipemorph.api.layout import MAX_PLACED
 from pipemorph.api.sections.faults import Fault
 from pipemorph.api.sections.parallelism import Parallelism
 from pipemorph.api.sections.placement import Placement
@@ -212,6 +213,11 @@ class JobSpec(SpecModel):
             (
                 self.parallelism.mesh.lockstep > 1 and self.parallelism.layers is None,
                 "several ranks share a stage of a replica, and parallelism.layers is not given",
+            ),
+            (
+                self.parallelism.world_size > MAX_PLACED and self.parallelism.layers is None,
+                f"of {self.parallelism.world_size} ranks, more than {MAX_PLACED}, none change"
+                " places, and parallelism.layers is not given",
             ),
         ):
             if lacks:

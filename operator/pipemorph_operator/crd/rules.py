@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pipemorph.api.layout import MAX_PLACED
 from pipemorph.api.mesh import DIMENSIONS
 from pipemorph.api.sections.parallelism import MAX_RANKS
 from pipemorph.api.sections.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
@@ -110,9 +111,10 @@ WITH_RELAYOUT = (
     ),
     (
         "has(self.parallelism.layers) || (self.parallelism.replicas > 1"
-        f" && {_product('self.parallelism', LOCKSTEP_SIZES)} == 1)",
-        "needs parallelism.layers where there is one replica, or several ranks share a stage:"
-        " these change no places",
+        f" && {_product('self.parallelism', LOCKSTEP_SIZES)} == 1"
+        f" && self.parallelism.stages * self.parallelism.replicas <= {MAX_PLACED})",
+        "needs parallelism.layers where there is one replica, several ranks share a stage, or there"
+        f" are more than {MAX_PLACED} ranks: these change no places",
         ".parallelism.layers",
     ),
 )

@@ -107,6 +107,20 @@ def test_ranks_that_share_a_stage_do_not_change_places() -> None:
     parse_job(json.dumps(document))
 
 
+@pytest.mark.parametrize(("replicas", "refused"), [(128, False), (129, True)])
+def test_ranks_of_large_jobs_do_not_change_places(replicas: int, refused: bool) -> None:
+    document = changed("spec/adaptation/relayout", True)
+    document["spec"]["failurePolicy"] = {"maxRestarts": 1}
+    document["spec"]["parallelism"] = {"stages": 4, "replicas": replicas}
+    document["spec"]["schedule"].pop("globalBatchSize")
+    if not refused:
+        parse_job(json.dumps(document))
+        return
+    assert "relayout: is true, but of 516 ranks, more than 512, none change" in refusal(document)
+    document["spec"]["parallelism"]["layers"] = 8
+    parse_job(json.dumps(document))
+
+
 def test_what_ranks_with_several_stages_have() -> None:
     document: Any = copy.deepcopy(GOOD)
     spec = document["spec"]
