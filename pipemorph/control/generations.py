@@ -13,7 +13,6 @@ replica begins.
 
 The layout changes when the host's decision asks for it (:meth:`Generations.ask`): the ranks leave
 between two iterations, and the next generation has the new layout, on trial (:mod:`.pods.layouts`).
-
 """
 
 from __future__ import annotations

@@ -299,9 +299,13 @@ def moved(job: Played, *, seconds: float) -> Move:
     return move
 
 
-def test_a_change_that_made_iterations_slower_is_undone_once() -> None:
+@pytest.mark.parametrize("in_vain", [False, True])
+def test_a_change_that_made_iterations_slower_is_undone_once(in_vain: bool) -> None:
+    """Also if ranks were asked in vain for another one since."""
     job = Played()
     move = moved(job, seconds=1.3)
+    if in_vain:
+        job.moves.made.append(Move("in vain", move.proposal, move.before, "stayed"))
     # Whether or not ranks rest.
     back = job.look((1.0, 1.6, 1.0), iterations=0)
     assert back is not None and back.undoes and back.proposal.layout == FIRST
@@ -315,7 +319,8 @@ def test_a_change_that_made_iterations_slower_is_undone_once() -> None:
     again = job.looks(SLOW, 9)
     assert again is None or again.proposal.layout != move.proposal.layout
     told = records(job.moves, job.finished)
-    assert [each["outcome"] for each in told][:2] == ["moved", "moved"]
+    assert [each["outcome"] for each in told if each["iteration"]][:2] == ["moved", "moved"]
+    assert told[0]["measured"] == pytest.approx(-0.3)
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(0.8, 1000), (1.0, 1000), (1.3, 3)])

@@ -9,10 +9,10 @@ is undone, if the iterations left pay for that.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Any, get_args
 
@@ -39,9 +39,8 @@ from pipemorph.wire.states import Direction
 PLACES_SECONDS = 1.0
 """Time from one look at the network, for another layout of the ranks, to the next."""
 
-BEFORE, SETTLES, AFTER = 3, 8, 32
-"""Iterations before a change whose median is compared; after it, those in which plans settle, and
-the most that are compared."""
+BEFORE, SETTLES = 3, 8
+"""Iterations before a change whose median is compared; after it, those in which plans settle."""
 
 Timed = Sequence[Finished | IterationSample]
 """Finished iterations, by index."""
@@ -63,12 +62,6 @@ all stages do not arrive at once."""
 
 PAUSE = 10.0
 """Seconds after which a look does not go on from the one before."""
-
-
-def brought(was: Sequence[float], now: Sequence[float]) -> float | None:
-    """The part of an iteration that a change has saved, by the seconds of some before it and after
-    it; None if there are none."""
-    return 1 - median(now) / median(was) if was and now else None
 
 
 class Uneven:
@@ -120,6 +113,19 @@ class Move:
     """Part of an iteration that it has saved; None: not known yet."""
     undoes: bool = False
     """Whether it goes back from a change that has not brought what it promised."""
+    was: Sequence[float] = ()
+    """Seconds of the last iterations before it."""
+
+    def compare(self, now: Sequence[float]) -> None:
+        """Take what it has saved, by the seconds of iterations since; none: not known."""
+        if self.was and now:
+            self.measured = round(1 - median(now) / median(self.was), 4)
+
+    def since(self, finished: Timed, end: float = inf) -> list[float]:
+        """Seconds of the iterations with this layout once plans have settled. ``end``: the first
+        one in the next layout."""
+        first = inf if self.iteration is None else self.iteration + SETTLES
+        return [each.seconds for each in finished if first <= each.index < end]
 
     @property
     def of_layers(self) -> bool:
@@ -195,11 +201,9 @@ class Moves:
         """The change that ranks have been asked for, and that does not count yet."""
         self._arriving: Move | None = None
         """The change after which no iteration is known to be finished."""
-        self._before: list[float] = []
-        """Seconds of the last iterations before the newest change."""
         self._stays_until = 0.0
         """By the clock."""
-        self._looked_at = -math.inf
+        self._looked_at = -inf
         self.made: list[Move] = []
 
     def note(self, text: str) -> None:
@@ -236,14 +240,14 @@ class Moves:
     def undo(self, finished: Timed, left: int, cost: float) -> Move | None:
         """The way back from the newest change, once it is known that it has made iterations slower,
         and if the ``left`` ones pay for that. ``finished``: the newest iterations."""
-        move = self.made[-1] if self.made else None
-        if move is None or move.iteration is None or move.measured is not None:
+        move = next((each for each in reversed(self.made) if each.iteration is not None), None)
+        if move is None or move.measured is not None:
             return None
-        now = [each.seconds for each in finished if each.index >= move.iteration + SETTLES]
-        measured = brought(self._before, now)
-        if len(now) < COMPARED or measured is None:
+        now = move.since(finished)
+        if len(now) >= COMPARED:
+            move.compare(now)
+        if (measured := move.measured) is None:
             return None
-        move.measured = round(measured, 4)
         more = "less" if measured >= 0 else "more"
         text = (
             f"{move.where} an iteration takes {abs(measured):.0%} {more} time than before,"
@@ -251,8 +255,8 @@ class Moves:
         )
         self.note(text)
         if move.generation is not None:
-            self._generations.brought(move.generation, move.measured)
-        was, least = median(self._before), self.spec.adaptation.min_gain
+            self._generations.brought(move.generation, measured)
+        was, least = median(move.was), self.spec.adaptation.min_gain
         back = Proposal(move.before, median(now), was, cost, left, least)
         if move.undoes or self.layout != move.proposal.layout or not back.pays:
             return None
@@ -424,7 +428,7 @@ class Moves:
                 self._rest(self._arriving)
         elif there and move.outcome == "asked" and on_trial:
             move.outcome, move.generation = "left", self._seen[1]
-            self._before = [each.seconds for each in finished[-BEFORE:]]
+            move.was = [each.seconds for each in finished[-BEFORE:]]
         elif there and not on_trial:
             self._counts(move)
         else:
@@ -441,7 +445,7 @@ class Moves:
         """The new layout counts from now on."""
         move.outcome, self.asked = "moved", None
         # Until then nothing is known of the network as these places use it.
-        self._arriving, self._stays_until = move, math.inf
+        self._arriving, self._stays_until = move, inf
 
     def edit(self, spec: JobSpec) -> None:
         """``adaptation`` of the job is another one."""
@@ -466,34 +470,28 @@ class Moves:
         self._stays_until = self._clock() + REST * move.proposal.cost
 
 
-def records(moves: Moves, iterations: Sequence[IterationSample]) -> list[dict[str, Any]]:
-    """The changes for ``report.json``, after the last iteration."""
+def records(moves: Moves, iterations: Timed) -> list[dict[str, Any]]:
+    """The changes for ``report.json``, after the last of all ``iterations``."""
+    made, layers = moves.made, moves.spec.parallelism.layers
     if moves.asked is not None:
         moves.asked.outcome, moves.asked.why = "stayed", "the run ended before"
-    ends = [move.iteration for move in moves.made[1:]]
-    return [
-        record(move, iterations, end, moves.spec.parallelism.layers)
-        for move, end in zip(moves.made, [*ends, None], strict=False)
-    ]
+    end = inf
+    for move in reversed(made):
+        if move.measured is None:
+            move.compare(move.since(iterations, end))
+        end = end if move.iteration is None else move.iteration
+    return [_record(move, layers) for move in made]
 
 
-def record(
-    move: Move, iterations: Sequence[IterationSample], end: int | None, layers: int | None
-) -> dict[str, Any]:
-    """One change. ``end``: the iteration of the next one; ``layers``: of the model."""
-    at, asked = move.iteration, move.proposal
-    was: list[float] = []
-    now: list[float] = []
-    if at is not None:
-        was = [s.seconds for s in iterations if at - BEFORE <= s.index < at]
-        last = min(at + SETTLES + AFTER, at + SETTLES + AFTER if end is None else end)
-        now = [s.seconds for s in iterations if at + SETTLES <= s.index < last]
+def _record(move: Move, layers: int | None) -> dict[str, Any]:
+    """One change. ``layers``: of the model."""
+    asked = move.proposal
     return {
         "reason": move.reason,
         "outcome": move.outcome,
         "why": move.why or None,
         "generation": move.generation,
-        "iteration": at,
+        "iteration": move.iteration,
         "places": list(asked.layout.places),
         "moved": list(move.before.moved(asked.layout)),
         "layers": None if layers is None else list(asked.layout.spread(layers)),
@@ -501,7 +499,7 @@ def record(
         "predicted_seconds_before": asked.before,
         "predicted_seconds_after": asked.after,
         "promised": asked.promised,
-        "measured": brought(was, now),
+        "measured": move.measured,
         "expected_cost_seconds": asked.cost,
         "seconds": move.seconds,
     }

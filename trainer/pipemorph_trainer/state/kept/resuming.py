@@ -34,11 +34,10 @@ DAMAGED = "its bytes are not those that the rank had when it left"
 
 
 class _Told(NamedTuple):
-    """What a rank tells of its copies. ``of``: the rank that those at its
-    ``place`` are of; ``held``:
-    of ranks of another pod; ``size``: bytes of the largest; ``room``: that it has; ``saved``: the
-    iteration of the newest checkpoint; ``moved``: ranks have left one for this generation, which
-    has another layout."""
+    """What a rank tells of its copies. ``of``: the rank that those at its ``place`` are of;
+    ``held``: of ranks of another pod; ``size``: bytes of the largest; ``room``: that it has;
+    ``saved``: the iteration of the newest checkpoint; ``moved``: ranks have left one for this
+    generation, which has another layout."""
 
     of: int
     place: int
