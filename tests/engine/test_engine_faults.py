@@ -1,57 +1,18 @@
-"""Two processes: every size, many messages, cut connections, killed peers, strangers."""
+"""Two processes: connections that are cut, and peers that are killed or stopped."""
 
 import contextlib
 import os
 import pathlib
-import random
 import signal
-import socket
-import threading
 import time
 
 import pairs
 import pytest
-import test_engine_strangers as strangers
 from gate import same_bits
 
 from pipemorph_trainer._engine import EngineError
 
 MIB = 1 << 20
-SIZES = [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB + 17, 16 * MIB, 40 * 10**6]
-
-
-def echo_digests(link, connection, count, size):
-    """Receives `count` messages in an order of its own and says what they were."""
-    link.reserve(0, 4, size)
-    order = list(range(count))
-    # Out of order, but never further ahead than there are slots.
-    for start in range(0, count, 4):
-        block = order[start : start + 4]
-        random.Random(start).shuffle(block)
-        order[start : start + 4] = block
-    said = {}
-    for i in order:
-        m = link.receive((0, 0, i, 0, 0), pairs.TIMEOUT * 2)
-        said[i] = pairs.digest(m.view())
-        m.release()
-    connection.send(said)
-    s = link.stats()
-    connection.send({"received": s.messages_received, "duplicates": s.duplicate_chunks})
-    assert connection.recv() == "done"
-
-
-@pairs.TRANSPORTS
-def test_every_size_arrives_unharmed(transport):
-    sizes = SIZES + [random.Random(1).randrange(3 * MIB) for _ in range(10)]
-    with pairs.with_peer(echo_digests, len(sizes), max(sizes), transport=transport) as peer:
-        assert peer.link.transport == transport
-        data = [pairs.payload(i, size) for i, size in enumerate(sizes)]
-        tickets = [peer.link.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]
-        same_bits(peer.hear(), {i: pairs.digest(d) for i, d in enumerate(data)}, "digests")
-        for t in tickets:
-            peer.link.wait_sent(t, pairs.TIMEOUT)
-        assert peer.hear() == {"received": len(sizes), "duplicates": 0}
-        peer.tell("done")
 
 
 def echo_rounds(link, connection, count, size):
@@ -96,48 +57,6 @@ def test_cut_connections_in_mid_transfer_lose_and_repeat_nothing(transport):
         stats = link.stats()
         assert stats.messages_sent == number * count
         assert stats.reconnects > 3
-
-
-def test_a_cut_control_connection_alone_is_survived():
-    with pairs.in_process(transport="tcp") as p:
-        p.accepted.reserve(0, 1, 100)
-        for i in range(20):
-            p.dialled.send((0, 0, i, 0, 0), bytes([i]))
-            (p.dialled if i % 2 else p.accepted).sever_control()
-            m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
-            assert bytes(m.view()) == bytes([i])
-            m.release()
-        assert p.dialled.stats().reconnects > 5
-        assert p.dialled.alive
-        assert p.accepted.alive
-
-
-def cut_when_up(link, before):
-    """Cut all four data connections, once they are there, and those cut before are back."""
-    deadline = time.monotonic() + pairs.TIMEOUT
-    # The first message may have come over the first connection while the others were dialled.
-    while (s := link.stats()).reconnects < before or any(p.state != "UP" for p in s.paths):
-        assert time.monotonic() < deadline, (s.reconnects, [p.state for p in s.paths])
-        os.sched_yield()
-    for path in range(4):
-        link.sever_data_path(path)
-
-
-def test_all_data_connections_cut_at_once():
-    with pairs.in_process(transport="tcp") as p:
-        p.accepted.reserve(0, 4, 8 * MIB)
-        data = [pairs.payload(i, 8 * MIB) for i in range(8)]
-        tickets = [p.dialled.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]
-        for i, d in enumerate(data):
-            if i in (1, 4):
-                cut_when_up(p.dialled, before=4 * (i == 4))
-            m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
-            assert m.view() == d
-            m.release()
-        for t in tickets:
-            p.dialled.wait_sent(t, pairs.TIMEOUT)
-        # Both cuts were made good on all sockets, in the background and for as long as it takes.
-        pairs.eventually(lambda: p.dialled.stats().reconnects >= 8)
 
 
 def hold_still(link, connection, direction):
@@ -276,84 +195,3 @@ def test_a_stopped_peer_is_noticed_within_the_deadline(peer_rank, cut):
             assert not peer.link.alive
         finally:
             os.kill(peer.pid, signal.SIGCONT)
-
-
-def flood(port, stop, count):
-    rng = random.Random(7)
-    while not stop.is_set():
-        s = socket.socket()
-        try:
-            s.settimeout(5.0)
-            s.connect(("127.0.0.1", port))
-            kind = rng.randrange(4)
-            if kind == 0:
-                s.sendall(rng.randbytes(rng.randrange(200)))
-            elif kind == 1:
-                first = strangers.opening(rng)
-                s.sendall(first)
-                answer = s.recv(strangers.OPENING_BYTES, socket.MSG_WAITALL)
-                assert answer[:8] in (first[:8], b"")
-                s.sendall(strangers.forged(first, answer, rng))
-            elif kind == 2:
-                s.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        except OSError:
-            pass  # it may be shown the door at any time
-        finally:
-            s.close()
-        count[0] += 1
-
-
-@pytest.mark.full
-def test_thousands_of_strangers_do_not_disturb_a_transfer():
-    count, size = 100, 2 * MIB
-    with pairs.with_peer(echo_digests, count, size, transport="tcp") as peer:
-        # At our own listener, which the transfer does not need, and in our own process, whose
-        # control thread it does need.
-        stop, made = threading.Event(), [0]
-        thread = threading.Thread(target=flood, args=(peer.engine.port, stop, made))
-        thread.start()
-        # Some that say nothing at all and stay.
-        silent = [socket.create_connection(("127.0.0.1", peer.engine.port)) for _ in range(300)]
-        try:
-            data = [pairs.payload(i, size) for i in range(count)]
-            for i, d in enumerate(data):
-                peer.link.send((0, 0, i, 0, 0), d)
-            same_bits(peer.hear(), {i: pairs.digest(d) for i, d in enumerate(data)}, "digests")
-            pairs.eventually(lambda: made[0] >= 2000 or not thread.is_alive(), 2 * pairs.TIMEOUT)
-            assert thread.is_alive(), "a stranger was told what it must not be"
-        finally:
-            stop.set()
-            thread.join()
-            for s in silent:
-                s.close()
-        assert peer.hear()["received"] == count
-        stats = peer.link.stats()
-        assert stats.state == "up"
-        assert stats.reconnects == 0
-        refused = peer.engine.refused()
-        assert 0 < len(refused) < 20  # counted, not listed one by one
-        for reason in ("not a PipeMorph connection", "authentication failed"):
-            assert any(reason in r and "times" in r for r in refused), refused
-        peer.tell("done")
-
-
-def test_a_link_comes_up_through_a_crowd_of_strangers():
-    low, high = pairs.engine(0), pairs.engine(1)
-    silent = [socket.create_connection(("127.0.0.1", high.port)) for _ in range(400)]
-    box = []
-    acceptor = threading.Thread(
-        target=lambda: box.append(
-            high.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
-        )
-    )
-    acceptor.start()
-    link = low.connect(
-        peer_rank=1, link_id=pairs.LINK, host="127.0.0.1", port=high.port, timeout=pairs.TIMEOUT
-    )
-    acceptor.join()
-    link.send((0, 0, 0, 0, 0), b"", b"through")
-    assert box[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"through"
-    low.close()
-    high.close()
-    for s in silent:
-        s.close()

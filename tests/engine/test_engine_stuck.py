@@ -1,8 +1,6 @@
 """Faults that do not pass: a message is delivered, or its link ends in time, and says why."""
 
-import contextlib
 import itertools
-import socket
 import time
 
 import pairs
@@ -80,25 +78,6 @@ def test_a_path_that_gets_nothing_through_ends_the_link(fault, size, upwards):
             receiver.receive(key, pairs.TIMEOUT)
 
 
-def test_a_link_that_no_data_connection_can_be_made_for_ends():
-    class NoData(relays.Relay):
-        def _shake_hands(self, dialler, acceptor):
-            if dialler.recv(7, socket.MSG_PEEK | socket.MSG_WAITALL)[6] == relays.DATA:
-                raise relays.Gone
-            return super()._shake_hands(dialler, acceptor)
-
-    def between(port):
-        return contextlib.closing(NoData(port))
-
-    with relays.linked(between, peer_deadline=PEER_DEADLINE) as (low, high, _, _):
-        low.send((0, 0, 7, 0, 0), bytes(1000))
-        why, took = die(low)
-        assert took < IN_TIME
-        assert "there is something to send, and no data path has been up for" in why
-        pairs.eventually(lambda: not high.alive)
-        assert "gave it up: there is something to send" in high.error
-
-
 def test_waits_and_counters_say_what_is_wrong_with_the_paths():
     def between(port):
         return relays.relay(port, data=one_way(cut, True))
@@ -116,21 +95,3 @@ def test_waits_and_counters_say_what_is_wrong_with_the_paths():
             low.wait_sent(ticket, 0.2)
         with pytest.raises(EngineError, match=r"nothing arrived .* data paths were lost \d+ times"):
             high.receive((0, 0, 7, 0, 0), 0.2)
-
-
-@pairs.TRANSPORTS
-def test_a_link_that_is_cut_again_and_again_delivers(transport):
-    """What breaks and still lets something through is no reason to end."""
-    with pairs.in_process(transport=transport, peer_deadline=PEER_DEADLINE) as pair:
-        pair.accepted.reserve(0, 4, 1 << 20)
-        until = time.monotonic() + 2 * PEER_DEADLINE
-        number = 0
-        while time.monotonic() < until:
-            key = (0, 0, number, 0, 0)
-            pair.dialled.send(key, bytes([number % 256]) * (1 << 20))
-            with contextlib.suppress(EngineError):
-                pair.dialled.sever_data_path(number % len(pair.dialled.stats().paths))
-            with pair.accepted.receive(key, pairs.TIMEOUT).view() as view:
-                assert view == bytes([number % 256]) * (1 << 20)
-            number += 1
-        assert pair.dialled.stats().reconnects > 10
