@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_reference import told_copies
 from schedule_text import ops_of, schedule_of
 
 from pipemorph.errors import InputError
@@ -167,75 +164,6 @@ def test_how_much_can_be_in_host_memory(
     in_flight: int | None, device: int | None, n: int, expected: int
 ) -> None:
     assert host_limit(in_flight, device, n) == expected
-
-
-class OldestGoes(Residency):
-    """The rule with the wrong microbatch."""
-
-    def run(self, kind: OpKind, microbatch: int) -> bool:
-        copies = super().run(kind, microbatch)
-        if copies and kind is OpKind.F:
-            self._away.remove(microbatch)
-            self._away.add(max(0, microbatch - 1))
-        return copies
-
-
-class OneTooMany(Residency):
-    """The rule with one more on the device."""
-
-    def __init__(self, limit: int | None) -> None:
-        super().__init__(None if limit is None else limit + 1)
-
-
-class NothingWaits(Residency):
-    """The rule without its limit on what may run."""
-
-    def fits(self, kind: OpKind, microbatch: int) -> bool:
-        return True
-
-
-class ComesBackForNothing(Residency):
-    """The rule with the room forgotten that a microbatch takes when it is back."""
-
-    def run(self, kind: OpKind, microbatch: int) -> bool:
-        before = self.resident
-        copies = super().run(kind, microbatch)
-        if copies and kind is OpKind.B:
-            self.resident = before
-        return copies
-
-
-def disagrees(rule: type[Residency]) -> bool:
-    """Whether stages run by ``rule`` are found to differ from the rule told another way."""
-    rng = random.Random(3)
-    for _ in range(200):
-        n, limit = rng.randint(1, 6), rng.randint(1, 4)
-        held, ops, copies = rule(limit), [], []
-        f = b = w = 0
-        while w < n:
-            ready = [Op(OpKind.F, f)] if f < n else []
-            ready += [Op(OpKind.B, b)] if b < f else []
-            ready += [Op(OpKind.W, w)] if w < b else []
-            may = [op for op in ready if held.fits(*op[:2])]
-            if not may:
-                return True
-            op = rng.choice(may)
-            copies.append(held.run(*op[:2]))
-            ops.append(op)
-            f, b, w = f + (op.kind == "F"), b + (op.kind == "B"), w + (op.kind == "W")
-        if copies != told_copies(ops, limit):
-            return True
-        try:
-            validate(Schedule(n, (tuple(ops),)), None, [limit])
-        except ScheduleError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize("rule", [OldestGoes, OneTooMany, NothingWaits, ComesBackForNothing])
-def test_another_rule_is_noticed(rule: type[Residency]) -> None:
-    assert disagrees(rule)
-    assert not disagrees(Residency)
 
 
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 60), st.integers(1, 60))

@@ -245,16 +245,6 @@ def test_what_it_saves_is_the_same_page_without_the_run(browser: Browser, tmp_pa
 NAME = "job-of-4-iteration-39"
 
 
-def test_the_button_saves_the_page(browser: Browser, tmp_path: Path) -> None:
-    browser.look(page_of(tmp_path, "failed"))
-    saved = browser.download("#page", tmp_path)
-    assert saved.name == f"{NAME}.html"
-    told = browser.eval("document.getElementById('story').textContent")
-    browser.look(saved.as_uri())
-    assert browser.eval("document.getElementById('story').textContent") == told
-    assert browser.eval(INK) > 0.2
-
-
 @pytest.mark.parametrize("width", [390, 1200])
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_button_saves_an_svg(browser: Browser, tmp_path: Path, dark: bool, width: int) -> None:

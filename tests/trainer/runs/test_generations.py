@@ -77,10 +77,9 @@ def job(folder: Path, args: dict[str, Any], iterations: int = 8, **spec: Any) ->
     return made
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.soak)])
-def test_what_ranks_have_finished_counts_though_nobody_was_told(tmp_path: Path, how: str) -> None:
+def test_what_ranks_have_finished_counts_though_nobody_was_told(tmp_path: Path) -> None:
     """They end right after their first iteration, and what they report reaches nobody."""
-    made = job(tmp_path / "a", {"at": 1, "how": how, "deaf": True}, checkpoint=None)
+    made = job(tmp_path / "a", {"at": 1, "how": "kill", "deaf": True}, checkpoint=None)
     made["spec"]["failurePolicy"]["maxRestarts"] = 1
     done = run(tmp_path / "a", made)
     report = done.report
@@ -88,10 +87,7 @@ def test_what_ranks_have_finished_counts_though_nobody_was_told(tmp_path: Path, 
     (recovery,) = report["recoveries"]
     assert recovery["rung"] == "generation" and recovery["iterations_done"] == 0, done
     assert "the ranks start again as generation 1: after 1 iterations" in done.output
-    if how == "raise":
-        assert "iteration 1 failed twice, with the same error" in done.output
-    else:
-        assert done.status == 0, done
+    assert done.status == 0, done
 
 
 def test_a_rank_that_stands_still_is_found(tmp_path: Path) -> None:

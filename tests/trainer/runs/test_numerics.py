@@ -78,17 +78,6 @@ def test_plan_and_route_switch_in_mid_run(engine: str, dtype: torch.dtype) -> No
     assert versions[:1] + versions[2:3] + versions[4:] == [0, 3, 7, 7, 7, 7], versions
 
 
-@pytest.mark.full
-def test_plan_switch_in_mid_run() -> None:
-    job = Job(3, 6, policy="1f1b", iterations=6)
-    second = make_plan(job, 1, "zero-bubble")
-    job = job.with_(switches=((0, second, (0, 1, 2)),))
-    records = check(job)
-    versions = records[0].versions
-    assert all(record.versions == versions for record in records)
-    assert versions[1:] == [1, 1, 1, 1, 1], versions
-
-
 def test_replicas_average_their_gradients() -> None:
     job = Job(2, 4, iterations=1)
     records = run_ranks(4, train, job)
