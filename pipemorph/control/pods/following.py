@@ -1,8 +1,8 @@
-"""What begins after a generation that is over: with which replicas and layout, and as
-which record in status. Pure.
+"""What begins after a generation that is over: with which replicas and layout, and as which record
+in status. Pure.
 
-The :class:`~pipemorph.control.pods.ladder.Ladder` decides whether there is a next one, by what
-all launchers have told: how the ranks ended, and how many iterations they had finished.
+The :class:`Ladder` decides whether there is a next one, by what all launchers have told: how the
+ranks ended, and how many iterations they had finished.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from math import inf
 from typing import Any, NamedTuple
 
@@ -23,12 +24,75 @@ from pipemorph.api.status_recoveries import (
     RecoveryRecord,
 )
 from pipemorph.control.pods.ending import Ending
-from pipemorph.control.pods.ladder import Ladder, Rung
 from pipemorph.control.pods.layouts import Layouts, settled
 from pipemorph.control.pods.presence import Presence
 from pipemorph.control.record.progress import Progress
-from pipemorph.wire import PodReport
+from pipemorph.wire import Loss, PodReport
 from pipemorph.wire.generations import LONGEST_LINE
+
+
+class Rung(StrEnum):
+    """What follows a failure."""
+
+    GENERATION = "generation"
+    """The job goes on with the state that ranks have kept, or the newest checkpoint, and with the
+    plan in force; also where another pod has taken the place of a lost one."""
+    ATTEMPT = "attempt"
+    """It begins with the plan of the spec and with nothing kept: what failed may have come of
+    either."""
+    NONE = "none"
+
+
+@dataclass
+class Ladder:
+    """Counts failures. ``most``: ``spec.failurePolicy.maxRestarts``; with 0 a failure ends the job.
+
+    A failure after one more iteration than ever before is not counted: their number is bounded by
+    that of the iterations.
+    """
+
+    most: int
+    counted: int = 0
+    best: int = 0
+    """Most iterations that were finished at any failure."""
+    idle: int = 0
+    """Failures since then."""
+    error: str | None = None
+    """Of the last failure."""
+
+    def after(
+        self, failure: Loss, done: int, *, replaced: bool = False, counted: bool = True
+    ) -> tuple[Rung, str]:
+        """What follows a failure when a rank has finished ``done`` iterations, and why. That is by
+        the ranks' own counts: what they report comes later, or never. ``replaced``: a lost pod is
+        back as another one. ``counted``: False if the program has no part in it."""
+        if not failure.retry or self.most == 0:
+            return Rung.NONE, ""
+        progress = done > self.best
+        same = not progress and failure.error is not None and failure.error == self.error
+        self.best, self.error = max(self.best, done), failure.error
+        if same:
+            return (
+                Rung.NONE,
+                f"not started again: iteration {done} failed twice, with the same error",
+            )
+        if progress:
+            self.idle = 0
+            return Rung.GENERATION, f"after {done} iterations"
+        if not counted:
+            return Rung.GENERATION, f"after {done} iterations, not counted"
+        self.idle += 1
+        self.counted += 1
+        if self.counted > self.most:
+            return Rung.NONE, (
+                f"not started again: {self.counted} times no iteration was finished before a "
+                f"failure, and spec.failurePolicy.maxRestarts is {self.most}"
+            )
+        count = f"restart {self.counted} of at most {self.most}"
+        # What failed at the start may fail so in each of these pods, but not in another one.
+        if self.idle > 1 or (done == 0 and not replaced):
+            return Rung.ATTEMPT, count
+        return Rung.GENERATION, f"{count}, after {done} iterations"
 
 
 class Ready(NamedTuple):
@@ -187,7 +251,7 @@ class Following:
         told: dict[str, Any] = {
             "finished": ladder.best, "idle": ladder.idle, "error": ladder.error
         }  # fmt: skip
-        if rung not in (Rung.GENERATION, Rung.POD):
+        if rung is not Rung.GENERATION:
             # Where restarts are used up, the end of the attempt is the job's.
             twice = cause.retry and self.restarts + before.counted < self.most
             verdict = "none" if rung is Rung.NONE and twice else "attempt"

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.pods.ladder import Ladder, Rung
+from pipemorph.control.pods.following import Ladder, Rung
 from pipemorph.exits import END_NOW
 from pipemorph.local.processes import kept
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess
-from pipemorph.local.processes.supervise import End, Ending, _failure
+from pipemorph.local.processes.supervise import _failure
+from pipemorph.wire import Loss
 
 
-def failed(error: str | None = None, **fields: object) -> Ending:
-    return Ending(End.FAILED, "rank 1 failed", error=error, **({"retry": True} | fields))  # type: ignore[arg-type]
+def failed(error: str | None = None, *, retry: bool = True) -> Loss:
+    return Loss(reason="rank 1 failed", at=1.0, error=error, retry=retry)
 
 
 def test_a_failure_after_progress_is_not_counted() -> None:
@@ -71,18 +72,9 @@ def test_the_same_error_at_the_same_iteration_is_the_users() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("most", "ending"),
-    [
-        (0, failed()),
-        (5, failed(retry=False)),
-        (5, Ending(End.COMPLETED)),
-        (5, Ending(End.INTERRUPTED)),
-        (5, Ending(End.DEADLINE)),
-    ],
-)
-def test_what_ends_the_job(most: int, ending: Ending) -> None:
-    assert Ladder(most).after(ending, 5)[0] is Rung.NONE
+@pytest.mark.parametrize(("most", "loss"), [(0, failed()), (5, failed(retry=False))])
+def test_what_ends_the_job(most: int, loss: Loss) -> None:
+    assert Ladder(most).after(loss, 5)[0] is Rung.NONE
 
 
 TRACEBACK = """
