@@ -279,10 +279,10 @@ def at_attempt(number: int) -> Callable[[Object], bool]:
 LAUNCHER = "grep -qsa pipemorph_trainer[.]launcher $p/cmdline"
 
 
-def kill_process(jobs: Jobs, pod: Object, found: str, signal: str = "KILL") -> None:
-    """A signal for the process ``$p`` of a pod for which the shell's ``found`` is true."""
+def kill_process(jobs: Jobs, pod: Object, found: str) -> None:
+    """Kill the process ``$p`` of a pod for which the shell's ``found`` is true."""
     within = ["exec", f"--namespace={jobs.namespace}", pod["metadata"]["name"], "--"]
-    kill = f"echo ${{p#/proc/}} && kill -{signal} ${{p#/proc/}}"
+    kill = "echo ${p#/proc/} && kill -KILL ${p#/proc/}"
     kill = f"for p in /proc/[0-9]*; do {found} && {kill}; done"
     killed = jobs.nodes.kubectl(*within, "sh", "-c", f"{kill}; true").split()
     assert killed, f"there is no process in {pod['metadata']['name']} for which: {found}"

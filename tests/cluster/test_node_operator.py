@@ -16,7 +16,6 @@ from node_support import (
     CHART,
     INGEST,
     INSTALL,
-    LAUNCHER,
     OPERATOR,
     RELEASE,
     ROOT,
@@ -26,11 +25,9 @@ from node_support import (
     Witness,
     addresses,
     all_told,
-    at_attempt,
     at_iteration,
     condition,
     follows,
-    kill_process,
     manifest,
     told,
     training_of,
@@ -147,27 +144,6 @@ def test_a_gpt_trains_to_completion(release: NodeCluster, node_jobs: Jobs) -> No
     # 5.5 nats per byte is what knowing nothing costs.
     assert training["loss"] < 4.5, told(done)
     node_jobs.delete("gpt")
-
-
-def test_suspended_while_it_restarts(node_jobs: Jobs) -> None:
-    node_jobs.apply(
-        manifest("paused", stages=2, iterations=100_000, failurePolicy={"maxRestarts": 1})
-    )
-    node_jobs.wait("paused", at_iteration(1), START)
-    # Not one of the ends for which the Job makes another pod.
-    kill_process(node_jobs, node_jobs.pods("paused")[1], LAUNCHER, "SEGV")
-    node_jobs.wait("paused", at_attempt(1), 90.0)
-    node_jobs.patch("paused", {"suspend": True})
-    paused = node_jobs.wait("paused", "Suspended", 60.0)
-    assert paused["status"]["restarts"] == 1
-    assert [pod for pod in node_jobs.pods("paused") if pod["status"]["phase"] == "Running"] == []
-    node_jobs.patch("paused", {"suspend": False})
-    resumed = node_jobs.wait("paused", "Running", START)
-    attempt = resumed["status"]["attempt"]
-    assert attempt in {1, 2}, "2 if attempt 1 had begun before it was suspended"
-    assert len(node_jobs.pods("paused", attempt)) == 2
-    node_jobs.wait("paused", at_iteration(1), START)
-    node_jobs.delete("paused")
 
 
 def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) -> None:

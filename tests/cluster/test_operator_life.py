@@ -1,16 +1,13 @@
 """The life of a job on a real API server and Job controller, by an operator with its own rights."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from kstatus import kstatus
 from operator_support import (
     DEADLINE,
     UNSEEN,
-    Installation,
     Jobs,
-    Object,
     condition,
     manifest,
 )
@@ -35,34 +32,6 @@ def expect_nothing_left(jobs: Jobs) -> None:
         DEADLINE,
         details=lambda: f"found {children(jobs)}",
     )
-
-
-LOST_NODE = "test_pods_of_a_node_that_is_gone_start_again_elsewhere"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lost_node(
-    request: pytest.FixtureRequest, installation: Installation
-) -> Iterator[tuple[Jobs, list[Object]]]:
-    """A running job one of whose nodes has just gone. The pod garbage collector takes a minute to
-    say so: this begins before the other tests, and the one that it is for is the last."""
-    with installation.cluster.namespace() as namespace:
-        jobs = Jobs(installation, namespace)
-        if not any(item.name == LOST_NODE for item in request.session.items):
-            yield jobs, []
-            return
-        jobs.apply(manifest("gone", stages=2))
-        pods = jobs.pods("gone", 2)
-        nodes = [f"{namespace}-{i}" for i in range(2)]
-        for node, pod in zip(nodes, pods, strict=True):
-            jobs.cluster.fake_node(node)
-            jobs.cluster.fake_pod_running(namespace, pod["metadata"]["name"], node=node)
-        jobs.wait("gone", "Running")
-        jobs.cluster.client.delete("nodes", nodes[1])
-        # Of the other one only the name is needed: it must not be given the pods of other tests.
-        jobs.cluster.client.patch("nodes", nodes[0], {"spec": {"unschedulable": True}})
-        yield jobs, pods
-        jobs.cluster.client.delete("nodes", nodes[0])
 
 
 def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
@@ -289,16 +258,3 @@ def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:
         "pipemorphjobs", "fought", {"metadata": {"labels": {"a": "b"}}}, jobs.namespace
     )
     assert json.dumps(jobs.get("fought")["status"]) == status
-
-
-@pytest.mark.timeout(900)
-def test_pods_of_a_node_that_is_gone_start_again_elsewhere(
-    lost_node: tuple[Jobs, list[Object]],
-) -> None:
-    jobs, pods = lost_node
-    jobs.wait("gone", lambda job: job["status"].get("disruptions") == 1, 200.0)
-    jobs.cluster.fake_pod_gone(jobs.namespace, pods[0]["metadata"]["name"])
-    jobs.run("gone", 2, attempt=1)
-    status = jobs.get("gone")["status"]
-    assert (status["disruptions"], status["restarts"]) == (1, 0)
-    assert status["attempts"][0]["reason"] == "Disrupted"

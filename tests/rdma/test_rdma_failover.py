@@ -191,31 +191,6 @@ def test_all_rails_down_falls_back_to_tcp_and_returns(fabric: Fabric):
         assert sum(p["chunks"] for p in s["paths"][2:]) == carried
 
 
-@pytest.mark.soak
-def test_a_rail_that_flaps_twice(fabric: Fabric):
-    rail = fabric.rail(fabric.b, 1)
-    downed = rail.counter("link_downed")
-    with linked(fabric) as link:
-        link.reserve(4, MIB)
-        for flap in (1, 2):
-            link.rails_up(2)
-            epoch = link.a.stats()["paths"][1]["epoch"]
-            transfer = link.transfer(8, MIB)
-            transfer.until_chunks(2, path=1)
-            rail.flap()
-            transfer.finish()
-            assert rail.counter("link_downed") >= downed + flap
-            # Else the rail that is up may be the one that is still to be given up.
-            until(
-                "a fresh queue pair",
-                lambda epoch=epoch: link.a.stats()["paths"][1]["epoch"] > epoch,  # type: ignore[misc]
-                PATIENCE,
-                lambda: paths_text(link.a.stats()),
-            )
-        link.rails_up(2)
-        assert link.a.stats()["messages_sent"] == 16
-
-
 def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
     rail, other_end = (fabric.rail(guest, 0) for guest in (fabric.a, fabric.b))
     with linked(fabric) as link:
@@ -270,23 +245,6 @@ def test_required_rdma_refuses_to_fall_back(fabric: Fabric, deadlines: tuple[flo
         assert "rdma is required, and no rail to rank 0 has been up" in link.b.error_of(receiving)
         assert all(r.counter("link_downed") > n for r, n in zip(rails, downed, strict=True))
         assert link.a.stats()["fallbacks"] == 0
-
-
-@pytest.mark.soak
-def test_a_killed_peer_is_not_taken_for_a_dead_path(fabric: Fabric):
-    with linked(fabric, peer_deadline=5.0) as link:
-        link.reserve(4, 2 * MIB)
-        link.rails_up(2)
-        # Not in mid-message: asking takes longer than the transfer.
-        until_two_queue_pairs(fabric)
-        transfer = link.transfer(8, 2 * MIB)
-        transfer.until_chunks(4, path=0)
-        link.b.task.signal(signal.SIGKILL)
-        with pytest.raises(GuestError, match=r"rank 1 is gone: nobody listens"):
-            link.a.result(transfer._sending)
-        assert not link.a.stats()["alive"]
-        assert link.b.task.reap() == -signal.SIGKILL
-        assert fabric.b.queue_pairs() == 0
 
 
 @pytest.mark.soak

@@ -298,29 +298,8 @@ class Cluster:
     def fake_pod_succeeded(self, namespace: str, pod: str) -> Object:
         return self._fake_pod_ended(namespace, pod, exit_code=0, reason="Completed")
 
-    def fake_pod_failed(
-        self,
-        namespace: str,
-        pod: str,
-        *,
-        exit_code: int = 1,
-        reason: str = "Error",
-        disruption: str | None = None,
-    ) -> Object:
-        """Report a pod as failed; with `disruption`, as one the cluster took away.
-
-        `disruption` is the reason of its DisruptionTarget condition, such as `TerminationByKubelet`
-        or `DeletionByPodGC` (its node is gone).
-        """
-        conditions = []
-        if disruption is not None:
-            conditions.append(
-                {"type": "DisruptionTarget", "status": "True", "reason": disruption}
-                | _times("lastTransitionTime")
-            )
-        return self._fake_pod_ended(
-            namespace, pod, exit_code=exit_code, reason=reason, conditions=conditions
-        )
+    def fake_pod_failed(self, namespace: str, pod: str, *, exit_code: int = 1) -> Object:
+        return self._fake_pod_ended(namespace, pod, exit_code=exit_code, reason="Error")
 
     def fake_pod_gone(self, namespace: str, pod: str) -> None:
         """Let a deleted pod go, as its kubelet does once its containers have ended."""
@@ -333,7 +312,6 @@ class Cluster:
         *,
         exit_code: int,
         reason: str,
-        conditions: Sequence[Object] = (),
     ) -> Object:
         phase = "Failed" if exit_code else "Succeeded"
         spec = self.client.get("pods", pod, namespace)["spec"]
@@ -348,7 +326,7 @@ class Cluster:
             pod,
             {
                 "phase": phase,
-                "conditions": [*conditions, *ended],
+                "conditions": ended,
                 "containerStatuses": [
                     _container(container, state, ready=False) for container in spec["containers"]
                 ],

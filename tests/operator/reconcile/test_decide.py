@@ -288,16 +288,6 @@ def test_a_job_deleted_by_hand_is_another_attempt_and_counted() -> None:
     assert world.turn().delete_attempts == [job_facts(1).name], "its Secret and ConfigMap stay"
 
 
-def test_what_an_attempt_had_goes_before_the_next_also_without_its_job() -> None:
-    world = World(body(failurePolicy={"maxRestarts": 1}))
-    world.running()
-    world.jobs.clear()
-    world.turn()
-    decision = world.turn()
-    assert decision.create is not None
-    assert decision.delete_attempts == [job_facts(0).name]
-
-
 def test_suspend_before_the_start_uses_no_attempt() -> None:
     world = World(body(suspend=True))
     decision = world.turn()

@@ -71,10 +71,6 @@ class Rail:
             f"ip address replace {self.address}/24 dev {self.netdev}"
         )
 
-    def flap(self) -> None:
-        """Unplug and plug at once, however long it takes until the guest is told the next thing."""
-        self.guest.sh(f"ip link set {self.netdev} down; {self.plugging()}")
-
     def pull_cable(self) -> None:
         """Out of the card: its port is down, and the device above it up, as it was."""
         self.guest.carrier(self.number + 1, False)
