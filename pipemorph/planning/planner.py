@@ -9,9 +9,14 @@ from time import perf_counter
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Policy, Route, Schedule
-from pipemorph.planning.policies.classic import gpipe, one_f_one_b, zero_bubble
-from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
 from pipemorph.planning.problem import Link, Problem, StageTimes
+from pipemorph.planning.rule_based import (
+    gpipe,
+    one_f_one_b,
+    one_f_one_b_interleaved,
+    zero_bubble,
+    zero_bubble_v,
+)
 from pipemorph.planning.search.listed import best_listed
 from pipemorph.planning.search.search import search
 from pipemorph.planning.search.variants import Variant, best_variant, has_variants

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from pipemorph.cli import main
 from pipemorph.planning import Link, Policy, Problem, Schedule, StageTimes, plan, simulate, validate
 from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv, parse_csv
-from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
+from pipemorph.planning.rule_based import one_f_one_b_interleaved, zero_bubble_v
 from pipemorph_trainer import TrainerContext
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)

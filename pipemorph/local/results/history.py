@@ -9,11 +9,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipemorph.control.controller import JobController
+from pipemorph.control.controller import JobController, JobView
 from pipemorph.control.observe.events import Event
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.history import Decision
-from pipemorph.control.view import JobView
 from pipemorph.watch.lanes import LaneLog
 from pipemorph.wire import (
     AdaptationRecord,

@@ -13,8 +13,8 @@ from operator import le
 
 from pipemorph.errors import InputError
 from pipemorph.planning.offload import recompute_room
-from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
 from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.rule_based import one_f_one_b_interleaved, zero_bubble_v
 from pipemorph.planning.search.variants import Variant, on_device, with_stated_limits
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import Costs, Rules

@@ -12,8 +12,8 @@ from gate import examples
 from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Host, Ranks, ranks
 
 from pipemorph.control import initial_plan
+from pipemorph.control.decide.state import PlanVersions
 from pipemorph.control.observed.reports import Superseded
-from pipemorph.control.plans import PlanVersions
 from pipemorph.control.snapshot import pack
 from pipemorph.wire import DirectiveEnvelope
 
