@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 95_600,
-    "product code lines": 69_860,
-    "test lines": 102_350,
+    "product lines": 94_900,
+    "product code lines": 69_300,
+    "test lines": 102_100,
     "benchmark lines": 6_230,
-    "public classes": 698,
-    "modules": 428,
+    "public classes": 692,
+    "modules": 401,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }
