@@ -24,6 +24,7 @@ from pipemorph.api.base import FieldError
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import check_plain, named, only_document, read_text, shown
 from pipemorph.errors import InputError, one_line
+from pipemorph.extras import require_trainer
 from pipemorph.removed import FIELDS, POLICIES, VALUES, removal
 
 MAX_BYTES = 1 << 20
@@ -59,21 +60,17 @@ def parse_job(text: str) -> PipeMorphJob:
 
 
 def check_module(job: PipeMorphJob) -> None:
-    """Raise :class:`InputError` if this host has no program ``spec.trainer.command``, or if Python
-    cannot find ``spec.trainer.module``.
+    """Raise :class:`InputError` if this host has no program or script ``spec.trainer.command``, or
+    if Python cannot find ``spec.trainer.module`` or torch.
 
     Searches like an import, without running the user's code: parent packages are searched, not
     imported.
     """
     module, command = job.spec.trainer.module, job.spec.trainer.command
     if module is None:
-        program = command[0] if command else ""
-        if program != "python" and shutil.which(program) is None:
-            raise InputError(
-                f"spec.trainer.command: begins with {json.dumps(program)}, which is no program on "
-                "this machine's PATH; name a program, such as python"
-            )
+        _check_command(command or [])
         return
+    require_trainer("ranks of spec.trainer.module")
     where: Sequence[str] | None = None
     found = ""
     parts = module.split(".")
@@ -98,6 +95,22 @@ def check_module(job: PipeMorphJob) -> None:
         raise InputError(
             f"spec.trainer.module: is {json.dumps(module)}, a package without a __main__ module, "
             "which python -m cannot run; name one of its modules"
+        )
+
+
+def _check_command(command: Sequence[str]) -> None:
+    program, script = (*command, "", "")[:2]
+    if program != "python":
+        if shutil.which(program) is None:
+            raise InputError(
+                f"spec.trainer.command: begins with {json.dumps(program)}, which is no program on "
+                "this machine's PATH; name a program, such as python"
+            )
+        return
+    require_trainer("ranks of spec.trainer.command")
+    if script and not script.startswith("-") and not Path(script).exists():
+        raise InputError(
+            f"spec.trainer.command: there is no script {json.dumps(script)} in {Path.cwd()}"
         )
 
 

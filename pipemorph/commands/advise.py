@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 from pipemorph.commands.emit import emit
+from pipemorph.commands.output import format_of
 from pipemorph.planning.advice import Advice, Option, advise
 from pipemorph.planning.problem import Problem, load_problem
 from pipemorph.terminal import RenderableType, render, table
 
+FORMATS = ("text", "json")
 HEADINGS = ("lever", "change", "iteration", "per sample", "bubble", "memory", "")
 
 
@@ -24,15 +26,18 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     parser.add_argument(
-        "--output", choices=["text", "json"], default="text", help="default: %(default)s"
+        "--output",
+        choices=FORMATS,
+        help="format (default: by the extension of FILE, else text)",
     )
     parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
 
 
 def run(args: argparse.Namespace) -> int:
+    output = format_of(args, FORMATS, "text")
     problem, source, measured = _load(args.problem)
     advice = advise(problem)
-    if args.output == "json":
+    if output == "json":
         text = json.dumps(fields(advice, source, measured)) + "\n"
     else:
         text = render(*page(advice, source, measured), out=args.out)

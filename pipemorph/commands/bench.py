@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 from pipemorph.arguments import LONGEST_SECONDS, number, whole_number
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError, one_line
+from pipemorph.extras import require_trainer
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 TRANSPORTS = ("tcp", "shm", "rdma", "gloo")
@@ -103,8 +103,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark in a trainer process: the core imports neither torch nor the engine."""
     options = options_of(args)
-    if importlib.util.find_spec("pipemorph_trainer") is None:
-        raise InputError("bench link needs the trainer: install pipemorph[trainer]")
+    require_trainer("measurements of a link")
     command = [sys.executable, "-m", "pipemorph_trainer.bench.link", json.dumps(options)]
     return subprocess.run(command, check=False, env=os.environ).returncode
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError
+from pipemorph.extras import lacking
 
 SHELLS = ("bash", "zsh")
 FILES = ("FILE", "DIR", "PROBLEM", "PLAN", "TRACE", "JOB")
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        raise InputError("completion needs shtab: pip install 'pipemorph[completion]'") from None
+        raise lacking("completion needs shtab", "completion") from None
     for action in _actions(args.parser):
         if action.metavar in FILES and action.choices is None:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipemorph.arguments import whole_number
@@ -25,7 +24,7 @@ HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@:/%-]{0,252}"
 """No first character of an option of the remote shell."""
 SHELL = "ssh -o BatchMode=yes {host}"
 HEAD = ("from", "to", "reachable", "path MTU", "round trip p50", "p99", "rate")
-FORMATS = {"": "text", ".txt": "text", ".json": "json"}
+FORMATS = ("text", "json")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -67,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
     )
     check.add_argument(
         "--output",
-        choices=["text", "json"],
+        choices=FORMATS,
         help="format (default: by the extension of FILE, else text)",
     )
     check.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
@@ -75,16 +74,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
+    from pipemorph.commands.output import format_of
     from pipemorph.fabric.hosts import LocalHost, serve
     from pipemorph.terminal import render, table
 
     _validate(args)
     if args.serve:
         return serve(partial(LocalHost, args.device, args.gid_index))
-    suffix = Path(args.out or "").suffix.lower()
-    output = args.output or FORMATS.get(suffix)
-    if output is None:
-        raise InputError(f"--out: {suffix} is no format of this command; use .txt or .json")
+    output = format_of(args, FORMATS, "text")
     result = _check(args)
     text = json.dumps(as_record(result), indent=1) + "\n"
     if output == "text":

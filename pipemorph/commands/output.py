@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipemorph.commands.emit import emit
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv
 from pipemorph.planning.ir import dashed
@@ -47,7 +48,7 @@ def write(
     fields: dict[str, Any], ran: Simulation, problem: Problem, args: argparse.Namespace
 ) -> None:
     """Write the requested output. Raises :class:`InputError` if ``--out`` cannot be written."""
-    output = format_of(args)
+    output = format_of(args, FORMATS, "json")
     if output == "json":
         emit((json.dumps(fields) + "\n").encode(), args.out)
         return
@@ -72,14 +73,20 @@ def write(
             emit(render_png(timeline), args.out)
 
 
-def format_of(args: argparse.Namespace) -> str:
-    """The format: ``--output``, else by the extension of ``--out``, else json."""
-    return str(args.output) if args.output is not None else format_by_ending(args.out, "json")
-
-
-def format_by_ending(out: str | None, otherwise: str) -> str:
-    """The format by the extension of a file; ``otherwise``: of stdout and of unknown ones."""
-    return ENDINGS.get(Path(out).suffix.lower(), otherwise) if out else otherwise
+def format_of(args: argparse.Namespace, formats: Sequence[str], otherwise: str) -> str:
+    """The format, one of ``formats``: ``--output``, else by the extension of ``--out``, else
+    ``otherwise``. Raises :class:`InputError` for the extension of none of them."""
+    if args.output is not None:
+        return str(args.output)
+    extension = Path(args.out or "").suffix.lower()
+    found = ENDINGS.get(extension, "") if extension else otherwise
+    if found not in formats:
+        known = ", ".join(each for each, name in ENDINGS.items() if name in formats)
+        raise InputError(
+            f"--out: {one_line(args.out)} is no format of this command; use one of {known}, or"
+            " give --output"
+        )
+    return found
 
 
 def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:

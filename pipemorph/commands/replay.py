@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from pipemorph.arguments import number, whole_number
 from pipemorph.commands.emit import emit
-from pipemorph.commands.output import format_by_ending
-from pipemorph.errors import InputError, one_line
+from pipemorph.commands.output import format_of
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
 from pipemorph.removed import DISPATCHES, refuse_removed
@@ -82,12 +81,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    output = args.output or format_by_ending(args.out, "text")
-    if output not in FORMATS:
-        raise InputError(
-            f"--out is {one_line(args.out)}; a replay is written as {', '.join(FORMATS)}: name a"
-            " .txt, .json or .html file, or give --output"
-        )
+    output = format_of(args, FORMATS, "text")
     problem = load_problem(args.problem)
     trace = load_trace(args.trace, len(problem.links), args.replicas)
     found = replay(

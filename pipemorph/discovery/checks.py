@@ -10,6 +10,7 @@ from pipemorph.discovery import host
 from pipemorph.discovery.numa import Placement
 from pipemorph.discovery.rdma import Device, Port, ports
 from pipemorph.discovery.verbs import Verbs
+from pipemorph.extras import install_command
 
 Need = Literal["engine", "gpu", "rdma"]
 NEEDS: tuple[Need, ...] = ("engine", "gpu", "rdma")
@@ -252,7 +253,7 @@ def _trainer(facts: Facts, required: frozenset[Need]) -> Iterator[Check]:
     trainer = facts.trainer
     if trainer is None:
         why = f"cannot be queried: {facts.trainer_error}"
-        advice = "install pipemorph[trainer]"
+        advice = install_command("trainer")
         yield Check("transfer engine", why, lacking("engine"), advice)
         yield Check("GPUs", why, lacking("gpu"), advice)
         return

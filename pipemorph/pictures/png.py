@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from pipemorph.errors import InputError
+from pipemorph.extras import lacking
 from pipemorph.pictures.colours import BUBBLE, DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
 from pipemorph.pictures.timeline import Timeline, idle_fraction, in_flight
 from pipemorph.planning.analysis.bubbles import Cause
@@ -74,7 +74,7 @@ def _figure(height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError("pictures need matplotlib: pip install pipemorph[pictures]") from None
+        raise lacking("pictures need matplotlib", "pictures") from None
     figure = Figure(figsize=(INCHES_WIDE, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pipemorph.errors import InputError, one_line
@@ -20,6 +21,12 @@ MISSING = (
     "kubectl, which reads a job of a cluster, is not on PATH; install it, or pipe what kubectl get"
     " -o json prints to pipemorph explain -"
 )
+NO_CLUSTER = (
+    "kubectl knows no cluster: there is no kubeconfig, or it has no current context; set KUBECONFIG"
+    " or give --context"
+)
+_DEFAULT_SERVER = "server localhost:8080 was refused"
+"""In kubectl's error without a configuration: it tries the API server at this address."""
 _NAME = re.compile(r"(?:([a-z0-9][a-z0-9-]*)/)?([a-z0-9][a-z0-9.-]*)")
 
 Content = dict[str, Any]
@@ -33,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", metavar="NAME", help="kubectl's context (default: its current one)"
     )
+
+
+def no_name_of_a_job(name: str) -> InputError:
+    """The error for ``name``, which kubectl could not find."""
+    return InputError(
+        f"{one_line(name)}: is no name of a job; expected [NAMESPACE/]NAME{_folder_hint(name)}"
+    )
+
+
+def _folder_hint(name: str) -> str:
+    found = Path(name).is_dir()
+    return f"; it is a folder here: pipemorph explain {one_line(name)}" if found else ""
 
 
 def job_arguments(name: str, namespace: str | None) -> list[str] | None:
@@ -104,7 +123,8 @@ class Query:
             self.close()
         if status:
             said = texts[1].strip().splitlines() or [f"kubectl exited with {status}"]
-            raise InputError(f"{self._what}: {one_line(said[-1], 500)}")
+            why = NO_CLUSTER if _DEFAULT_SERVER in said[-1] else one_line(said[-1], 500)
+            raise InputError(f"{self._what}: {why}{_folder_hint(self._what)}")
         try:
             content = json.loads(texts[0])
         except (ValueError, RecursionError):

@@ -49,7 +49,7 @@ def find_pod(name: str, namespace: str | None, context: str | None) -> PagePod:
     """The pod with rank 0 of the job ``name``. Raises :class:`InputError`."""
     arguments = kubectl.job_arguments(name, namespace)
     if arguments is None:
-        raise InputError(f"{one_line(name)}: is no name of a job; expected [NAMESPACE/]NAME")
+        raise kubectl.no_name_of_a_job(name)
     content = kubectl.Query(name, arguments, context).answer()
     try:
         job = read_job(content)

@@ -78,7 +78,7 @@ def _target(args: argparse.Namespace) -> tuple[str, list[str]]:
         return "current namespace", []
     arguments = kubectl.job_arguments(args.job, args.namespace)
     if arguments is None:
-        raise InputError(f"{one_line(args.job)}: is no name of a job; expected [NAMESPACE/]NAME")
+        raise kubectl.no_name_of_a_job(args.job)
     return args.job, arguments
 
 

@@ -431,7 +431,10 @@ def test_the_module_must_be_found_without_being_imported(
         assert message in str(caught.value)
 
 
-def test_a_command_must_be_a_program() -> None:
+def test_a_command_must_be_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
     def job(*command: str) -> PipeMorphJob:
         trainer = {"command": list(command), "iterations": 1}
         return parse_job(json.dumps(changed("spec/trainer", trainer)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,5 +70,6 @@ def test_without_shtab_it_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["completion", "bash"]) == 2
     assert capsys.readouterr().err == (
-        "pipemorph completion: completion needs shtab: pip install 'pipemorph[completion]'\n"
+        "pipemorph completion: completion needs shtab, which is not installed:"
+        f" {sys.executable} -m pip install 'shtab>=1.7'\n"
     )

@@ -402,8 +402,8 @@ def test_a_job_of_the_cluster_is_read_by_kubectl(
     assert "team/gpt is Running" in capsys.readouterr().out, "not the folder"
     assert main(["explain", "other"]) == 2
     assert capsys.readouterr().err == (
-        "pipemorph explain: other: Error from server (NotFound): pipemorphjobs.pipemorph.io"
-        ' "other" not found\n'
+        "pipemorph explain: no file or folder here has this name; as a job: other: Error from"
+        ' server (NotFound): pipemorphjobs.pipemorph.io "other" not found\n'
     )
 
 

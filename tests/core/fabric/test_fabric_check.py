@@ -107,7 +107,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--hosts", "a,b,a"], "--hosts: a is there twice"),
         (["--hosts", "a,b", "--shell", "ssh"], "--shell: 'ssh' has no {host}"),
         (["--hosts", "a,b", "--device", "a/b"], "--device: 'a/b' is not a device such as mlx5_0"),
-        (["--hosts", "a,b", "--out", "x.html"], "--out: .html is no format of this command"),
         (["--hosts", "a,b", "--secret-file", "x"], "fabric --secret-file: was removed"),
         (["--listen"], "fabric --listen: was removed; use --hosts"),
     ],

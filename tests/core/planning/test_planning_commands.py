@@ -412,7 +412,8 @@ def test_pictures_without_matplotlib(example: Any, tmp_path: Path) -> None:
     )
     assert found.returncode == 2
     assert found.stderr == (
-        "pipemorph plan: pictures need matplotlib: pip install pipemorph[pictures]\n"
+        "pipemorph plan: pictures need matplotlib, which is not installed:"
+        f" {sys.executable} -m pip install 'matplotlib>=3.8'\n"
     )
 
 

@@ -174,4 +174,4 @@ def test_the_ending_of_the_file_chooses_the_format(
     assert main([*command, "--out", str(fields), "--output", "html"]) == 0
     assert fields.read_text() == page.read_text()
     assert main([*command, "--out", str(tmp_path / "a.png")]) == 2
-    assert "a.png; a replay is written as text, json, html" in capsys.readouterr().err
+    assert "a.png is no format of this command" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""Optional packages: how to install them for this Python.
+
+They are named one by one: what an index calls ``pipemorph`` need not be this project.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from importlib import metadata
+from typing import Literal
+
+from pipemorph.errors import InputError
+
+Extra = Literal["trainer", "pictures", "completion"]
+
+
+def install_command(extra: Extra) -> str:
+    """The command that installs the packages of ``extra``, an optional dependency of
+    pyproject.toml, for this Python."""
+    try:
+        required = metadata.requires("pipemorph") or []
+    except metadata.PackageNotFoundError:
+        # Imported from a source tree.
+        return f"pip install -e '.[{extra}]' in the folder with pipemorph's pyproject.toml"
+    packages = [
+        shlex.quote(package.strip())
+        for package, _, marker in (each.partition(";") for each in required)
+        if f"extra == '{extra}'" in marker.replace('"', "'")
+    ]
+    return f"{shlex.quote(sys.executable)} -m pip install {' '.join(packages)}"
+
+
+def require_trainer(what: str) -> None:
+    """Raise :class:`InputError` if this Python lacks what ranks import. ``what`` needs it; in the
+    plural."""
+    for package in ("torch", "numpy"):
+        try:
+            found = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise lacking(f"{what} need {package}", "trainer")
+
+
+def lacking(what: str, extra: Extra) -> InputError:
+    """The error that ``what`` (needs which package) is not installed."""
+    return InputError(f"{what}, which is not installed: {install_command(extra)}")
