@@ -48,6 +48,7 @@ from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent import client as client_module
 from pipemorph_trainer.agent.client import FLUSH_SECONDS, QUEUED_MESSAGES, AgentClient
 from pipemorph_trainer.agent.rank_plan import cut
+from pipemorph_trainer.agent.ranks import UNAUTHENTICATED
 
 OF_RANK_0 = LinkState(0, Health.HEALTHY, direction="backward")
 
@@ -526,3 +527,45 @@ def test_a_full_queue_drops_finished_iterations_last() -> None:
     left = [m["iteration"] for m in kept if "finished_iteration" in m]
     assert left == list(range(0, 2 * QUEUED_MESSAGES, 4))
     assert kept[-1]["iteration"] == 2 * QUEUED_MESSAGES - 1
+
+
+def test_strangers_displace_themselves_alone(
+    ingest: Ingest, token_file: Path, agent: AgentHandle, line: Callable[[int], AgentClient]
+) -> None:
+    """Twelve times as many connections as may wait, from two addresses: idle, slow, refused."""
+    zero = line(0)
+    crowd: list[socket.socket] = []
+    slow = b"\0\0\1\0{"
+    refused = json.dumps({"rank": 1, "nonce": "", "proof": ""}).encode()
+    sent = (b"", slow, len(refused).to_bytes(4, "big") + refused)
+    with contextlib.ExitStack() as stack:
+        for number in range(12 * UNAUTHENTICATED):
+            source = f"127.0.0.{1 + number % 2}"
+            stranger = stack.enter_context(socket.socket())
+            stranger.bind((source, 0))
+            stranger.connect((agent.host, agent.port))
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(sent[number % 3])
+            crowd.append(stranger)
+        began = time.monotonic()
+        client = connect(context(ingest, token_file, 1), agent.host, agent.port, wait=DEADLINE)
+        stack.callback(client.close)
+        assert client.ready and time.monotonic() - began < 1.0
+        files = [os.path.realpath(each) for each in Path(f"/proc/{agent.process.pid}/fd").iterdir()]
+        sockets = sum("socket:" in each for each in files)
+        assert sockets < UNAUTHENTICATED + 32, "connections beyond the limit are held"
+        assert zero.ready and zero.reconnects == 0
+        until(lambda: all(map(closed, crowd)), "the agent hangs up on all strangers", 15.0)
+
+
+def closed(stranger: socket.socket) -> bool:
+    """Whether the other end has closed the connection."""
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

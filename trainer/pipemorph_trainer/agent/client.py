@@ -36,6 +36,8 @@ LAST_RETRY_SECONDS = 5.0
 START_SECONDS = 2.0
 HANDSHAKE_SECONDS = 60.0
 """Longer than an agent takes to start on a busy machine, where it imports beside the ranks."""
+CHALLENGE_SECONDS = 0.05
+"""Wait for the challenge of an agent that runs, once per connection."""
 PATIENCE = 3
 """Failures in a row before the first connection after which there is a warning."""
 FLUSH_SECONDS = 1.0
@@ -196,6 +198,8 @@ class AgentClient:
             raise OSError(code, errno.errorcode.get(code, "connect failed"))
         self._reader = frames.FrameReader(frames.MAX_HELLO_BYTES)
         self._phase = _Phase.CHALLENGE
+        # The agent waits for seconds only, and the next call may come after a long op.
+        select.select([self._socket], [], [], CHALLENGE_SECONDS)
 
     def _receive(self) -> None:
         assert self._socket is not None

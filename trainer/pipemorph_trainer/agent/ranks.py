@@ -9,6 +9,12 @@ import socket
 from collections.abc import Callable, Iterable
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.ingest.connections import (
+    Acceptor,
+    Connection,
+    ConnectionLimits,
+    open_files_limit,
+)
 from pipemorph.wire import Directive
 from pipemorph.wire.ranks import RANK_PROTOCOL, RankAnswer, RankReport, ToRank
 from pipemorph_trainer.agent import frames
@@ -17,9 +23,15 @@ from pipemorph_trainer.agent.rank_plan import cut
 
 log = logging.getLogger("pipemorph.agent")
 
-HELLO_SECONDS = 60.0
-"""A client that has not authenticated by then is disconnected. A rank answers between two ops, and
-before its first op it may be building a model."""
+HELLO_SECONDS = 5.0
+"""A client that has not authenticated by then is disconnected. A rank that builds a model meanwhile
+connects again at its next op."""
+UNAUTHENTICATED = 64
+"""Connections that may wait for a hello, if the job has fewer ranks."""
+REFUSALS_LOGGED = 16
+"""Log lines about refused clients, which may come again for ever."""
+FILES_PER_CONNECTION = 3
+"""Of the process's limit of open files: the acceptor uses a third of them."""
 
 
 class RankServer:
@@ -38,17 +50,26 @@ class RankServer:
         self._lines: dict[int, asyncio.StreamWriter] = {}
         self._plans: dict[int, bytes] = {}
         """The newest plan of each rank; empty before the first."""
-        self._server: asyncio.Server | None = None
+        ranks, waiting = mesh.world_size, max(UNAUTHENTICATED, mesh.world_size)
+        most = ranks + waiting
+        open_files_limit(FILES_PER_CONNECTION * most)
+        self._acceptor = Acceptor(
+            self._protocol,
+            limits=ConnectionLimits(in_all=most, per_source=most, unauthenticated=waiting),
+            head_seconds=HELLO_SECONDS,
+        )
         self._hung_up = asyncio.Event()
-        self.refused: list[str] = []
+        self._refusals = 0
 
     async def start(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._serve, sock=listener)
+        await self._acceptor.listen([listener])
+
+    def _protocol(self) -> asyncio.Protocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
 
     async def close(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for the ranks to disconnect, then close the others."""
-        if self._server is not None:
-            self._server.close()
+        await self._acceptor.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self._lines:
@@ -106,17 +127,17 @@ class RankServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                rank = await self._let_in(reader, writer)
+            rank = await self._let_in(reader, writer)
             if rank is not None:
                 await self._listen(rank, reader, writer)
         except asyncio.IncompleteReadError as ended:
             if ended.partial or rank is None:
-                log.info("the connection of %s broke", _name(rank))
+                log.log(_level(rank), "the connection of %s broke", _name(rank))
         except asyncio.CancelledError:
             pass  # The agent is ending; asyncio would report the cancelled task as an error.
-        except (OSError, TimeoutError, frames.FrameError) as error:
-            log.info("closed connection of %s: %s", _name(rank), str(error) or type(error).__name__)
+        except (OSError, frames.FrameError) as error:
+            why = str(error) or type(error).__name__
+            log.log(_level(rank), "closed connection of %s: %s", _name(rank), why)
         finally:
             if rank is not None and self._lines.get(rank) is writer:
                 del self._lines[rank]
@@ -144,11 +165,15 @@ class RankServer:
             why = f"rank {rank} of a job with {self._mesh.world_size} ranks"
         if why is not None:
             host, port, *_ = writer.get_extra_info("peername")
-            self.refused.append(why)
-            log.warning("refused rank %d from %s:%d: %s", rank, host, port, why)
+            self._refusals += 1
+            level = logging.WARNING if self._refusals <= REFUSALS_LOGGED else logging.DEBUG
+            log.log(level, "refused rank %d from %s:%d: %s", rank, host, port, why)
             writer.write(frames.encode(frames.Welcome(refused=why)))
             await writer.drain()
             return None
+        connection = writer.transport.get_protocol()
+        assert isinstance(connection, Connection)
+        connection.authenticated()
         answer = frames.proof(self._secret, "agent", nonce, hello.nonce, rank)
         writer.write(frames.encode(frames.Welcome(proof=answer)))
         if self._plans:
@@ -169,6 +194,11 @@ class RankServer:
             if (misfit := report.misfit(self._mesh)) is not None:
                 raise frames.FrameError(misfit)
             self._on_report(report)
+
+
+def _level(rank: int | None) -> int:
+    """Log level of a lost connection: the acceptor sums up those of unauthenticated clients."""
+    return logging.DEBUG if rank is None else logging.INFO
 
 
 def _name(rank: int | None) -> str:
