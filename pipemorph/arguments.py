@@ -21,10 +21,11 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """The type of an argument from ``least`` to ``most``, both included; None: without upper limit.
     ``least`` is 0 or more."""
     expected = f"of at least {least}" if most is None else f"from {least} to {most}"
+    digits = max(18, len(str(most or 0)))
 
     def parse(text: str) -> int:
         # int() refuses thousands of digits with an error of its own, which argparse does not show.
-        if text.isascii() and text.isdigit() and len(text) <= 18:
+        if text.isascii() and text.isdigit() and len(text) <= digits:
             number = int(text)
             if least <= number and (most is None or number <= most):
                 return number

@@ -69,7 +69,10 @@ def add_parser(subparsers: Any) -> None:
         help="data-parallel replicas, whose links TRACE names as LINK@REPLICA (default: 1)",
     )
     parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="of the noise (default: %(default)s)"
+        "--seed",
+        type=whole_number(0, 2**128 - 1),
+        default=0,
+        help="of the noise (default: %(default)s)",
     )
     parser.add_argument(
         "--output",

@@ -42,7 +42,7 @@ COMMANDS = [
     (["replay", "trace", "problem", "--iterations"], ["0"]),
     (["replay", "trace", "problem", "--delegation"], ["1000.1"]),
     (["replay", "trace", "problem", "--replicas"], ["0", "1025"]),
-    (["replay", "trace", "problem", "--seed"], ["0.5"]),
+    (["replay", "trace", "problem", "--seed"], ["0.5", str(2**128)]),
     (["top", "--every"], ["0.5", "3601"]),
     (["timeline", "gpt", "--out", "x", "--seconds"], ["0", "601"]),
     (["timeline", "gpt", "--out", "x", "--column"], ["0.5"]),
