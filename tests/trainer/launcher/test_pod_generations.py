@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +37,6 @@ def undisturbed_pods(pod_jobs: Start) -> dict[int, float]:
     assert job.ends() == [0, 0], job
     assert len(job.iterations()) == ITERATIONS, job
     return job.iterations()
-
-
-def secrets(job: Job, generation: int) -> set[str]:
-    return {(job.folder / f"secret-{generation}-{rank}").read_text() for rank in range(4)}
-
-
-@pytest.mark.soak
-def test_a_killed_rank_is_replaced_while_all_pods_live(
-    pod_jobs: Start, undisturbed_pods: dict[int, float]
-) -> None:
-    job = pod_jobs("killed")
-    job.wait_for_iterations(6)
-    os.kill(job.rank(3), signal.SIGKILL)
-    assert job.ends() == [0, 0], job
-    assert job.iterations() == undisturbed_pods
-    told = job.recoveries()
-    (recovery,) = told.last
-    assert (told.generation, told.count, told.counted) == (1, 1, 0)
-    assert (recovery.pod, recovery.rank, recovery.generation) == (1, 3, 1)
-    assert "was killed by SIGKILL" in recovery.cause
-    assert recovery.repeated == 0 and recovery.state == "kept", f"{recovery}\n{job}"
-    assert recovery.seconds is not None and 0 < recovery.seconds < 30
-    for pod in ("pod-0", "pod-1"):
-        assert "the ranks start again as generation 1" in job.log(pod)
-    assert len(secrets(job, 0)) == len(secrets(job, 1)) == 1, "one for all ranks"
-    assert secrets(job, 0) != secrets(job, 1)
 
 
 @pytest.mark.soak
@@ -99,16 +72,6 @@ def test_ranks_that_hang_are_found_and_start_again(
         assert len(said) == 2, f"no stacks of rank {rank}\n{job}"
 
 
-@pytest.mark.soak
-def test_ranks_that_finish_no_first_iteration_are_found(pod_jobs: Start) -> None:
-    job = pod_jobs("late", env={"PIPEMORPH_START_SECONDS": "30"}, hang_at=0)
-    ends = job.ends()
-    assert 1 in ends and 0 not in ends, job
-    told = "no iteration was finished in the 30 s since the start (spec.failurePolicy.startSeconds"
-    assert told in job.log("pod-0") and told in job.log("pod-1"), job
-    assert "in read_labels (train.py" in job.log("pod-1"), job
-
-
 def test_a_lost_pod_is_replaced_while_the_other_one_waits(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:
@@ -132,32 +95,6 @@ def test_a_lost_pod_is_replaced_while_the_other_one_waits(
     for recovery in told.last:
         assert recovery.seconds is not None
         print(f"from the loss to the next finished iteration: {recovery.seconds} s")
-
-
-@pytest.mark.soak
-def test_a_lost_pod_without_replicas_goes_on_from_its_neighbour(
-    pod_jobs: Start, undisturbed_pods: dict[int, float]
-) -> None:
-    """At most the iterations of one interval are repeated, though a copy takes longer than several:
-    of the pod that is lost, then of the one that held its copies."""
-    recovery = {"neighbour": True, "snapshotIterations": 4}
-    job = pod_jobs("neighbour", spec={"recovery": recovery}, copies_take=0.8)
-    for count, pod in enumerate((1, 0), start=1):
-        done = len(job.iterations())
-        job.wait_for_iterations(5 if count == 1 else done + 5)
-        job.lose(pod)
-
-        job.wait("it recovers", partial(job.recovered, count))
-    assert job.ends() == [0, 0], job
-    assert job.iterations().items() <= undisturbed_pods.items()
-    assert max(job.iterations()) == ITERATIONS - 1
-    told = job.recoveries()
-    assert [(each.replaced, each.state) for each in told.last] == [
-        ([1], "neighbour"),
-        ([0], "neighbour"),
-    ], f"{told}\n{job}"
-    assert all((each.repeated or 0) <= 4 for each in told.last), told
-    assert (told.generation, told.counted) == (2, 0)
 
 
 def test_a_pod_that_is_asked_to_end_saves_and_the_others_go_on(
@@ -214,36 +151,3 @@ def test_an_ingest_that_is_replaced_meanwhile_counts_on(
     told = job.recoveries()
     assert (told.generation, told.count) == (2, 2)
     assert [each.rank for each in told.last] == [0, 2]
-
-
-@pytest.mark.soak
-def test_a_new_pod_waits_for_an_ingest_and_begins_no_old_generation(
-    pod_jobs: Start, undisturbed_pods: dict[int, float]
-) -> None:
-    job = pod_jobs("away", order=["dp_replicate", "pp"])
-    job.wait_for_iterations(4)
-    job.ingest.kill()
-    job.ingest.wait(DEADLINE)
-    job.lose(1)
-    job.wait("pod 1 says why", lambda: "no ingest knows this pod: " in job.log("pod-1"))
-    job.ingest = job.start_ingest()
-    assert job.ends() == [0, 0], job
-    assert job.iterations().items() <= undisturbed_pods.items()
-    assert max(job.iterations()) == ITERATIONS - 1
-    (told,) = job.recoveries().last
-    assert (told.generation, told.replaced, told.state) == (1, [1], "replica"), f"{told}\n{job}"
-
-
-@pytest.mark.soak
-def test_the_users_exception_twice_is_the_end(pod_jobs: Start) -> None:
-    """In pods of one rank."""
-    job = pod_jobs("raises", restarts=1000, size=1, raise_at=5)
-    other, cause = job.ends()
-    assert cause == 70, job
-    assert other not in (0, 70), job
-    # What was finished last may be reported by the ranks that come afterwards, or not at all.
-    assert job.recoveries().count in (1, 2) and job.recoveries().counted == 0, job
-    said = job.log("pod-1")
-    assert "\nValueError: sample 7 has no labels" in said.replace("[rank1]: ", ""), "no prefix"
-    assert re.search(r"not started again: iteration [345] failed twice, with the same error", said)
-    assert job.recoveries().error == "ValueError: sample 7 has no labels", job

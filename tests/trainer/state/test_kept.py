@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipemorph.api.sections.trainer import Checkpoint
-from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
+from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.state.kept.copies import Copy
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
@@ -420,28 +420,6 @@ def test_a_lost_shard_without_a_replica_comes_from_the_checkpoint(tmp_path: Path
     assert [(word["rung"], word["iteration"]) for word in words] == [("checkpoint", 4), ("kept", 4)]
     assert words[0]["why"] == "nobody has the state of rank 2 before iteration 5"
     compare(found, whole, 4)
-
-
-def emulate(context: TrainerContext, kill: dict[int, tuple[str, int]]) -> tuple[int, list[float]]:
-    killed[0], losses = kill.get(context.rank), []
-    stage = EmulatedStage(1e-3, 1e-3, 1e-3, message_bytes=64)
-    with Pipeline(stage, context=context, microbatches=N, stages=2) as pipe:
-        for iteration in range(pipe.start_iteration, UNTIL):
-            killed[1] = iteration
-            losses.append(float(pipe.step()))
-            at("stepped")
-    return pipe.start_iteration, losses
-
-
-@pytest.mark.full
-def test_emulated_stages_are_kept_too(tmp_path: Path) -> None:
-    whole = run_ranks(4, emulate, {})
-    Ranks(4, emulate, {2: ("stepped", 3)}, context={"kept_dir": tmp_path}).wait()
-    again = {"kept_dir": tmp_path, "generation": 1}
-    for (start, mine), (_, undisturbed) in zip(
-        run_ranks(4, emulate, {}, context=again), whole, strict=True
-    ):
-        assert start == 3 and mine == undisturbed[3:]
 
 
 def refused(context: TrainerContext) -> str:

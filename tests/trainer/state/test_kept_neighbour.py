@@ -217,15 +217,3 @@ def test_copies_stay_until_newer_ones_are_safe(tmp_path: Path) -> None:
     assert (word["rung"], word["iteration"]) == ("neighbour", 2)
     assert word["why"] == "nobody has the state of rank 1 before iteration 4"
     compare(found, undisturbed(), 2)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_without_copies_of_neighbours(tmp_path: Path) -> None:
-    folder, case = tmp_path / "kept", replace(ALONE, neighbour=None)
-    lose_pod(folder, case, Pods(), 1, ("backward", 3))
-    found, word = go_on(folder, case, Pods())
-    assert word["rung"] == "beginning"
-    assert word["why"] == "nobody has the state of rank 1 before iteration 2"
-    assert not any(each["sends"] for each in found)
-    compare(found, undisturbed(), 0)
