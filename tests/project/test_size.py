@@ -24,8 +24,8 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 94_900,
     "product code lines": 69_300,
-    "test lines": 102_100,
-    "benchmark lines": 6_230,
+    "test lines": 101_600,
+    "benchmark lines": 6_200,
     "public classes": 692,
     "modules": 401,
     "leaves of spec": 111,
