@@ -242,12 +242,28 @@ def test_on_the_cpu_receives_are_posted_at_once_and_without_a_take_as_long_as_so
     incoming.close()
 
 
-def test_a_device_is_given_one_receive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire, incoming = receiving(monkeypatch, Batch(1, 0, 6, (META,)), posted=direct.POSTED_ON_DEVICE)
-    for came in range(6):
-        until(lambda came=came: wire.posted == came + 1, f"receive {came} is posted")
-        wire.came += 1
-    until(lambda: incoming.ready_at(5) is not None, "the last message is here")
+@pytest.mark.parametrize(
+    ("receives", "ahead"),
+    [
+        (Receives(()), (2, 3, 4, 5, 6, 6)),
+        (Receives((0,) * 3 + (1,) * 3), (2, 3, 3, 3)),
+        (Receives((), 1), (1, 1)),
+        (Receives((), None, (0, 0, 0, 0, 9, 9)), (2, 3, 4, 4, 4)),
+    ],
+    ids=["all can come", "three can come", "no room", "others need later ops"],
+)
+def test_a_device_has_the_next_receive_while_one_is_under_way(
+    receives: Receives, ahead: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wire then waits for no thread. Not before the plan says that its message can come."""
+    batch = Batch(1, 0, 6, (META,), receives=receives)
+    wire, incoming = receiving(monkeypatch, batch, posted=direct.POSTED_ON_DEVICE)
+    for came, posted in enumerate(ahead):
+        if came:
+            wire.came = came
+            until(lambda came=came: wire.woken == came, f"message {came - 1} is here")
+        assert wire.posted == posted, f"after {came} messages"
+    wire.came = 6
     incoming.close()
 
 

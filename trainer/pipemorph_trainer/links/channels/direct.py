@@ -65,9 +65,10 @@ and not compute."""
 POLL_SECONDS = 0.0002
 LATE_NOTE_SECONDS = 0.0002
 """Pause before a note is looked for again whose message has arrived."""
-POSTED_ON_DEVICE = 1
-"""Receives of one direction that are posted on a device: each occupies resources of it until its
-message has arrived."""
+POSTED_ON_DEVICE = 2
+"""Receives of one direction that are posted on a device: one that is under way, and the next one
+behind it in its communicator's stream, so that the wire does not wait for a thread of this host.
+Only the first one occupies resources of the device beside memory."""
 NO_DEADLINE = timedelta(days=365)
 """Of a receive on the CPU, which may be posted long before its message is sent. The executor has
 the deadlines; if one is over, the receive is aborted."""
@@ -314,6 +315,7 @@ class DirectIncoming:
 
     def _receive_all(self) -> None:
         """Wait for posted receives in order; after each, post more receives and wake the poller."""
+        last_at = 0.0
         try:
             while (posted := self._posted.get()) is not None:
                 if isinstance(posted, RuntimeError):
@@ -324,7 +326,10 @@ class DirectIncoming:
                 iteration, microbatch, contents, posted_at = posted
                 del posted
                 tensors, came, exact = self._wait(contents)
+                # One that was posted behind another is ready when that one has come.
+                posted_at = max(posted_at, last_at)
                 self._arrived[iteration, microbatch] = _Arrived(tensors, came, exact, posted_at)
+                last_at = came.at
                 del tensors
                 self._came = iteration, microbatch + 1
                 with self._posting:
@@ -424,7 +429,8 @@ class _Posted(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """A message that has arrived. ``exact``: whether its time is, on the CPU."""
+    """A message that has arrived. ``exact``: whether its time is, on the CPU. ``posted_at``: when
+    its receive was posted and was the next one, on a device."""
 
     tensors: list[Tensor]
     came: Moment
