@@ -159,7 +159,14 @@ def test_the_next_job_is_admitted_when_there_is_room(jobs: Jobs, queue: str) -> 
     jobs.apply(queued("first", queue))
     pods = jobs.run("first", 2)
     assert [pod["spec"]["nodeSelector"] for pod in pods] == [FLAVOR] * 2
-    admitted = workload_of(jobs, the_job(jobs, "first", 0))
+    # The operator looks again, and leaves alone what Kueue has set.
+    jobs.installation.operator.restart()
+    jobs.patch("first", {"activeDeadlineSeconds": 7200})
+    jobs.wait("first", lambda job: job["status"]["observedGeneration"] == 2)
+    running = the_job(jobs, "first", 0)
+    assert running["spec"]["suspend"] is False
+    assert running["spec"]["template"]["spec"]["nodeSelector"] == FLAVOR
+    admitted = workload_of(jobs, running)
     assert condition(admitted, "Admitted")[0] == "True"
     assert admitted["spec"]["podSets"][0]["count"] == 2
 
