@@ -6,7 +6,7 @@ is fused, with a reason, instead of giving wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -33,10 +33,16 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def saving_is_hooked() -> bool:
-    """Whether hooks take the tensors that functions save, as under activation checkpointing."""
-    found: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return found is not None and found(False) is not None
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """:func:`version` of each tensor."""
+    return [-1 if each.is_inference() else each._version for each in tensors]
+
+
+saving_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+"""``saving_hooks(False)``: the hooks that take the tensors that functions save, as under activation
+checkpointing; None without any."""
 
 
 def holders(storage: torch.UntypedStorage) -> int:
@@ -61,9 +67,8 @@ def holders_unknown() -> str:
     return "" if counts == [1, 2, 1] else f"tensors of a storage are counted {counts}, not 1, 2, 1"
 
 
-def graph_task() -> int:
-    """The number of the backward that runs in this thread; each has another."""
-    return torch._C._current_graph_task_id()
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread; each has another."""
 
 
 def accumulates(node: Node) -> bool:
@@ -93,14 +98,19 @@ def _accumulator(parameter: Tensor) -> Any:
     return made.next_functions[0][0]
 
 
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+tracing: Callable[[], bool] = torch._C._is_tracing
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
 def ordinary_call() -> bool:
     """Whether a function called now computes what its name says, for a backward of the usual kind:
     not under a transform of torch.func, a trace, forward-mode gradients or a function mode."""
     return not (
-        torch._C._are_functorch_transforms_active()
+        transforms_active()
         or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-        or (torch._C._len_torch_function_stack() and _redefined())
+        or tracing()
+        or (function_modes() and _redefined())
     )
 
 

@@ -14,10 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from pipemorph_trainer.errors import SplitError
@@ -34,9 +37,12 @@ from pipemorph_trainer.executor.split.sinks import Owned, Work
 from pipemorph_trainer.executor.split.verifying import compare
 from pipemorph_trainer.executor.torch_private import (
     accumulates,
+    function_modes,
     ordinary_call,
-    saving_is_hooked,
-    version,
+    saving_hooks,
+    tracing,
+    transforms_active,
+    versions,
 )
 from pipemorph_trainer.topology.placement import is_dtensor
 
@@ -65,18 +71,20 @@ class ProductWork(Work):
         needed: Sequence[bool],
         owners: Sequence[Owned],
     ) -> None:
-        both = zip((weight, bias), needed, strict=True)
-        super().__init__([p for p, need in both if need and p is not None], owners)
+        parameters = [weight] if needed[0] else []
+        if needed[1] and bias is not None:
+            parameters.append(bias)
+        super().__init__(parameters, owners)
         self._product, self.operands, self._needed = product, operands, needed
         self._weight, self._bias = weight, bias
-        self._versions = [version(each) for each in operands]
+        self._versions = versions(operands)
 
     @property
     def uses_values(self) -> bool:
         return self._product.uses_values
 
     def check_unchanged(self) -> None:
-        if self._versions != [version(each) for each in self.operands]:
+        if self._versions != versions(self.operands):
             raise SplitError(
                 f"the input of the call with {self.owners[0].name!r}, or the gradient of its"
                 " output, was written in place between B and W"
@@ -112,7 +120,8 @@ class Call(torch.autograd.Function):
         # What is not saved may be written to.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         if operands is None:
-            return _apart(product.run(x, weight, bias))
+            out = product.run(x, weight, bias)
+            return out if out._base is None else alone(out)
         operands += [x, weight, bias]
         return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
 
@@ -129,12 +138,10 @@ class Call(torch.autograd.Function):
         if not any(needed):
             return grad_x, None, None, None, None, None
         # A bias that is None has no node.
-        nodes = (node for node, _ in ctx.next_functions[1:])
-        uses = [
-            (node, parameter)
-            for node, parameter, need in zip(nodes, ctx.own, needed, strict=False)
-            if need
-        ]
+        behind = ctx.next_functions
+        uses = [(behind[1][0], own)] if needed[0] else []
+        if needed[1]:
+            uses.append((behind[2][0], bias))
         owners = waiting(uses)
         if owners is None:
             grads = product.weight_grads(operands, own, bias, needed)
@@ -195,14 +202,18 @@ def waiting(uses: Iterable[tuple[Any, nn.Parameter]]) -> list[Owned] | None:
     owners = []
     why = ""
     for node, parameter in uses:
-        each = sinks.owned(parameter)
+        each = sinks.known.get(id(parameter))
+        if each is None or each.parameter() is not parameter or each.sink not in sinks.catching:
+            each = sinks.owned(parameter)
         if each is None or each.sink.work is None:
             return None
         owners.append(each)
-        if not why and (found := each.sink.reason(each, parameter)):
+        if why:
+            continue
+        if found := each.sink.reason(each, parameter):
             why = f"{each.name}: {found}"
         elif not accumulates(node):
-            why = why or f"{each.name}: its gradient goes to torch.autograd.grad"
+            why = f"{each.name}: its gradient goes to torch.autograd.grad"
     for each in owners if why else ():
         each.sink.whole[each.name] = why.removeprefix(f"{each.name}: ")
     return None if why else owners
@@ -280,7 +291,7 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> 
     if cast:
         x = x.to(torch.get_autocast_dtype(device))
     result: Tensor
-    if type(product) is not Linear or not saving_is_hooked() or is_dtensor(x):
+    if type(product) is not Linear or saving_hooks(False) is None or is_dtensor(x):
         result = Call.apply(x, weight, bias, product, cast, None)
         return result
     # A function saves its tensors when it ends, torch's own linear before its product. Activation
@@ -304,6 +315,30 @@ def _of_rows(weight: Tensor, bias: Tensor | None, dimension: int) -> bool:
     return weight.dim() == 2 and (bias is None or bias.shape == weight.shape[dimension:][:1])
 
 
+def _known(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a linear is one that :func:`_admits` has admitted before, of the same parameters, and
+    what may have changed since then has not."""
+    known, catching = sinks.known.get(id(weight)), sinks.catching
+    if known is None or known.parameter() is not weight or known.excluded:
+        return False
+    other = None if bias is None else sinks.known.get(id(bias))
+    if known.linear_with is not other or known.sink not in catching or not weight.requires_grad:
+        return False
+    if bias is not None:
+        if other is None or other.excluded or other.sink not in catching:
+            return False
+        same = bias.requires_grad and other.parameter() is bias
+        if not same or bias.numel() != weight.size(0):
+            return False
+    ordinary = not (
+        transforms_active() or tracing() or function_modes() or forward_ad._current_level >= 0
+    )
+    return (
+        ordinary and type(x) is Tensor and torch.is_grad_enabled() and x.layout is torch.strided
+        and not (x.is_leaf and x.requires_grad) and not x.is_nested and x.dim() > 0
+    )  # fmt: skip
+
+
 _linear: Callable[..., Tensor] = torch._C._nn.linear
 _addmm: Callable[..., Tensor] = _torchs.addmm
 _embedding: Callable[..., Tensor] = _torchs.embedding
@@ -311,16 +346,23 @@ _LINEAR, _ADDMM = Linear(_linear), Addmm(lambda x, weight, bias: _addmm(bias, x,
 
 
 def _linear_call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if torch.compiler.is_compiling() or not sinks.catching():
+    if torch.compiler.is_compiling() or not sinks.catching:
         return _linear(input, weight, bias)
-    usual = lambda: _of_rows(weight, bias, 0) and input.dim() > 0 and not _cached(input, weight)  # noqa: E731
-    if not _admits(input, weight, bias, usual):
-        return _linear(input, weight, bias)
+    if not _known(input, weight, bias):
+        usual = lambda: (  # noqa: E731
+            _of_rows(weight, bias, 0) and input.dim() > 0 and not _cached(input, weight)
+        )
+        if not _admits(input, weight, bias, usual):
+            return _linear(input, weight, bias)
+        known = sinks.known.get(id(weight))
+        plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
+        if known is not None and plain:
+            known.linear_with = None if bias is None else sinks.known.get(id(bias))
     return _apply(input, weight, bias, _LINEAR)
 
 
 def _addmm_call(*args: Any, **kwargs: Any) -> Tensor:
-    if torch.compiler.is_compiling() or not sinks.catching():
+    if torch.compiler.is_compiling() or not sinks.catching:
         return _addmm(*args, **kwargs)
     if len(args) != 3:
         for each in (*args, *kwargs.values()):
@@ -340,7 +382,7 @@ def _embedding_call(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, *rest: bool, **kwargs: bool
 ) -> Tensor:
     settings = (padding_idx, *_flags(*rest, **kwargs))
-    if torch.compiler.is_compiling() or not sinks.catching():
+    if torch.compiler.is_compiling() or not sinks.catching:
         return _embedding(weight, indices, *settings)
     usual = lambda: type(indices) is Tensor and not settings[2] and not is_dtensor(weight)  # noqa: E731
     if not _admits(weight, weight, None, usual):
@@ -365,7 +407,7 @@ def _convolution(name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor
     def call(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **kwargs: Any
     ) -> Tensor:
-        if torch.compiler.is_compiling() or not sinks.catching():
+        if torch.compiler.is_compiling() or not sinks.catching:
             return function(input, weight, bias, *rest, **kwargs)
         made: list[tuple[Any, ...]] = []
 
@@ -429,17 +471,19 @@ def _each(value: Any, dimensions: int) -> list[int]:
 
 # --- their exchange -------------------------------------------------------------------------------
 
-_replaced: dict[tuple[Any, str], tuple[Callable[..., Any], Callable[..., Any]]] = {
-    (functional, "linear"): (_linear, _linear_call),
-    (torch, "addmm"): (_addmm, _addmm_call),
-    (torch, "embedding"): (_embedding, _embedding_call),
-    **{
-        (functional, name): _convolution(name)
-        for kind in ("conv", "conv_transpose")
-        for name in (f"{kind}1d", f"{kind}2d", f"{kind}3d")
-    },
-}
-"""By module and name: the original, and ours."""
+
+class _Replaced(NamedTuple):
+    """A function that is replaced. ``get``, ``put``: read and write the attribute of its place, by
+    name."""
+
+    original: Callable[..., Any]
+    ours: Callable[..., Any]
+    get: Callable[[str], Any]
+    put: Callable[[str, Any], None]
+
+
+_replaced: dict[tuple[Any, str], _Replaced] = {}
+"""By module or class, and name."""
 _lock = threading.Lock()
 _users = 0
 _taken: dict[str, str] = {}
@@ -463,9 +507,9 @@ def patch() -> None:
         _users += 1
         if _users > 1:
             return
-        for (place, name), (original, ours) in _replaced.items():
-            if (now := getattr(place, name)) is original:
-                setattr(place, name, ours)
+        for (place, name), (original, ours, get, put) in _replaced.items():
+            if (now := get(name)) is original:
+                put(name, ours)
             elif now is not ours and name not in _taken:
                 _taken[name] = f"{getattr(now, '__module__', '')}.{getattr(now, '__name__', now)}"
                 log.warning(
@@ -481,16 +525,29 @@ def unpatch() -> None:
         _users -= 1
         if _users:
             return
-        for (place, name), (original, ours) in _replaced.items():
-            if getattr(place, name) is ours:
-                setattr(place, name, original)
+        for (_, name), (original, ours, get, put) in _replaced.items():
+            if get(name) is ours:
+                put(name, original)
 
 
 def add(place: Any, name: str, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
     """Add a function to those that are replaced. Raises ``TypeError`` if it is one already."""
     if (place, name) in _replaced:
         raise TypeError(f"{name!r} of {place!r} was registered before")
-    _replaced[place, name] = original, ours
+    get: Callable[[str], Any] = partial(getattr, place)
+    put: Callable[[str, Any], None] = partial(setattr, place)
+    if isinstance(place, ModuleType):
+        # For each op of a stage, so without the way through the module.
+        get, put = vars(place).__getitem__, vars(place).__setitem__
+    _replaced[place, name] = _Replaced(original, ours, get, put)
+
+
+add(functional, "linear", _linear, _linear_call)
+add(torch, "addmm", _addmm, _addmm_call)
+add(torch, "embedding", _embedding, _embedding_call)
+for _kind in ("conv", "conv_transpose"):
+    for _name in (f"{_kind}1d", f"{_kind}2d", f"{_kind}3d"):
+        add(functional, _name, *_convolution(_name))
 
 
 def taken() -> list[str]:

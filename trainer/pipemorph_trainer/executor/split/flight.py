@@ -194,7 +194,11 @@ class StageCall:
                 copies = [x for x, leaf in zip(inputs, leaves, strict=False) if leaf is not None]
                 self.writes_input = any(version(copy) for copy in copies)
             if not self.is_last:
-                outputs, self.structure = take_apart(output)
+                outputs: tuple[Tensor, ...]
+                if type(output) is Tensor:
+                    outputs, self.structure = (output,), SINGLE
+                else:
+                    outputs, self.structure = take_apart(output)
                 return Flight(microbatch, leaves, outputs, sent=tuple(map(_apart, outputs)))
             loss = self._loss(output, target)
             self._keep(output)

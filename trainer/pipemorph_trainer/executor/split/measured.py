@@ -39,7 +39,8 @@ class Measurements:
         tensors = [*stage.parameters(), *stage.buffers()]
         self._device = next((t.device for t in tensors if t.is_cuda), None)
         self._own = tensors
-        self._sized = False
+        self.sized = False
+        """Whether the first microbatch was measured."""
         self.activation_bytes = 0
         """Bytes that autograd keeps for one microbatch after its F, without parameters."""
         self.input_bytes = 0
@@ -55,9 +56,9 @@ class Measurements:
     def size(self, flight: Flight, args: Sequence[Any], batch: Any) -> None:
         """Measure the first microbatch, after its F. ``batch``: the part of it that belongs to the
         caller's batch, which stays."""
-        if self._sized:
+        if self.sized:
             return
-        self._sized = True
+        self.sized = True
         given = map(_storage, (each for each in args if isinstance(each, Tensor)))
         self.input_bytes = sum({s.data_ptr(): s.nbytes() for s in given if s is not None}.values())
         others = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
@@ -74,7 +75,7 @@ class Measurements:
     @property
     def tries_offload(self) -> bool:
         """Whether the next microbatch is the one that is copied."""
-        return self._sized and self.copy_seconds is None and not self.no_offload
+        return self.sized and self.copy_seconds is None and not self.no_offload
 
     def try_offload(self, flight: Flight, args: Sequence[Any], store: ActivationStore) -> None:
         """Move the activations of a microbatch to host memory and back: once to fill the pool, and

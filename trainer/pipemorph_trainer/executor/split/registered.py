@@ -68,7 +68,7 @@ class _Function(NamedTuple):
         return self.original(*bound.args, **bound.kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling() or not sinks.catching() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not sinks.catching or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()

@@ -81,8 +81,7 @@ class StageRunner:
             self._deferring = Deferring(module, verify=mode == "verify")
             self._deferring.sink.own_all()
         # So that code is compiled once, for one form of torch's functions.
-        one_form = self._deferring is not None and any(map(compiled, module.modules()))
-        self._around = calls.patched if one_form else nullcontext
+        self._one_form = self._deferring is not None and any(map(compiled, module.modules()))
         if not is_last:
             # At the first backward with gradients torch imports for seconds: here on all ranks at
             # once, instead of on one after the other in the first iteration.
@@ -193,7 +192,13 @@ class StageRunner:
         ``offload``, :meth:`offload` may follow. With ``recompute`` only the arguments are kept, and
         :meth:`recompute` must precede its B.
         """
-        self._expect("F", microbatch)
+        if microbatch != self._next["F"] or microbatch >= self.microbatches:
+            self._expect("F", microbatch)
+        if self._store is None and self.measured.sized and not (offload or recompute):
+            self._flights[microbatch] = flight = self._forward(microbatch, args, kwargs, target)
+            self._next["F"] += 1
+            sent, flight.sent = flight.sent, ()
+            return sent
         tries = (
             self._store is not None and self.measured.tries_offload and not (offload or recompute)
         )
@@ -234,14 +239,17 @@ class StageRunner:
     ) -> tuple[Tensor, ...]:
         """Run a forward without gradients, of which nothing is kept. Returns what :meth:`forward`
         returns. The module's mode (train or eval) stays as it is."""
-        with self._around():
+        with calls.patched() if self._one_form else nullcontext():
             return self._call.evaluate(args, kwargs, target)
 
     def _forward(
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
     ) -> Flight:
-        with self._around():
-            return self._splits(microbatch).forward(self._call, microbatch, args, kwargs, target)
+        splitter = self._splits(microbatch)
+        if not self._one_form:
+            return splitter.forward(self._call, microbatch, args, kwargs, target)
+        with calls.patched():
+            return splitter.forward(self._call, microbatch, args, kwargs, target)
 
     def offload(self, microbatch: int) -> int:
         """Move the activations of ``microbatch``, the newest F, to host memory and free their
@@ -302,8 +310,14 @@ class StageRunner:
             # A whole backward adds to gradients, so what is before it has to be there already.
             for earlier in range(self._next["W"], microbatch):
                 self._run_weights(self._flights[earlier])
-        with self._around(), self._time("whole" if whole else "B"):
+        if not (self._one_form or self.measures):
             grads = splitter.backward_input(flight, output_grads)
+        else:
+            with (
+                calls.patched() if self._one_form else nullcontext(),
+                self._time("whole" if whole else "B"),
+            ):
+                grads = splitter.backward_input(flight, output_grads)
         self._next["B"] += 1
         return grads
 

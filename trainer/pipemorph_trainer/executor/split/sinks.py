@@ -32,7 +32,7 @@ class Owned:
     """A trainable parameter of a stage. ``excluded``: why its gradients never wait for W; empty if
     they may."""
 
-    __slots__ = ("excluded", "name", "parameter", "sink")
+    __slots__ = ("excluded", "linear_with", "name", "parameter", "sink")
 
     def __init__(
         self, parameter: nn.Parameter, name: str, sink: Sink, *, in_graph: bool = False
@@ -43,29 +43,28 @@ class Owned:
         # A graph holds the nodes of its own leaves.
         held = parameter.is_leaf and not in_graph and accumulator_held(parameter)
         self.excluded = HELD if held else ""
+        self.linear_with: object = _NOTHING
+        """What is known of the bias (None without one) with which it was the weight of a linear
+        that may wait."""
 
 
-_owned: dict[int, Owned] = {}
-"""By the id of the parameter."""
+_NOTHING = object()
+known: dict[int, Owned] = {}
+"""What is known of parameters, by their ids."""
 _foreign: dict[int, weakref.ref[Tensor]] = {}
 """Parameters that no stage has, by their ids."""
-_catching: list[Sink] = []
+catching: list[Sink] = []
 """Stages whose F, or B, runs now and may leave work to W."""
 
 
 def _forget(key: int, owned: Owned) -> None:
-    if _owned.get(key) is owned:
-        del _owned[key]
+    if known.get(key) is owned:
+        del known[key]
 
 
 def _forget_foreign(key: int, gone: weakref.ref[Tensor]) -> None:
     if _foreign.get(key) is gone:
         del _foreign[key]
-
-
-def catching() -> bool:
-    """Whether a stage runs an op that may leave work to W."""
-    return bool(_catching)
 
 
 def owned(parameter: Any, *, in_graph: bool = False, in_use: bool = True) -> Owned | None:
@@ -75,22 +74,22 @@ def owned(parameter: Any, *, in_graph: bool = False, in_use: bool = True) -> Own
     FSDP2's gathered parameters are no module's until the backward reaches them.
     """
     key = id(parameter)
-    found = _owned.get(key)
+    found = known.get(key)
     if found is None or found.parameter() is not parameter:
-        known = _foreign.get(key)
-        if known is not None and known() is parameter:
+        foreign = _foreign.get(key)
+        if foreign is not None and foreign() is parameter:
             return None
         found = _find(parameter, in_graph, in_use)
-    return found if found is not None and found.sink in _catching else None
+    return found if found is not None and found.sink in catching else None
 
 
 def _find(parameter: nn.Parameter, in_graph: bool, in_use: bool) -> Owned | None:
     """Look among the parameters that the running stages have now."""
-    for sink in _catching:
+    for sink in catching:
         for name, each in sink.named_parameters():
             if each is parameter:
                 return sink.own(name, parameter, in_graph=in_graph)
-    if _catching and in_use:
+    if catching and in_use:
         key = id(parameter)
         _foreign[key] = weakref.ref(parameter, lambda gone: _forget_foreign(key, gone))
     return None
@@ -149,7 +148,7 @@ class Sink:
 
     def own(self, name: str, parameter: nn.Parameter, *, in_graph: bool = False) -> Owned:
         """Make a parameter this stage's."""
-        found = _owned[id(parameter)] = Owned(parameter, name, self, in_graph=in_graph)
+        found = known[id(parameter)] = Owned(parameter, name, self, in_graph=in_graph)
         _foreign.pop(id(parameter), None)
         return found
 
@@ -161,7 +160,7 @@ class Sink:
 
     def look_again(self) -> None:
         """Look whether what held parameters between iterations still does."""
-        for each in list(_owned.values()):
+        for each in list(known.values()):
             if each.sink is self and each.excluded == HELD:
                 parameter = each.parameter()
                 if parameter is not None and not accumulator_held(parameter):
@@ -169,19 +168,19 @@ class Sink:
 
     def __enter__(self) -> None:
         """Begin an op in which calls with the stage's parameters may leave work to W."""
-        _catching.append(self)
+        catching.append(self)
 
     def __exit__(self, *_: object) -> None:
-        _catching.remove(self)
+        catching.remove(self)
 
     def catch_for_good(self) -> None:
-        if self not in _catching:
-            _catching.append(self)
+        if self not in catching:
+            catching.append(self)
 
     def close(self) -> None:
         """End :meth:`catch_for_good`. Idempotent."""
-        if self in _catching:
-            _catching.remove(self)
+        if self in catching:
+            catching.remove(self)
 
     def open(self) -> None:
         """Begin a deferring B."""
@@ -197,30 +196,30 @@ class Sink:
         marks, self._marks = self._marks, {}
         for each, mark in marks.values():
             parameter = each.parameter()
-            if parameter is not None and not each.excluded and _mark(parameter) != mark:
+            if parameter is None or each.excluded:
+                continue
+            grad = parameter.grad
+            if (None if grad is None else version(grad)) != mark:
                 each.excluded = "it is also used in another way"
         return work
 
     def excluded(self) -> dict[str, str]:
         """Parameters whose gradients never wait, by name, each with the reason."""
-        mine = [each for each in _owned.values() if each.sink is self]
+        mine = [each for each in known.values() if each.sink is self]
         return {each.name: each.excluded for each in mine if each.excluded}
 
-    def reason(self, each: Owned, parameter: Tensor) -> str:
+    @staticmethod
+    def reason(each: Owned, parameter: Tensor) -> str:
         """Why the gradient of a parameter cannot wait for W now; empty if it can."""
-        if each.excluded:
-            return each.excluded
-        return HOOKED if tensor_hooked(parameter) else ""
+        return each.excluded or (HOOKED if tensor_hooked(parameter) else "")
 
     def add(self, item: Work) -> None:
         """Add work, in the order in which autograd would have computed it."""
         assert self.work is not None
         self.work.append(item)
+        marks = self._marks
         for each, parameter in zip(item.owners, item.parameters, strict=True):
-            if id(parameter) not in self._marks:
+            if (key := id(parameter)) not in marks:
                 # Autograd writes behind all uses of a parameter in the graph, so not yet.
-                self._marks[id(parameter)] = each, _mark(parameter)
-
-
-def _mark(parameter: nn.Parameter) -> int | None:
-    return None if parameter.grad is None else version(parameter.grad)
+                grad = parameter.grad
+                marks[key] = each, None if grad is None else version(grad)

@@ -1,4 +1,5 @@
-"""How F, B and W of one stage run: with W apart, or whole."""
+"""How F, B and W of one stage run: with W apart, or whole. W computes the gradients that waited,
+and adds them up as autograd does."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipemorph_trainer.executor.grad_form import as_grad, grad_dtype
 from pipemorph_trainer.executor.split import calls, sinks
-from pipemorph_trainer.executor.split.deferred import run_weight_work
 from pipemorph_trainer.executor.split.flight import Flight, Grads, Root, StageCall, nodes_below
 from pipemorph_trainer.executor.split.sinks import Sink, Work
+from pipemorph_trainer.executor.stages.written import written
 
 
 class Splitter:
@@ -70,9 +72,22 @@ class Deferring(Splitter):
         element: 0 unless compiled code was cut, which may round elsewhere then."""
         return self.sink.tolerance
 
-    def forward(self, *args: Any) -> Flight:
-        with calls.patched(), self.sink:
-            return super().forward(*args)
+    def forward(
+        self,
+        call: StageCall,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        target: Any,
+    ) -> Flight:
+        # As with `calls.patched(), self.sink`, in fewer calls.
+        calls.patch()
+        sinks.catching.append(self.sink)
+        try:
+            return call(microbatch, args, kwargs, target)
+        finally:
+            sinks.catching.remove(self.sink)
+            calls.unpatch()
 
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)
@@ -81,7 +96,8 @@ class Deferring(Splitter):
         if tensors:
             # Patched here, too, since activation checkpointing calls the functions again.
             with calls.patched(), self.sink:
-                self.walk(tensors)
+                if not self._walked:
+                    self.walk(tensors)
                 self.sink.open()
                 try:
                     torch.autograd.backward(tensors, grads)
@@ -95,13 +111,12 @@ class Deferring(Splitter):
     def run_weight_work(self, work: list[Work]) -> None:
         """Run the W of one microbatch. Empties ``work``."""
         for item in work:
-            self.deferred.update(each.name for each in item.owners)
+            for each in item.owners:
+                self.deferred.add(each.name)
         run_weight_work(work)
 
     def walk(self, roots: Sequence[Root]) -> None:
-        """Once, before the first B: exclude the parameters that ops of another kind use, too."""
-        if self._walked:
-            return
+        """Before the first B: exclude the parameters that ops of another kind use, too."""
         self._walked = True
         uses: dict[int, tuple[Tensor, list[Any]]] = {}
         for node, leaf in _leaves(roots):
@@ -126,3 +141,46 @@ def _leaves(roots: Sequence[Root]) -> Iterator[tuple[Any, Tensor]]:
             leaf = getattr(below, "variable", None)
             if leaf is not None:
                 yield node, leaf
+
+
+def run_weight_work(work: list[Work]) -> None:
+    """Run W: compute the deferred gradients and add them to ``.grad``. Empties ``work``.
+
+    The contributions of a weight that is used several times in one backward are summed in B's
+    order, and then added to ``.grad`` once, like in autograd: in the dtype of the gradient, but for
+    those of a weight that autocast has cast, which autograd sums before it casts them back. A
+    backward inside a backward, as of a reentrant checkpoint, adds to ``.grad`` by itself.
+
+    Raises :class:`SplitError` if an operand was overwritten since B.
+    """
+    left: dict[tuple[int, int], int] = {}
+    for item in work:
+        for parameter in item.parameters:
+            key = item.task, id(parameter)
+            left[key] = left.get(key, 0) + 1
+    sums: dict[tuple[int, int], Tensor] = {}
+    work.reverse()
+    with torch.no_grad():
+        while work:
+            item = work.pop()
+            item.check_unchanged()
+            for parameter, found in zip(item.parameters, item.gradients(), strict=True):
+                key = item.task, id(parameter)
+                left[key] -= 1
+                cast = found.dtype != parameter.dtype
+                grad = found if cast else found.to(grad_dtype(parameter))
+                partial = sums.pop(key, None)
+                total = grad if partial is None else partial + grad
+                if left[key]:
+                    sums[key] = total
+                else:
+                    accumulate(parameter, total)
+
+
+def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Add a gradient to ``parameter.grad``, which gets the form that autograd gives it."""
+    if parameter.grad is None:
+        parameter.grad = as_grad(parameter, grad)
+    else:
+        parameter.grad.add_(grad.to(grad_dtype(parameter)))
+    written(parameter)

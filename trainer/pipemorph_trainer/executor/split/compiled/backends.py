@@ -140,7 +140,7 @@ class _Region:
         self._late = () if halves is None else halves.cut.late
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        if not sinks.catching() or (targets := private.targets()) is None:
+        if not sinks.catching or (targets := private.targets()) is None:
             return self._whole(args)
         nodes = {index: targets[number] for index, number in self._argument.items()}
         weights: dict[int, Any] = {
