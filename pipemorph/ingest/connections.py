@@ -20,6 +20,7 @@ import socket
 import ssl
 import sys
 import time
+from asyncio import sslproto
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ AGAIN_PER_SECOND = 50.0
 back at once, for ever."""
 SOURCES = 4096
 """Of so many, those are forgotten that have not come lately."""
+TLS_READ_BYTES = 4 * 1024
+"""Read buffer per TLS connection of this process: the size of a report of a few stages. asyncio's
+default is 256 KiB, and every job has two connections."""
 TLS_RECORD = b"\x16"
 """With this the first message of a TLS client begins."""
 LOG_SECONDS = 10.0
@@ -275,6 +279,7 @@ class Acceptor:
         loop = asyncio.get_running_loop()
         if self._tls is not None:
             self._handshakes = Turns(HANDSHAKES_PER_SECOND, HANDSHAKES_AT_ONCE)
+            sslproto.SSLProtocol.max_size = TLS_READ_BYTES
         self._listeners = [*listeners]
         try:
             for listener in self._listeners:

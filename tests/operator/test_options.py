@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 
 import pytest
@@ -98,7 +97,6 @@ def test_the_ingest_serves_without_tls_only_if_it_is_told_to(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--lease=a/b", *given.split()])
     monkeypatch.setattr(asyncio, "run", lambda work: work.close())
-    monkeypatch.setattr(SSLProtocol, "max_size", SSLProtocol.max_size)  # It is set for the process.
     with pytest.raises(SystemExit):
         ingest()
     assert "give --tls-cert and --tls-key, or --plain-http" in capsys.readouterr().err

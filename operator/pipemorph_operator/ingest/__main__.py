@@ -8,7 +8,6 @@ import contextlib
 import logging
 import signal
 import ssl
-from asyncio import sslproto
 from functools import cache, partial
 from pathlib import Path
 
@@ -52,9 +51,6 @@ from pipemorph_operator.names import INGEST_OWNER, KIND, LABEL_LEADER
 
 log = logging.getLogger("pipemorph.ingest")
 
-TLS_READ_BYTES = 4 * 1024
-"""Read buffer per TLS connection: the size of a report of a few stages. asyncio's default is
-256 KiB, and every job has two connections."""
 FIRST_PLAN_SECONDS = 600.0
 """Time limit of a job's first plan. The largest takes about 10 s on an idle CPU."""
 ROUND_SECONDS = 300.0
@@ -342,7 +338,6 @@ def main() -> None:
     except InputError as error:
         parser().error(str(error))
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    sslproto.SSLProtocol.max_size = TLS_READ_BYTES
     if not options.plain_http and not (options.tls_cert and options.tls_key):
         parser().error("give --tls-cert and --tls-key, or --plain-http")
     asyncio.run(run(options))

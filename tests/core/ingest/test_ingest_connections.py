@@ -55,7 +55,6 @@ async def main(certificate, key, token):
         print(server.url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
-asyncio.sslproto.SSLProtocol.max_size = 4 * 1024
 asyncio.run(main(*sys.argv[1:]))
 """
 """As the ingest's own process is set up on a cluster."""
