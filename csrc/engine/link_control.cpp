@@ -302,15 +302,20 @@ void LinkControl::handle(Frame frame) {
         echo_.add(echo->rtt_ns, echo->peer_minus_ours_ns);
         core_.echoed(echo->rtt_ns, now_steady);
     } else if (const auto* f = std::get_if<ByeFrame>(&frame)) {
+        std::string here;
         {
             const Link::Lock lock(link_.mu_);
             link_.peer_left_ = true;
+            // The peer does not know why this end has given paths up, such as for wrong checksums.
+            // Each may be lost once of the link's end itself.
+            if (f->died && core_.paths().times_lost() > core_.paths().size())
+                here = "; at this end " + core_.path_trouble(steady_ns());
         }
         const std::string what = f->died             ? " gave it up: " + f->reason
                                  : f->reason.empty() ? " closed it"
                                                      : " closed it with " + f->reason;
         link_.die(link_.describe() + " is dead: rank " + std::to_string(link_.identity_.peer_rank) +
-                  what);
+                  what + here);
     } else if (const auto* f = std::get_if<ConfirmFrame>(&frame)) {
         confirmed(f->transport);
     } else if (const auto* f = std::get_if<OfferFrame>(&frame)) {

@@ -29,6 +29,11 @@ def swallow(connection, to_acceptor):
     return lambda number, part: []
 
 
+def corrupt(connection, to_acceptor):
+    """Every payload is another one."""
+    return lambda number, part: [bytes([part[0] ^ 1]) + part[1:]]
+
+
 def one_way(fault, upwards):
     return lambda connection, to_acceptor: (
         fault(connection, to_acceptor) if to_acceptor is upwards else None
@@ -76,6 +81,21 @@ def test_a_path_that_gets_nothing_through_ends_the_link(fault, size, upwards):
             sender.wait_sent(ticket, pairs.TIMEOUT)
         with pytest.raises(EngineError, match=r"gave it up: nothing of .* has got through in"):
             receiver.receive(key, pairs.TIMEOUT)
+
+
+@pytest.mark.parametrize("upwards", [True, False])
+def test_a_receiver_that_refuses_every_payload_says_why(upwards):
+    def between(port):
+        return relays.relay(port, payload=one_way(corrupt, upwards))
+
+    with relays.linked(between, peer_deadline=2.0) as (low, high, _, _):
+        sender, receiver = (low, high) if upwards else (high, low)
+        sender.send((0, 0, 7, 0 if upwards else 1, 0), bytes(1000))
+        why, took = die(receiver)
+        assert took < IN_TIME
+        assert "gave it up: nothing of" in why
+        assert "at this end data paths were lost" in why
+        assert "a chunk's checksum is wrong" in why
 
 
 def test_waits_and_counters_say_what_is_wrong_with_the_paths():
