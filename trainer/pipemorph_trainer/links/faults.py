@@ -196,6 +196,11 @@ class LinkFaults:
         return Held(start, done, delay)
 
     @property
+    def holds(self) -> bool:
+        """Whether there are faults that hold messages."""
+        return bool(self._faults)
+
+    @property
     def cuts(self) -> bool:
         """Whether there are cuts to make."""
         return bool(self._cuts)

@@ -127,7 +127,8 @@ class LinkConfig:
             ),
             DirectOutgoing(
                 group=groups[end.sends], peer=end.peer_rank, direction=end.sends,
-                socket=end.socket, hold=end.faults.hold, deadline=self.deadline,
+                socket=end.socket, hold=end.faults.hold if end.faults.holds else None,
+                load=end.faults.load, deadline=self.deadline,
                 device=self.device, departures=departures, **self.told_of_sends(end),
                 max_outstanding=usual if self.max_sends is None else self.max_sends,
             ),

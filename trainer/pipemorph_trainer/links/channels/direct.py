@@ -45,9 +45,11 @@ from pipemorph_trainer.links.message import (
     Batch,
     Departure,
     Direction,
+    Held,
     Hold,
     Note,
     Position,
+    SenderLoad,
     new_tuple,
 )
 from pipemorph_trainer.links.peer_socket import PeerSocket
@@ -457,15 +459,17 @@ class DirectOutgoing:
         peer: int,
         direction: Direction,
         socket: PeerSocket,
-        hold: Hold,
+        hold: Hold | None,
         on_block: Callable[[int, int], None],
         on_unblock: Callable[[], None],
         deadline: float,
         device: torch.device,
         max_outstanding: int = MAX_OUTSTANDING,
         departures: Departures | None = None,
+        load: SenderLoad | None = None,
     ) -> None:
-        """``departures``: of a rank on a device; None on the CPU. On a device, sends are polled
+        """``hold``: None without faults. ``load``: of this rank, for notes without faults.
+        ``departures``: of a rank on a device; None on the CPU. On a device, sends are polled
         instead of waited for, since ``wait`` makes the compute stream wait."""
         self._max_outstanding, self._asks = max_outstanding, departures is not None
         self._departures = departures
@@ -475,7 +479,7 @@ class DirectOutgoing:
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
         self.direction, self._tag = direction, int(direction)
-        self._socket, self._hold = socket, hold
+        self._socket, self._hold, self._load = socket, hold, load or SenderLoad()
         self._on_block, self._on_unblock = on_block, on_unblock
         self._device = device
         self._outstanding: deque[_Sent] = deque()
@@ -507,7 +511,11 @@ class DirectOutgoing:
         if len(outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = time.time()
-        held = self._hold(DIRECT_QUEUE, batch.nbytes, posted)
+        if self._hold is None:
+            load = self._load
+            held = new_tuple(Held, (posted, 0.0, 0.0, load.waited, load.inflated))
+        else:
+            held = self._hold(DIRECT_QUEUE, batch.nbytes, posted)
         present = ALL_PRESENT if tensors is not None else NOTHING
         payload: list[Tensor] = []
         if tensors is None:
