@@ -96,7 +96,7 @@ def cut_at(
     run_op, send_again = dispatch.Executor.run_op, failover.FailoverOutgoing.send_again
 
     def run_and_cut(self: Any, kind: Any, microbatch: int) -> None:
-        here = (context.rank, self._iteration, len(self._outcome.ops))
+        here = (context.rank, self._now.iteration, len(self._outcome.ops))
         if here == (rank, iteration, op):
             for end in filter(None, (self._up, self._down)):
                 end.failover.incoming._direct.abandon()
