@@ -215,7 +215,7 @@ def test_a_link_becomes_less_late() -> None:
 
 
 def test_a_search_ends_in_time() -> None:
-    spec = job(4, 256)
+    spec = job(4, 128)
     layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
     found = network(spec, {1: 2})
     seen.see(layout, found)

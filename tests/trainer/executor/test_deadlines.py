@@ -52,7 +52,7 @@ def stage_1(clocks: Clocks, incoming: Any) -> tuple[Mailbox, Any]:
     end = SimpleNamespace(
         link=0, peer_rank=0, peer_stage=0, socket=socket, incoming=incoming, attend=lambda: None,
         route=None, engine_link=None, all_taken=lambda: incoming.ready_at(0) is not None,
-        sends=SimpleNamespace(letter="B"),
+        sends=SimpleNamespace(letter="B"), trouble=lambda: "a data connection is lost",
     )  # fmt: skip
     made = Mailbox(
         [end],  # type: ignore[list-item]
@@ -84,7 +84,9 @@ def test_a_deadline_comes_whatever_the_clock_says(
 ) -> None:
     clocks = Clocks(monkeypatch, step)
     mail, end = stage_1(clocks, Coming(clocks, 10**9))
-    with pytest.raises(WaitTimeoutError, match=r"F of microbatch 2 .* the deadline is 5 s"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"F of microbatch 2 .* the deadline is 5 s; a data "
+    ):
         mail.wait_for(end, OpKind.F, 2)
     assert clocks.waits <= DEADLINE / mailbox.LONGEST_NAP + 1
 
