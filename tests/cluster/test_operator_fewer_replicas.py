@@ -127,7 +127,7 @@ def test_fewer_replicas_train_on_with_the_whole_batch_and_the_job_ends_without_t
         return bool(launchers[0].tell("resumed", 1, **waits)["leave"])
 
     wait_for("replica 0 to be told to leave", leave, DEADLINE)
-    left = waits | {"finished": ranks.iteration, "reached": ranks.iteration, "left_for": []}
+    left = waits | {"finished": ranks.iteration, "reached": ranks.iteration, "left_for": {}}
     for each in (launchers[0], launchers[2]):
         each.tell("gone", 1, **left)
     for each in launchers:

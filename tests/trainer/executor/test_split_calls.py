@@ -360,6 +360,20 @@ def test_functions_are_ours_for_an_op_alone() -> None:
     assert torch.nn.functional.linear is own
 
 
+def test_functions_have_the_names_of_torchs() -> None:
+    """A module whose first import is in an op keeps ours for good, and inductor's its name."""
+    places = [(torch, "addmm"), (torch, "embedding"), (torch.nn.functional, "linear")]
+    places += [(torch.nn.functional, f"conv{kind}d") for kind in ("1", "_transpose3")]
+    before = [getattr(place, name) for place, name in places]
+    with calls.patched():
+        kept = [getattr(place, name) for place, name in places]
+    assert [each.__name__ for each in kept] == [each.__name__ for each in before]
+    x, weight, bias = torch.randn(3, 4), torch.randn(2, 4), torch.randn(2)
+    assert torch.equal(
+        kept[0](bias, x, weight.t(), out=torch.empty(3, 2)), kept[2](x, weight, bias)
+    )
+
+
 def test_a_function_that_another_library_has_replaced_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -534,6 +534,8 @@ def add(place: Any, name: str, original: Callable[..., Any], ours: Callable[...,
     """Add a function to those that are replaced. Raises ``TypeError`` if it is one already."""
     if (place, name) in _replaced:
         raise TypeError(f"{name!r} of {place!r} was registered before")
+    # A module that is first imported during an op may keep it, as inductor does by its name.
+    ours.__name__ = getattr(original, "__name__", name)
     get: Callable[[str], Any] = partial(getattr, place)
     put: Callable[[str, Any], None] = partial(setattr, place)
     if isinstance(place, ModuleType):
