@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import calls
+from pipemorph_trainer.executor.split.compiled.backends import rounds_if_cut
 from pipemorph_trainer.executor.split.flight import Flight, Grads, LossFn, StageCall
 from pipemorph_trainer.executor.split.measured import Measurements
 from pipemorph_trainer.executor.split.reasons import report_of
@@ -82,6 +83,8 @@ class StageRunner:
             self._deferring.sink.own_all()
         # So that code is compiled once, for one form of torch's functions.
         self._one_form = self._deferring is not None and any(map(compiled, module.modules()))
+        self._may_round = self._one_form and any(map(rounds_if_cut, module.modules()))
+        """Whether compiled code that has not run yet may be cut, and round elsewhere then."""
         if not is_last:
             # At the first backward with gradients torch imports for seconds: here on all ranks at
             # once, instead of on one after the other in the first iteration.
@@ -152,6 +155,9 @@ class StageRunner:
         self._whole, self.measures = fused, False
         if self._deferring is None:
             return
+        if self._began:
+            # What was cut is known now.
+            self._may_round = False
         if self.mode == "verify":
             self._whole = frozenset()
         elif (measured := self.measured.whole(self.microbatches)) is not None:
@@ -171,7 +177,8 @@ class StageRunner:
         if self._deferring is None:
             return self._plain
         # Compiled code that is cut may round elsewhere: the same plan or not, the bits stay.
-        whole = microbatch in self._whole and not self._deferring.tolerance
+        rounds = self._may_round or self._deferring.tolerance
+        whole = microbatch in self._whole and not rounds
         return self._plain if whole else self._deferring
 
     def forward(

@@ -57,6 +57,11 @@ def whole_why(module: nn.Module) -> str:
     return ""
 
 
+def rounds_if_cut(module: nn.Module) -> bool:
+    """Whether a compiled module's backward may be cut, and its gradients rounded elsewhere then."""
+    return not private.missing() and private.backend_of(module) is pipemorph
+
+
 class _Backward:
     """Compiles the backward of one graph: whole, and cut. ``inputs``: of its forward. ``fuses``:
     the compiler fuses ops, so that a cut changes where values are rounded."""
