@@ -26,7 +26,7 @@ from pipemorph.commands.emit import emit, silence_stdout
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError, one_line
 from pipemorph.terminal import RenderableType, render, table
-from pipemorph_trainer._engine import Engine, EngineError, Link, PathStats
+from pipemorph_trainer._engine import Engine, EngineError, EngineTimeout, Link, PathStats
 from pipemorph_trainer.bench import transfers
 from pipemorph_trainer.topology.addresses import in_url
 
@@ -34,6 +34,8 @@ JOB = "pipemorph bench link"
 SECRET_VARIABLE = "PIPEMORPH_BENCH_SECRET"
 WORD_BYTES = 64 << 10
 GLOO_SECONDS = 30.0
+REFUSED_SECONDS = 3.0
+"""Time until a refusal of the other end is final."""
 IDLE_SECONDS = 600.0
 LATENCY_BYTES = 4096
 LISTENER, CONNECTOR = 0, 1
@@ -273,16 +275,33 @@ def _ping(bench: Bench, word: dict[str, Any], _: str) -> None:
 # --- The connecting end ---------------------------------------------------------------------------
 
 
+def _reach_listener(meeting: Engine, host: str, port: int, seconds: float) -> Link:
+    """Connect to the other end. Raises EngineError if it has another secret, which no waiting
+    changes, and EngineTimeout if nobody is there within ``seconds``."""
+    end = time.monotonic() + seconds
+    while True:
+        left = max(end - time.monotonic(), 0.0)
+        try:
+            # An engine would try again after a refusal, since it may be of another job's engine.
+            return meeting.connect(
+                peer_rank=LISTENER,
+                link_id=0,
+                host=host,
+                port=port,
+                timeout=min(REFUSED_SECONDS, left),
+            )
+        except EngineTimeout:
+            if time.monotonic() >= end:
+                raise
+
+
 def connect(options: dict[str, Any], secret: str, host: str, port: int) -> dict[str, Any]:
     """Measure everything. Raises EngineError if the other end is missing, has another secret or
     lacks the memory, and :class:`BenchError` if this end lacks the memory."""
     buffer = buffer_of(options, CONNECTOR)
     meeting = make_engine(CONNECTOR, secret, "0.0.0.0", "tcp")
     try:
-        link = meeting.connect(
-            peer_rank=LISTENER, link_id=0, host=host, port=port, timeout=options["wait"]
-        )
-        words = Words(link)
+        words = Words(_reach_listener(meeting, host, port, options["wait"]))
         agreed = {name: options[name] for name in ("sizes", "window", "asked")}
         peer = words.ask(agreed)
         bench = Bench(options, CONNECTOR, words, buffer)
