@@ -17,7 +17,7 @@ from pipemorph.api.spec import JobSpec
 
 @dataclass(frozen=True)
 class Running:
-    """What runs of a job that is cut as ``cut``, without the replicas ``left_out``."""
+    """Part of a job that runs: the mesh ``cut`` without the replicas ``left_out``."""
 
     cut: Parallelism
     left_out: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Running:
 
     @cached_property
     def pods(self) -> tuple[int, ...]:
-        """Those with ranks that run, by their numbers in the Job."""
+        """Pods with ranks that run, by their numbers in the Job."""
         return tuple(filter(self.has, range(self.cut.pods)))
 
     def has(self, pod: int) -> bool:

@@ -68,16 +68,16 @@ class JobView:
     warmup: tuple[int, ...] = ()
     routes: tuple[Route, ...] = ()
     wanted_plan_version: int = 0
-    """Of the plan that the ranks should run, which may not be in effect yet."""
+    """Version of the plan that the ranks should run, which may not be in effect yet."""
     observed_plan_version: int = 0
     applied_plan_version: int = 0
-    """Of the plan in effect."""
+    """Version of the plan in effect."""
     peak_memory: tuple[int | None, ...] = ()
     """Bytes per stage, of the highest column; None if not reported."""
     offloaded: tuple[int, ...] = ()
     """Microbatches per iteration that the wanted plan offloads, per stage."""
     recomputed: tuple[int, ...] = ()
-    """Those whose forward it runs again."""
+    """Microbatches per iteration whose forward that plan runs again, per stage."""
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)

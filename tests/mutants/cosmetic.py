@@ -34,13 +34,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a jitter of 0 times a number without side effects is 0 as well",
     ),
     Equivalent(
-        "pipemorph_trainer/agent/uplink.py",
-        "_envelope",
-        'said = body[:200].decode(errors="replace").strip()',
-        "201",
-        "the length of a quotation in an error",
-    ),
-    Equivalent(
         "pipemorph_trainer/executor/stages/emulated.py",
         "mix",
         "return value ^ (value >> 31)",
