@@ -176,14 +176,17 @@ class Ledger:
         self.records.append(record)
 
     def restore(self, records: Iterable[AdaptationRecord], before: int, worth: Worth) -> None:
-        """Go on from these records, and from ``before`` changes without one and their worth."""
-        self.records = deque(records, maxlen=KEPT_RECORDS)
-        self.changes_before, self.before = before, worth
+        """Go on from these records, and from ``before`` changes without one and their worth. The
+        number of changes does not fall: the records may be older than the last status."""
+        known, self.records = self.changes, deque(records, maxlen=KEPT_RECORDS)
+        self.changes_before, self.before = max(before, known - len(self.records)), worth
 
     def withdraw(self, plan_version: int) -> None:
-        """Remove the record of the newest change if it is of this version: it never ran."""
+        """Remove the record of the newest change if it is of this version: it never ran. It stays
+        counted: the number of changes may have been shown."""
         if self.records and self.records[-1].plan_version == plan_version:
             self.records.pop()
+            self.changes_before += 1
 
     @property
     def open(self) -> tuple[AdaptationRecord, ...]:

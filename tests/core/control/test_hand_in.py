@@ -16,6 +16,7 @@ from plant_support import Plant, spec
 from pipemorph.control import JobController
 from pipemorph.control.handed_in import read
 from pipemorph.control.observed.reports import WrongAttempt
+from pipemorph.control.record.history import Worth
 from pipemorph.control.snapshot import MAX_UNPACKED, TooLarge, pack
 from pipemorph.errors import InputError
 from pipemorph.wire import MAX_SNAPSHOT_BYTES, PlanMessage
@@ -126,6 +127,21 @@ def test_a_host_waits_for_the_snapshot_of_ranks_with_the_plan_of_the_start_too()
     hand_in(controller, snapshot | {"changes_before": 3, "plan_version": 9}, plant.now)
     assert (controller.changes, controller.plan_version) == (3, 9)
     assert "the ranks run the plan of the start" in controller.decisions[-1].reason
+
+
+def test_the_number_of_changes_never_falls(handed: Message) -> None:
+    """The ingest was killed when status had a change whose directive no agent got; and the ranks
+    run another host's plan of the version that this one has given."""
+    plant = Plant(JOB)
+    controller = new_host(plant)
+    controller.count_earlier(3, Worth(9.0, 1.0))
+    hand_in(controller, handed, plant.now)
+    assert (controller.changes, len(controller.records)) == (3, 1)
+    controller = JobController.restore(JOB, handed)
+    told = {"observed_plan_version": 1, "applied_plan_version": 1, "plan_issued_at": 7.0}
+    controller.report(report(handed["sequence"] + 1, **told), plant.now)
+    assert (controller.changes, controller.records) == (1, [])
+    assert JobController.restore(JOB, controller.snapshot()).changes == 1
 
 
 def test_after_a_bad_snapshot_it_decides_without_knowing_it(handed: Message) -> None:
