@@ -46,6 +46,7 @@ def body(name: str = "gpt", stages: int = 2, **spec: Any) -> Object:
             "trainer": {"module": "a.b", "iterations": 3},
         }
         | spec,
+        "status": {"observedGeneration": 0},
     }
 
 

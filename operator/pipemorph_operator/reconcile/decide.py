@@ -145,7 +145,7 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
 def _unreadable(draft: Draft, problem: str, *, suspend: bool) -> Decision:
     """Fail a job that nobody has accepted. One that a release has accepted before stalls: its ranks
     go on, and it goes on with an edit or with the release that could read it."""
-    if draft.status.observed_generation is None and not draft.jobs():
+    if not draft.status.observed_generation and not draft.jobs():  # 0: the CRD's default.
         return _fail(draft, names.R_INVALID_SPEC, problem)
     if suspend:
         return _suspend(draft, draft.status.pods.wanted if draft.status.pods else 0)
