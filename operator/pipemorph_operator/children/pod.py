@@ -74,9 +74,9 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     spec["subdomain"] = attempt.service
     spec.setdefault("enableServiceLinks", False)
     spec.setdefault("automountServiceAccountToken", False)
-    if spec.get("hostNetwork"):
-        # Kubernetes' default is the node's resolver, which knows neither the ranks nor the ingest.
-        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
+        # With it, that is the node's resolver, which knows neither the ranks nor the ingest.
+        spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if _alone(spec):
         # Makes the pause container process 1. The kernel drops a SIGTERM that process 1 does not
         # handle: a rank deleted while it imports would run for the whole grace period.

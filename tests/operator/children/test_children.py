@@ -647,6 +647,7 @@ def test_a_wrong_type_in_a_template_is_named(where: str, value: Any, said: str) 
     ("spec", "policy"),
     [
         ({"hostNetwork": True}, "ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "ClusterFirst"}, "ClusterFirstWithHostNet"),
         ({"hostNetwork": True, "dnsPolicy": "Default"}, "Default"),
         ({"hostNetwork": False}, None),
         ({}, None),
