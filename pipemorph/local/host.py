@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.checkpoints import to_resume
 from pipemorph.control.decide.layouts.moves import Moves, records
 from pipemorph.control.generations import Generations as Numbered
 from pipemorph.errors import one_line
@@ -159,6 +161,8 @@ class _Host:
     moves: Moves
     hangs: HangWatch
     started: float = field(default_factory=time.monotonic)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Of the run, in its checkpoints."""
     kept: KeptFolder | None = None
     """What ranks leave for the next generation; None: they leave nothing."""
     starting: bool = True
@@ -370,6 +374,7 @@ class _Host:
         try:
             with _reserved_port() as port:
                 yield AttemptEnvironment(
+                    run=self.name,
                     attempt=life.attempt,
                     generation=life.generation,
                     master_port=int(port.getsockname()[1]),
@@ -481,9 +486,9 @@ def describe(ending: Ending) -> str:
 
 
 def _resumes(checkpoint: Checkpoint) -> bool:
-    """Whether a new run would resume from a checkpoint; ``.metadata`` is written last."""
-    saved = Path(checkpoint.directory).glob("iteration-*/.metadata")
-    return checkpoint.resume and any(saved)
+    """Whether a new run would resume from a checkpoint."""
+    found = to_resume(Path(checkpoint.directory))
+    return checkpoint.resume and any(not each.damage for each in found)
 
 
 def _final_message(

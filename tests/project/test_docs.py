@@ -23,7 +23,7 @@ PAGES = [
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|pyi|cpp|hpp|md|yaml|json|svg))`")
-LEFT_BY_A_RUN = {"report.json", "timeline.json"}
+LEFT_BY_A_RUN = {"report.json", "timeline.json", "pipemorph.json"}
 
 
 def prose(name: str) -> str:

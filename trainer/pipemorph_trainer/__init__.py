@@ -15,6 +15,7 @@ from pipemorph_trainer.errors import (
     PeerLostError,
     PipelineError,
     ShapeError,
+    UnwrittenError,
     WaitTimeoutError,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "PipelineError",
     "ShapeError",
     "TrainerContext",
+    "UnwrittenError",
     "WaitTimeoutError",
     "make_mesh",
     "register_function",

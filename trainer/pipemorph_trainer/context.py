@@ -20,6 +20,8 @@ PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without 
                        are kept
 PIPEMORPH_PROGRESS_DIR folder in which the rank counts the iterations that it has finished, for
                        a host that looks for hangs; without it nobody does
+PIPEMORPH_RUN          what all attempts and generations of the job's ranks are called, in
+                       checkpoints; default: the id that torchrun or Slurm gives the job
 PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
 PIPEMORPH_PLACE        number of the place that runs this rank, by which the copies there are
                        found; default: RANK
@@ -85,6 +87,8 @@ class TrainerContext:
     """The place that runs this rank; None: that of its number."""
     progress_dir: Path | None = None
     generation: int = 0
+    run: str = ""
+    """What all lives of the job's ranks are called; empty: this one has no name."""
     places: str | None = None
     """By rank, the place that runs it, as JSON; None: that of its number."""
     layers: str | None = None
@@ -159,6 +163,7 @@ class TrainerContext:
             place=number("PIPEMORPH_PLACE", rank),
             progress_dir=Path(progress_dir) if progress_dir else None,
             generation=number("PIPEMORPH_GENERATION", 0),
+            run=_run(environ),
             places=environ.get("PIPEMORPH_PLACES"),
             layers=environ.get("PIPEMORPH_LAYERS"),
             grace_seconds=_seconds(environ.get("PIPEMORPH_GRACE_SECONDS")),
@@ -235,6 +240,13 @@ class TrainerContext:
     ) -> Coordinate:
         """Where this rank is in :meth:`mesh_shape`. ``held``: its stages."""
         return self.mesh_shape(stages, stages_per_rank, placement).coordinate(self.rank)
+
+
+def _run(environ: Mapping[str, str]) -> str:
+    """What all lives of the ranks of a job are called; empty if nothing says so."""
+    torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
+    given = "" if torchrun == "none" else torchrun
+    return environ.get("PIPEMORPH_RUN") or given or environ.get("SLURM_JOB_ID", "")
 
 
 def _seconds(text: str | None) -> float:

@@ -19,6 +19,11 @@ class PipelineError(PipeMorphError):
     """The pipeline cannot continue. The message says which rank waited for what, and why."""
 
 
+class UnwrittenError(PipelineError):
+    """A checkpoint cannot be written, as on a full disk. Training can go on; ``save`` can be called
+    again."""
+
+
 class WaitTimeoutError(PipelineError):
     """A message missed its deadline. The error names the message, the link and the route."""
 

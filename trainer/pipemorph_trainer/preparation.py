@@ -205,8 +205,8 @@ def prepare(
             for number, module in modules.items()
             for held in held_by(module, coordinate.of(number))
         )
-        if settings.checkpoint is not None:
-            # Its import takes longer than that of torch.
+        if settings.checkpoint is not None and context.attempt == context.generation == 0:
+            # Later it costs the checkpoints, and not the job. The import takes longer than torch's.
             from pipemorph_trainer.state.checkpoint import check_directory
 
             check_directory(Path(settings.checkpoint.directory))

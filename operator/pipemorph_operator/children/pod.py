@@ -248,6 +248,7 @@ def _environment(
         "PIPEMORPH_JOB_FILE": f"{FOLDER}/job/{JOB_FILE}",
         **_args(spec.trainer.args),
         "PIPEMORPH_NAMESPACE": attempt.namespace,
+        "PIPEMORPH_RUN": attempt.uid,
         "PIPEMORPH_ATTEMPT": str(attempt.number),
         "PIPEMORPH_SECRET_FILE": f"{FOLDER}/secret/{SECRET_FILE}",
         "PIPEMORPH_INGEST_URL": config.ingest_url,

@@ -93,8 +93,10 @@ class Checkpoint(SpecModel):
 
     directory: str = Field(min_length=1)
     every: int = Field(ge=1, description="Iterations between checkpoints.")
-    resume: bool = Field(default=True, description="Continue from the newest checkpoint there.")
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep.")
+    resume: bool = Field(
+        default=True, description="Continue from the newest checkpoint there that is not damaged."
+    )
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints of this run to keep.")
     asynchronous: bool = Field(
         default=False,
         alias="async",

@@ -30,8 +30,10 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 class AttemptEnvironment:
     """The addresses and files that the ranks of one generation share. ``kept_dir``: where they
     leave their state for the next one; None: nobody would read it. ``progress_dir``: where they
-    count iterations. ``layout``: where ranks are, and what they hold."""
+    count iterations. ``layout``: where ranks are, and what they hold. ``run``: what all lives of
+    the ranks are called in checkpoints."""
 
+    run: str
     attempt: int
     generation: int
     master_port: int
@@ -70,6 +72,7 @@ def rank_environment(
             "PIPEMORPH_JOB_FILE": str(where.job_file),
             "PIPEMORPH_ARGS": json.dumps(job.spec.trainer.args),
             "PIPEMORPH_NAMESPACE": job.metadata.namespace,
+            "PIPEMORPH_RUN": where.run,
             "PIPEMORPH_ATTEMPT": str(where.attempt),
             "PIPEMORPH_GENERATION": str(where.generation),
             "PIPEMORPH_GRACE_SECONDS": f"{max(0.0, grace_seconds(job) - MARGIN_SECONDS):g}",

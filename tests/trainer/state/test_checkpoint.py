@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from float32_gradients import in_float32, rounding
+from gate import same_bits
 from launch import Ranks, run_ranks
 from pairwise import give_tiers
 from torch import Tensor, nn
 
 from pipemorph.api.sections.trainer import Checkpoint
+from pipemorph.checkpoints import Unfinished
+from pipemorph.errors import InputError
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.errors import UnwrittenError
+from pipemorph_trainer.state.checkpoint_files import _Summed
 
 # Several runs in a test, each with a deadline of its own.
 pytestmark = [pytest.mark.timeout(400)]
@@ -175,11 +182,9 @@ def test_gradients_in_float32_between_steps_of_an_optimizer_without_state(tmp_pa
 
 @pytest.mark.full
 def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
-    stray = tmp_path / "iteration-00000006" / "__7_0.distcp"
-    stray.parent.mkdir()
-    stray.write_text("of a run that was killed while it saved")
+    stray = Unfinished(tmp_path, 6, "killed while it saved")
+    os.close(stray._fd)
     run_ranks(2, entry, str(tmp_path), 7, False)
-    assert not stray.exists()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["iteration-00000004", "iteration-00000006"]
     (tmp_path / "iteration-00000006" / ".metadata").unlink()
@@ -202,19 +207,187 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path)
     assert "/file cannot be written to: File exists" in result.error
 
 
-def entry_with_little_room(context: TrainerContext, folder: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if context.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        entry(context, folder, 4, False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_on_every_rank(tmp_path: Path) -> None:
-    for result in Ranks(2, entry_with_little_room, str(tmp_path)).wait():
-        last = result.error.strip().splitlines()[-1]
+def on_a_bad_disk(context: TrainerContext, folder: str) -> None:
+    """The disk of rank 1 refuses the writes of one checkpoint after another, then some other step
+    of rank 0; the last one is written."""
+    write, finish, made = _Summed.write, Unfinished.finish, Path.mkdir
+    refusals = iter(REFUSALS)
+    module = nn.Linear(WIDTH, WIDTH)
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=MICROBATCHES,
+        checkpoint=Checkpoint(directory=folder, every=1),
+    ) as pipe:  # fmt: skip
+        published = pipe._parts.reporter.publish
+        said: list[str] = []
+
+        def publish(**told: Any) -> None:
+            if told.get("lost_checkpoint"):
+                said.append(str(told["message"]))
+            published(**told)
+
+        pipe._parts.reporter.publish = publish  # type: ignore[method-assign, assignment]
+        x = torch.ones(MICROBATCHES, WIDTH)
+        pipe.step(x, target=x)
+        for number in refusals:
+
+            def refuse(*_: Any, number: int = number, **__: Any) -> Any:
+                raise OSError(number, os.strerror(number))
+
+            if context.rank == 1:
+                _Summed.write = refuse  # type: ignore[method-assign]
+            pipe.step(x, target=x)
+            _Summed.write = write  # type: ignore[method-assign]
+        if context.rank == 0:
+            Unfinished.finish = refuse  # type: ignore[method-assign]
+        pipe.step(x, target=x)
+        Unfinished.finish = finish  # type: ignore[method-assign]
+        if context.rank == 0:
+            Path.mkdir = refuse  # type: ignore[method-assign]
+        pipe.step(x, target=x)
+        with pytest.raises(UnwrittenError, match="rank 0: File too large"):
+            pipe.save()
+        Path.mkdir = made  # type: ignore[method-assign]
+        assert context.rank or not list(Path(folder).iterdir())
+        pipe.step(x, target=x)
+    if context.rank == 0:
+        causes = [f"rank 1: [Errno {n}] {os.strerror(n)}" for n in REFUSALS]
+        causes += ["rank 0: [Errno 27] File too large", "rank 0: File too large"]
+        assert all(cause in text for cause, text in zip(causes, said, strict=True)), said
+        assert len(list(Path(folder).iterdir())) == 2
+
+
+def test_a_disk_that_refuses_costs_the_checkpoint_and_not_the_job(tmp_path: Path) -> None:
+    run_ranks(2, on_a_bad_disk, str(tmp_path))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "flipped": ("__1_0.distcp", flip, "__1_0.distcp has other bytes than were written"),
+    "flipped in rank 0": ("__0_0.distcp", flip, "__0_0.distcp has other bytes than were written"),
+    "cut": ("__0_0.distcp", cut, "__0_0.distcp has"),
+    "empty": ("__1_0.distcp", lambda path: path.write_bytes(b""), "has 0 bytes, and had"),
+    "gone": ("__1_0.distcp", Path.unlink, "__1_0.distcp: No such file"),
+    "metadata flipped": (".metadata", flip, ".metadata has other bytes than were written"),
+    "metadata cut": (".metadata", cut, ".metadata has"),
+    "metadata gone": (".metadata", Path.unlink, ".metadata: No such file"),
+    "manifest gone": ("pipemorph.json", Path.unlink, "its pipemorph.json is missing"),
+    "manifest cut": ("pipemorph.json", cut, "pipemorph.json is damaged"),
+}
+
+
+def from_damaged(context: TrainerContext, folder: str) -> dict[str, tuple[int, str]]:
+    """Resume from the checkpoints in each folder. Returns with which iteration, and why."""
+    found = {}
+    for directory in sorted(Path(folder).iterdir()):
+        module = Layers(context.rank, context.world_size)
+        with Pipeline(
+            module, context=context, loss_fn=nn.functional.mse_loss, microbatches=MICROBATCHES,
+            optimizer=torch.optim.AdamW(module.parameters()),
+            checkpoint=Checkpoint(directory=str(directory), every=99),
+        ) as pipe:  # fmt: skip
+            found[directory.name] = (pipe.start_iteration, pipe._word._resumed.why)
+    return found
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    cut_short: Callable[[bool], tuple[Path, list[float]]], tmp_path: Path
+) -> None:
+    folder, losses = cut_short(False)
+    for name, (file, spoil, _) in DAMAGE.items():
+        shutil.copytree(folder, tmp_path / name)
+        spoil(tmp_path / name / "iteration-00000004" / file)
+    results = run_ranks(2, from_damaged, str(tmp_path))
+    assert results[0] == results[1]
+    for name, (_, _, why) in DAMAGE.items():
+        began, told = results[0][name]
+        assert began == 2 and told.startswith("iteration-00000004 was skipped: "), (name, told)
+        assert why in told, (name, told)
+    # To the bit from there, and the damaged one stays: another run wrote it.
+    again = run_ranks(2, entry, str(tmp_path / "flipped"), 8, False)
+    assert again[0] == (2, losses[2:])
+    assert (tmp_path / "flipped" / "iteration-00000004").exists()
+
+
+@pytest.mark.full
+def test_nothing_begins_anew_if_all_checkpoints_are_damaged(
+    cut_short: Callable[[bool], tuple[Path, list[float]]], tmp_path: Path
+) -> None:
+    shutil.copytree(cut_short(False)[0], tmp_path / "cut")
+    for path in (tmp_path / "cut").glob("*/__0_0.distcp"):
+        flip(path)
+    for result in Ranks(2, entry, str(tmp_path / "cut"), 8, False).wait():
         assert re.search(
-            r"PipelineError: .*/iteration-00000002 cannot be written: rank 1: .*too large", last
+            r"InputError: no checkpoint in .* can be used: iteration-00000004 was skipped: .*;"
+            r" iteration-00000002 was skipped: .*checkpoint.resume: false",
+            result.error,
         ), result.error[-2000:]
+
+
+def misfits(context: TrainerContext, folder: str) -> list[str]:
+    """Why checkpoints of whole models do not fit those of less, and the other way round."""
+    told = []
+
+    def attempt(module: nn.Module, state: dict[str, Any], make: Any = torch.optim.AdamW) -> None:
+        optimizer = make(module.parameters()) if make is not None else None
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        with pytest.raises(InputError, match="does not fit this job: ") as refused:
+            Pipeline(
+                module, context=context, loss_fn=nn.functional.mse_loss, microbatches=1,
+                optimizer=optimizer, state=state,
+                checkpoint=Checkpoint(directory=folder, every=99),
+            )  # fmt: skip
+        told.append(str(refused.value).partition("does not fit this job: ")[2])
+        for name, value in module.state_dict().items():
+            same_bits(value, before[name])
+
+    def layers(count: int, width: int = WIDTH) -> nn.Module:
+        return nn.ModuleDict({str(i): nn.Linear(width, width) for i in range(count)})
+
+    whole = layers(2)
+    given = {"sampler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(whole.parameters()), 1)}
+    with Pipeline(
+        whole, context=context, loss_fn=nn.functional.mse_loss, microbatches=1, state=given,
+        optimizer=torch.optim.AdamW(whole.parameters()),
+        checkpoint=Checkpoint(directory=folder, every=99),
+    ) as pipe:  # fmt: skip
+        pipe._parts.optimizer.step()  # type: ignore[union-attr]
+        pipe.save()
+    attempt(layers(1), given)
+    attempt(layers(3), given)
+    attempt(layers(2, WIDTH + 1), given)
+    attempt(layers(2), given, None)
+    attempt(layers(2), given, torch.optim.SGD)
+    attempt(layers(2), {})
+    attempt(layers(2), {**given, "more": given["sampler"]})
+    frozen = layers(2)
+    frozen["1"].requires_grad_(False)  # type: ignore[index]
+    attempt(frozen, given)
+    return told
+
+
+def test_what_nobody_takes_and_what_nobody_saved_is_refused(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, misfits, str(tmp_path))
+    lacks = "rank 0: the checkpoint lacks "
+    assert told == [
+        "no rank takes model.1.bias and 29 more",
+        f"{lacks}model.2.bias and 29 more",
+        "rank 0: model.0.weight has the shape [7, 7], and had [6, 6]",
+        "no rank takes optimizer.param_groups.0.bias.amsgrad and 55 more",
+        f"{lacks}optimizer.param_groups.0.bias.dampening and 11 more",
+        "no rank has state['sampler']",
+        "the checkpoint lacks state['more']",
+        "no rank takes optimizer.state.1.bias.exp_avg and 5 more",
+    ]

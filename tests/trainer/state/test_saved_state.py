@@ -194,17 +194,13 @@ def ahead(told: Path) -> None:
     Waiting.begin, Parts.close = began, closed  # type: ignore[method-assign]
 
 
-def with_little_room(context: TrainerContext, folder: str, late: int | None = None) -> None:
+def with_a_broken_write(context: TrainerContext, folder: str, late: int | None = None) -> None:
     told = Path(folder) / "told"
     if late is not None:
         (behind if context.rank == late else ahead)(told)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if context.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        train(context, folder, 4, {"asynchronous": True})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        FileSystemWriter.write_data = lambda *_: 1 // 0  # type: ignore[method-assign]
+    train(context, folder, 4, {"asynchronous": True})
 
 
 @pytest.mark.parametrize(
@@ -212,10 +208,27 @@ def with_little_room(context: TrainerContext, folder: str, late: int | None = No
 )
 def test_a_write_that_fails_later_is_told_on_every_rank(late: int | None, tmp_path: Path) -> None:
     """Also if a rank finds it while another one, ``late``, is still in the iteration before."""
-    for result in Ranks(2, with_little_room, str(tmp_path), late).wait():
+    for result in Ranks(2, with_a_broken_write, str(tmp_path), late).wait():
         last = result.error.strip().splitlines()[-1]
         assert "iteration-00000002 cannot be written: rank 1: " in last, result.error[-2000:]
-        assert "too large" in last
+
+
+def with_little_room(context: TrainerContext, folder: str) -> tuple[int, list[float]]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if context.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        return train(context, folder, 4, {"asynchronous": True})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_refuses_later_costs_the_checkpoint(tmp_path: Path) -> None:
+    results = Ranks(2, with_little_room, str(tmp_path)).wait()
+    assert [result.exitcode for result in results] == [0, 0], results[0].error
+    assert results[0].output.count("a checkpoint is lost, and training goes on: ") == 2
+    assert "iteration-00000004 cannot be written: rank 1: " in results[0].output
+    assert not list(tmp_path.iterdir())
 
 
 def accumulated(context: TrainerContext, folder: str) -> dict[str, list[Tensor]]:

@@ -52,6 +52,8 @@ class RankTelemetry:
     rails: Sequence[RailSample] = ()
     ports: int | None = None
     transports: Sequence[TransportSample] = ()
+    lost_checkpoint: bool = False
+    """Whether the disk has refused a checkpoint."""
     report: RankReport | None = None
 
 

@@ -10,20 +10,21 @@ Each rank also saves what its user added, and its random state (:mod:`.extra`).
 During gradient accumulation ``.grad`` is state as well. It is saved where it is not zero, so that a
 resumed run adds to it as an uninterrupted one does.
 
-There is one folder per checkpoint, such as ``iteration-00000040``. torch writes ``.metadata`` last,
-so a folder without it is unfinished and ignored.
+There is one folder per checkpoint, see :mod:`pipemorph.checkpoints`. torch writes ``.metadata``
+last, so a folder without it is unfinished. Files are compared with their checksums before any is
+loaded; if some are damaged, the next older checkpoint is tried.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from pipemorph import checkpoints
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
-from pipemorph_trainer.errors import PipelineError, first_sentence
+from pipemorph_trainer.errors import PipelineError, UnwrittenError, first_sentence
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.executor.waiting import CollectiveWait
+from pipemorph_trainer.state.checkpoint_files import Writer, damage
 from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.names import Names, clash, own_names
 from pipemorph_trainer.state.tied import Holder
@@ -53,12 +56,24 @@ from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
 
+MOST_TRIED = 16
+"""Most checkpoints that are tried if the newest ones are damaged."""
 T = TypeVar("T")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _ITERATION = "pipemorph.iteration"
 _STAGES = "pipemorph.stages"
+_SUMMED = "pipemorph.summed"
+"""Saved where there are checksums: if their file is missing, it is not of an earlier release."""
 _KINDS = ("model.", "gradient.", "optimizer.state.", "optimizer.param_groups.")
 """What the names of values begin with."""
+
+
+class Found(NamedTuple):
+    """``iteration``: to go on with, 0 if there is no checkpoint; ``skipped``: which newer ones were
+    skipped, and why."""
+
+    iteration: int
+    skipped: str
 
 
 class Checkpoints:
@@ -66,8 +81,9 @@ class Checkpoints:
 
     ``stages``: the modules of this rank's stages, or the runners of emulated ones. ``aliases``:
     tied weights of these modules, with their first holder, under whose name they are saved.
-    ``extra``: of the user. ``asked.keep`` finished checkpoints are kept, older ones are deleted.
-    ``wait``: waits for the other ranks before a failed write is raised.
+    ``extra``: of the user. ``asked.keep`` finished checkpoints are kept, older ones of this ``run``
+    are deleted. ``run``: what all lives of its ranks are called; empty: it has one life. ``wait``:
+    waits for the other ranks before a failed write is raised.
     """
 
     def __init__(
@@ -80,14 +96,18 @@ class Checkpoints:
         aliases: Mapping[Holder, Holder],
         extra: Extra,
         wait: CollectiveWait,
+        run: str = "",
     ) -> None:
         self._directory, self._asked, self._world = Path(asked.directory), asked, world
+        self._run = run or uuid.uuid4().hex
         self._extra, self._wait_for = extra, wait
         self._group = world.control
         if asked.asynchronous:
             # Its collectives run in another thread, at any time between those of the control group.
             self._group = world.groups.new(backend="gloo", group_desc="pipemorph checkpoints")
         self._writing: tuple[Path, Future[Any]] | None = None
+        self._unfinished: checkpoints.Unfinished | None = None
+        """The folder of the checkpoint that is being written, on rank 0."""
         self._modules = {s: each for s, each in stages.items() if isinstance(each, nn.Module)}
         self._emulated = {s: each for s, each in stages.items() if isinstance(each, EmulatedRunner)}
         # With a number before each name, so that one optimizer may have the parameters of all.
@@ -98,6 +118,9 @@ class Checkpoints:
         """The key in a checkpoint of each value of this rank."""
         self._prefixed = bool(self._modules) and self._share_names()
         """Whether names get the stage as a prefix."""
+        if world.coordinate.rank == 0:
+            with _best_effort("delete unfinished checkpoints"):
+                checkpoints.sweep(self._directory, self._run)
 
     def _share_names(self) -> bool:
         """Whether two stages of the pipeline have a tensor of the same name."""
@@ -115,15 +138,12 @@ class Checkpoints:
         """Write a checkpoint to be resumed at ``iteration``; returns its folder.
 
         An asynchronous one is copied to host memory here, and written by a thread: it counts as
-        finished when all ranks have written it. Raises :class:`PipelineError` on all ranks if one
-        of them cannot write it, or could not write the one before.
+        finished when all ranks have written it. Raises :class:`UnwrittenError` on all ranks if the
+        disk of one of them refuses it, or refused the one before, and :class:`PipelineError` if it
+        cannot be written for another reason.
         """
         self.finish()
-        folder = self._directory / f"iteration-{iteration:08d}"
-        if self._world.coordinate.rank == 0:
-            # One of an earlier run would count as finished even if half overwritten. Rank 0 also
-            # plans what each rank writes, so no rank writes before this.
-            _remove(folder)
+        folder = self._make_folder(iteration)
         state = self._state() | {
             name: parameter.grad
             for name, parameter in self._gradients()
@@ -131,17 +151,66 @@ class Checkpoints:
         }
         state[_ITERATION] = torch.tensor(iteration)
         state[_STAGES] = torch.tensor(self._world.coordinate.stages if self._prefixed else 0)
+        state[_SUMMED] = torch.tensor(1)
         state |= self._extra.pack()
-        with _named(folder):
+        writer = Writer(folder, self._unfinished)
+        with self._ending_in(folder):
             if self._asked.asynchronous:
                 written: Any = state_dict_saver.async_save(
-                    state, checkpoint_id=folder, process_group=self._group
+                    state, storage_writer=writer, process_group=self._group
                 )
                 self._writing = folder, written
                 return folder
-            state_dict_saver.save(state, checkpoint_id=folder, process_group=self._group)
-        self._remove_old()
+            state_dict_saver.save(state, storage_writer=writer, process_group=self._group)
+        self._finished()
         return folder
+
+    def _make_folder(self, iteration: int) -> Path:
+        """Make the folder, on rank 0. Raises :class:`UnwrittenError` on all ranks if that is not
+        possible."""
+        told = ("", "")
+        if self._world.coordinate.rank == 0:
+            try:
+                self._unfinished = checkpoints.Unfinished(self._directory, iteration, self._run)
+                told = (str(self._unfinished.folder), "")
+            except OSError as error:
+                told = ("", f"rank 0: {error.strerror}")
+        folder, why = self._world.share(told, tuple[str, str])
+        if why:
+            raise UnwrittenError(
+                f"the checkpoint of iteration {iteration} cannot be written to {self._directory}:"
+                f" {why}"
+            )
+        return Path(folder)
+
+    @contextmanager
+    def _ending_in(self, folder: Path) -> Iterator[None]:
+        """Name the folder, and the first rank that failed, in errors of writing it."""
+        try:
+            yield
+        except (CheckpointException, RuntimeError) as error:
+            self._close()
+            kind, why = PipelineError, first_sentence(error)
+            if isinstance(error, CheckpointException):
+                rank, (cause, _) = next(iter(error.failures.items()))
+                why = f"rank {rank}: {first_sentence(cause)}"
+                if all(isinstance(each, OSError) for each, _ in error.failures.values()):
+                    kind = UnwrittenError
+            raise kind(f"{folder} cannot be written: {why}") from error
+
+    def _close(self) -> None:
+        """Nothing is being written any more, on this rank."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            with _best_effort(f"delete {unfinished.folder}, which is not finished"):
+                unfinished.close()
+
+    def _finished(self) -> None:
+        """All ranks have written the checkpoint."""
+        self._close()
+        if self._world.coordinate.rank == 0:
+            with _best_effort("delete older checkpoints"):
+                checkpoints.remove_old(self._directory, self._run, self._asked.keep)
 
     @property
     def writing(self) -> Path | None:
@@ -149,18 +218,17 @@ class Checkpoints:
         return None if self._writing is None else self._writing[0]
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is finished. Raises
-        :class:`PipelineError` on all ranks if one of them cannot write it."""
+        """Wait until the checkpoint that is being written is finished. Raises as :meth:`save`."""
         if self._writing is None:
             return
         (folder, written), self._writing = self._writing, None
-        with _named(folder):
+        with self._ending_in(folder):
             try:
                 written.result()
             except CheckpointException:
                 self._meet(folder)
                 raise
-        self._remove_old()
+        self._finished()
 
     def _meet(self, folder: Path) -> None:
         """Wait until all ranks know that a checkpoint cannot be written. Each finds that at the
@@ -173,60 +241,130 @@ class Checkpoints:
             # What is raised is why the write failed, whoever is lost besides.
             log.warning("%s", error)
 
-    def _remove_old(self) -> None:
-        if self._world.coordinate.rank == 0:
-            for old in self._finished()[: -self._asked.keep]:
-                _remove(old)
-
     def newest(self) -> int:
-        """The iteration of the newest finished checkpoint that this rank sees; 0 without one."""
-        finished = self._finished()
-        return int(finished[-1].name.removeprefix("iteration-")) if finished else 0
+        """The iteration of the newest checkpoint of this run that looks whole; 0 without one."""
+        found = checkpoints.to_resume(self._directory, self._run)
+        return next((e.iteration for e in found if e.is_of(self._run) and not e.damage), 0)
 
-    def resume(self) -> int:
-        """Load the newest finished checkpoint; returns the iteration to continue with, 0 if there
-        is none.
+    def resume(self) -> Found:
+        """Load the newest checkpoint that is not damaged.
 
-        Raises :class:`InputError` if it does not fit the module or the number of stages.
+        Raises :class:`InputError` if all are damaged, or if the newest that is not does not fit
+        the module, the optimizer, ``state=`` or the number of stages.
         """
-        newest = None
-        if self._world.coordinate.rank == 0 and (finished := self._finished()):
-            newest = finished[-1]
-        folder = self._world.share(newest, Path | None)
-        if folder is None:
-            return 0
-        marks: dict[str, Any] = {_ITERATION: torch.tensor(0), _STAGES: torch.tensor(0)}
-        state_dict_loader.load(marks, checkpoint_id=folder, process_group=self._world.control)
-        stages = int(marks[_STAGES])
-        if stages not in (0, self._world.coordinate.stages):
+        known: list[Path] = []
+        if self._world.coordinate.rank == 0:
+            known = [e.folder for e in checkpoints.to_resume(self._directory, self._run)]
+        skipped: list[tuple[Path, str]] = []
+        for folder in self._world.share(known[:MOST_TRIED], list[Path]):
+            loaded = self._load(folder)
+            if not isinstance(loaded, str):
+                return Found(loaded, checkpoints.named(skipped))
+            skipped.append((folder, loaded))
+            if self._world.coordinate.rank == 0:
+                log.warning("checkpoints: %s", checkpoints.named(skipped[-1:]))
+        if skipped:
             raise InputError(
-                f"{folder} was saved by {stages} stages that share parameter names; resume with "
-                f"{stages} stages, not {self._world.coordinate.stages}"
+                f"no checkpoint in {self._directory} can be used: {checkpoints.named(skipped)};"
+                " mend or move them, or begin anew with checkpoint.resume: false"
             )
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        gradients = [(name, p) for name, p in self._gradients() if name in saved]
-        state = self._state() | {name: zero_grad(p) for name, p in gradients}
-        moments = [k for name, k in self._keys.items() if name.startswith("optimizer.state.")]
-        stepped = not moments or any(name in saved for name in moments)
-        if not stepped:
-            # Saved before the optimizer's first step: those that `_state` made count one too many.
-            for name in {*moments}:
-                del state[name]
+        return Found(0, "")
+
+    def _load(self, folder: Path) -> int | str:
+        """Load a checkpoint. Returns the iteration to go on with, or how it is damaged, the same
+        on all ranks. Raises :class:`InputError` on all ranks if it does not fit."""
+        saved, why = self._examine(folder)
+        if why := self._first(why):
+            return why
         try:
-            state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)
+            marks: dict[str, Any] = {_ITERATION: torch.tensor(0), _STAGES: torch.tensor(0)}
+            self._read(marks, folder)
+            stages = int(marks[_STAGES])
+            if stages not in (0, self._world.coordinate.stages):
+                raise InputError(
+                    f"{folder} was saved by {stages} stages that share parameter names; resume with"
+                    f" {stages} stages, not {self._world.coordinate.stages}"
+                )
+            gradients = [(name, p) for name, p in self._gradients() if name in saved]
+            state = self._state() | {name: zero_grad(p) for name, p in gradients}
+            moments = [k for name, k in self._keys.items() if name.startswith("optimizer.state.")]
+            stepped = not moments or any(name in saved for name in moments)
+            if not stepped:
+                # Saved before the optimizer's first step: those that `_state` made count one too
+                # many.
+                for name in {*moments}:
+                    del state[name]
+            packed = self._extra.chosen(saved)
+            if misfit := self._misfit(state, saved):
+                raise InputError(f"{folder} does not fit this job: {misfit}")
+            self._read(whole := {**state, **packed}, folder)
         except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise InputError(f"{folder} does not fit this job: {first}") from error
-        self._restore(state, stepped=stepped)
-        for parameter, grad in _of_each([(p, name) for name, p in gradients], state):
+            rank, (cause, _) = next(iter(error.failures.items()))
+            return f"rank {rank} cannot load it: {first_sentence(cause)}"
+        self._restore(whole, stepped=stepped)
+        for parameter, grad in _of_each([(p, name) for name, p in gradients], whole):
             parameter.grad = grad
-        packed = self._extra.chosen(saved)
-        state_dict_loader.load(packed, checkpoint_id=folder, process_group=self._world.control)
-        self._extra.unpack(packed)
+        self._extra.unpack({key: whole[key] for key in packed})
         return int(marks[_ITERATION])
 
-    def _finished(self) -> list[Path]:
-        return sorted(path.parent for path in self._directory.glob("iteration-*/.metadata"))
+    def _read(self, state: dict[str, Any], folder: Path) -> None:
+        state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)
+
+    def _first(self, why: str) -> str:
+        """The reason of the first rank that has one, the same on all."""
+        told = self._world.tell_all(why, str)
+        return next((f"rank {rank}: {each}" for rank, each in enumerate(told) if each), "")
+
+    def _examine(self, folder: Path) -> tuple[Mapping[str, Any], str]:
+        """What a checkpoint holds, by name, and how it is damaged as far as this rank sees."""
+        seen = checkpoints.read(folder)
+        if seen is None:
+            return {}, "it is gone"
+        manifest = seen.manifest
+        if seen.damage:
+            return {}, seen.damage
+        if manifest is not None:
+            control = self._world.control
+            why = damage(folder, manifest, dist.get_rank(control), dist.get_world_size(control))
+            if why:
+                return {}, why
+        try:
+            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as error:  # noqa: BLE001  Unpickling damaged bytes raises anything.
+            return {}, f"{checkpoints.FINISHED}: {first_sentence(error)}"
+        if manifest is None and _SUMMED in saved:
+            return {}, f"its {checkpoints.MANIFEST} is missing"
+        if manifest is None and self._world.coordinate.rank == 0:
+            log.warning("%s has no checksums: it is loaded as it is", folder)
+        return saved, ""
+
+    def _misfit(self, state: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+        """Why a checkpoint does not fit the job, the same on all ranks; empty if it does."""
+        lacking = sorted(name for name in state if name not in saved)
+        why = f"the checkpoint lacks {_some(lacking)}" if lacking else ""
+        for name, value in () if why else state.items():
+            size = getattr(saved[name], "size", None)
+            if isinstance(value, Tensor) and size is not None and size != value.shape:
+                why = f"{name} has the shape {[*value.shape]}, and had {[*size]}"
+                break
+        if why := self._first(why):
+            return why
+        names = sorted(saved)
+        taken = torch.tensor([name in state for name in names], dtype=torch.uint8)
+        dist.all_reduce(taken, dist.ReduceOp.MAX, group=self._world.control)
+        left = [
+            name
+            for name, some in zip(names, taken.tolist(), strict=True)
+            # What ranks of another mesh saved beside the model is theirs.
+            if not some and not name.startswith(("pipemorph.", "emulated."))
+        ]
+        if left:
+            return f"no rank takes {_some(left)}"
+        before = self._extra.saved_names(saved)
+        now = {n for each in self._world.tell_all(self._extra.names, list[str]) for n in each}
+        if only := before - now:
+            return f"no rank has state[{min(only)!r}]"
+        return f"the checkpoint lacks state[{min(only)!r}]" if (only := now - before) else ""
 
     def _state(self) -> dict[str, Any]:
         if self._emulated:
@@ -382,20 +520,14 @@ def _assign_zeros(parameters: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    """Name the folder, and the first rank that failed, in errors of writing it."""
+def _best_effort(what: str) -> Iterator[None]:
+    """Warn if the disk does not allow what no checkpoint depends on."""
     try:
         yield
-    except CheckpointException as error:
-        rank, (why, _) = next(iter(error.failures.items()))
-        raise PipelineError(
-            f"{folder} cannot be written: rank {rank}: {first_sentence(why)}"
-        ) from error
-    except RuntimeError as error:
-        raise PipelineError(f"{folder} cannot be written: {first_sentence(error)}") from error
+    except OSError as error:
+        log.warning("checkpoints: cannot %s: %s", what, error)
 
 
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint, first the file that marks it as finished."""
-    (folder / ".metadata").unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+def _some(names: Collection[str]) -> str:
+    more = len(names) - 1
+    return min(names) + (f" and {more} more" if more else "")

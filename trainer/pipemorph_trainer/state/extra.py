@@ -61,6 +61,20 @@ class Extra:
         """See :func:`~.users.follow_groups`."""
         follow_groups(self._state)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the user's objects."""
+        return sorted(self._state)
+
+    def saved_names(self, saved: Collection[str]) -> set[str]:
+        """The names of such objects, of all ranks, in a checkpoint with these keys."""
+        mine = f"{_STATE}."
+        return {
+            key.removeprefix(mine).rsplit(".", len(DIMENSIONS))[0]
+            for key in saved
+            if key.startswith(mine)
+        }
+
     def mark(self) -> None:
         """Take what drawing the next batch changes, before it is drawn."""
         self._marked_random = self._random()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Literal, NoReturn
 
 from pipemorph.errors import PipeMorphError
-from pipemorph_trainer.errors import BatchError, PipelineError
+from pipemorph_trainer.errors import BatchError, PipelineError, UnwrittenError
 from pipemorph_trainer.steps.leaving import Departure
 from pipemorph_trainer.steps.parts import Parts
 
@@ -57,10 +57,10 @@ class Ending:
     @contextmanager
     def failing(self) -> Iterator[None]:
         """Context of everything that waits for other ranks: an error ends the pipeline, unless it
-        only refuses a batch."""
+        only refuses a batch or a checkpoint."""
         try:
             yield
-        except BatchError:
+        except (BatchError, UnwrittenError):
             raise
         except Exception as error:
             told = self._parts.failures.behind(error)

@@ -80,7 +80,7 @@ class Leaving:
         assert checkpoints is not None, "only a rank that can save waits for it after a SIGTERM"
         if self._saving.saved != iteration:
             self._saving.save(checkpoints, iteration)
-        self._saving.finish_writing()
+        self._saving.finish_writing(needed=True)
         self._last_word.saved = True
         return Departure(
             f"saved the checkpoint of iteration {iteration}, since a rank was asked to end",

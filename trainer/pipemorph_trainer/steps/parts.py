@@ -242,7 +242,7 @@ class Parts:
             )
         )  # fmt: skip
         self._split = context.split(self.coordinate.mesh.stages)
-        self._generation = context.generation
+        self._generation, self._run = context.generation, context.run
         self._place = context.rank if context.place is None else context.place
         self.extra = Extra(self.state, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
@@ -324,6 +324,7 @@ class Parts:
             aliases=aliases,
             extra=self.extra,
             wait=self.wait_for,
+            run=self._run,
         )
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
@@ -348,7 +349,8 @@ class Parts:
         elif self.keeper is not None:
             self.keeper.clear()
         if checkpoints is not None:
-            iteration = checkpoints.resume()
+            iteration, skipped = checkpoints.resume()
+            why = "; ".join(filter(None, (why, skipped)))
         if self.keeper is not None:
             self.keeper.began_with(iteration)
         return Resumed(iteration, "checkpoint" if iteration else "beginning", why)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipemorph_trainer.errors import UnwrittenError
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.steps.parts import Parts
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
+
+log = logging.getLogger("pipemorph.trainer")
 
 
 class Saving:
@@ -25,6 +29,7 @@ class Saving:
         if resumed.from_memory and resumed.iteration > 0:
             # If a checkpoint of this iteration is due, it may not have been finished.
             self.saved -= 1
+        self._tried = self.saved
         self.synchronized = True
         """Whether the gradients of the last step were averaged over replicas."""
 
@@ -57,30 +62,51 @@ class Saving:
         step."""
         checkpoints = self._parts.checkpoints
         if checkpoints is not None and self.synchronized and self._due(iteration):
-            self.save(checkpoints, iteration)
+            self._tried = iteration
+            try:
+                self.save(checkpoints, iteration)
+            except UnwrittenError as error:
+                self._lose(error)
 
     def save(self, checkpoints: Checkpoints, iteration: int) -> Path:
-        """Save a checkpoint of the state before ``iteration``. Collective. Returns its folder."""
+        """Save a checkpoint of the state before ``iteration``. Collective. Returns its folder.
+        Raises as :meth:`Checkpoints.save`."""
         parts = self._parts
         self.finish_writing()
-        self.saved = iteration
         parts.waiting.begin(f"all ranks to save the checkpoint of iteration {iteration}")
         if parts.replicas is not None:
             # Each replica writes a part of the checkpoint.
             parts.replicas.share_buffers()
-        folder = checkpoints.save(iteration)
-        parts.waiting.end()
+        try:
+            folder = checkpoints.save(iteration)
+        finally:
+            parts.waiting.end()
+        self.saved = self._tried = iteration
         return folder
 
-    def finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written, if any."""
+    def finish_writing(self, *, needed: bool = False) -> None:
+        """Wait for the checkpoint that is being written, if any. ``needed``: raises
+        :class:`UnwrittenError` if the disk refuses it, as nothing goes on."""
         checkpoints, waiting = self._parts.checkpoints, self._parts.waiting
         if checkpoints is not None and checkpoints.writing is not None:
             waiting.begin(f"all ranks to write {checkpoints.writing}")
-            checkpoints.finish()
-            waiting.end()
+            try:
+                checkpoints.finish()
+            except UnwrittenError as error:
+                if needed:
+                    raise
+                self._lose(error)
+            finally:
+                waiting.end()
+
+    def _lose(self, error: UnwrittenError) -> None:
+        """Say that there is no such checkpoint. Training goes on."""
+        if self._parts.coordinate.rank == 0:
+            text = f"a checkpoint is lost, and training goes on: {error}"
+            log.warning("%s", text)
+            self._parts.reporter.publish(message=text, lost_checkpoint=True)
 
     def _due(self, iteration: int) -> bool:
         """Whether a checkpoint is due before an iteration."""
         asked = self._parts.settings.checkpoint
-        return asked is not None and iteration // asked.every > self.saved // asked.every
+        return asked is not None and iteration // asked.every > self._tried // asked.every

@@ -105,6 +105,10 @@ class RankMetrics:
             "reduction_waited_seconds", "Time that this rank waited for it after its last op."
         )
         self._reduction_bytes = counter("reduction_bytes", "Gradients reduced.")
+        self._lost = counter(
+            "lost_checkpoints", "Checkpoints that the disk refused; rank 0 counts those of all."
+        )
+        self._lost.labels(**who)
         self._wire = gauge(
             "link_wire_seconds",
             "First byte out to whole at the receiver: median of the newest window, with what is "
@@ -181,6 +185,7 @@ class RankMetrics:
             self._offloaded_bytes.labels(**self._who).inc(offloaded.bytes)
             self._offload_seconds.labels(**self._who).inc(offloaded.seconds)
             self._host_memory.labels(**self._who).set(offloaded.host_bytes)
+        self._lost.labels(**self._who).inc(telemetry.lost_checkpoint)
         reduced = telemetry.reduction
         if reduced is not None:
             self._reduction_seconds.labels(**self._who).set(reduced.seconds)

@@ -160,6 +160,7 @@ class Reporter:
         reduction: ReductionSample | None = None,
         ops: OpsTrace | None = None,
         message: str | None = None,
+        lost_checkpoint: bool = False,
     ) -> None:
         """Judge all link samples so far, and publish what has changed."""
         now = self._published_at = monotonic()
@@ -200,6 +201,7 @@ class Reporter:
             rails=rails,
             ports=self._rails.ports,
             transports=transports,
+            lost_checkpoint=lost_checkpoint,
         )
         rank = self._coordinate.rank
         sent = (self.state, self.applied if rank == 0 else 0)
