@@ -24,6 +24,19 @@ def processors(root: Path = CGROUPS, own: Path = CGROUP) -> float:
     return most
 
 
+def memory_room(root: Path = CGROUPS, own: Path = CGROUP) -> int | None:
+    """Bytes that this process may take in addition before a group reaches its limit, counting what
+    the kernel can take back of its file cache; None if there is no limit."""
+    rooms = []
+    for group in _groups(root, own):
+        limit, used = (_read(group / f"memory.{name}").strip() for name in ("max", "current"))
+        if limit.isdecimal() and used.isdecimal():
+            lines = _read(group / "memory.stat").splitlines()
+            idle = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            rooms.append(int(limit) - int(used) + idle)
+    return min(rooms, default=None)
+
+
 def memory_limit(root: Path = CGROUPS, own: Path = CGROUP) -> int | None:
     """The least memory limit of the groups, bytes; None if there is none."""
     limits = (_read(group / "memory.max").strip() for group in _groups(root, own))

@@ -280,6 +280,31 @@ def test_the_least_limit_of_all_control_groups_counts(
     assert (cgroup.processors(root, mine), cgroup.memory_limit(root, mine)) == limits
 
 
+@pytest.mark.parametrize(
+    ("own", "groups", "room"),
+    [
+        ("0::/", {"": ("max", 7, 0)}, None),
+        ("0::/", {"": (100, 70, 20)}, 50),
+        # Of Slurm and systemd: below the root, of the process or above it.
+        ("0::/slurm/job/step", {"slurm/job": (100, 70, 0), "slurm/job/step": ("max", 60, 0)}, 30),
+        ("0::/user.slice/run.scope", {"user.slice/run.scope": (50, 60, 5), "": (900, 1, 0)}, -5),
+        ("0::/a/b", {"a": (100, 10, 0), "a/b": (80, 10, 0), "": ("max", 10, 0)}, 70),
+        ("0::/a", {"b": (1, 1, 0)}, None),
+        ("4:memory:/a", {"a": (1, 1, 0)}, None),
+    ],
+)
+def test_room_is_that_of_the_group_that_has_least(
+    own: str, groups: dict[str, tuple[int | str, int, int]], room: int | None, tmp_path: Path
+) -> None:
+    root, mine = tmp_path / "groups", tmp_path / "own"
+    put(mine, own)
+    for name, (limit, used, idle) in groups.items():
+        put(root / name / "memory.max", limit)
+        put(root / name / "memory.current", used)
+        put(root / name / "memory.stat", f"anon 5\ninactive_file {idle}\nactive_file 9")
+    assert cgroup.memory_room(root, mine) == room
+
+
 def test_memory_is_that_of_the_host_or_less(tmp_path: Path) -> None:
     whole = host.memory_bytes(tmp_path)
     assert whole > 1 << 20

@@ -78,6 +78,14 @@ def test_no_copy(tmp_path: Path) -> None:
     assert Copy.open(path) is None
 
 
+@pytest.mark.parametrize(("group", "room"), [(4097, 4097), (-5, 0)])
+def test_room_is_not_more_than_that_of_the_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, room: int
+) -> None:
+    monkeypatch.setattr(copies, "memory_room", lambda: group)
+    assert copies.room(tmp_path / "copy") == room
+
+
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "room", lambda folder: 140_031)
     with pytest.raises(OSError, match="takes 70,016 bytes, more than half of the 140,031 bytes"):

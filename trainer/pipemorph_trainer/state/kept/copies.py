@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipemorph.discovery.cgroup import memory_room
+
 _MAGIC = b"PMKEPT\x00\x01"
 _HEAD = struct.Struct("<8s6Q")
 """Magic, whole, length of the mark, of the form, room for the object, length of the object, total
@@ -203,20 +205,16 @@ def remove(path: Path) -> None:
 
 def room(path: Path) -> int:
     """Bytes that a file in memory can have: within its file system, the machine and the control
-    group, which would kill a process that takes more."""
+    groups, which would kill a process that takes more."""
     found = os.statvfs(path.parent)
     left = [found.f_bavail * found.f_frsize]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
         left.append(int(available.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        # "max" is no number: then there is no limit.
-        most = int((group / "memory.max").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
-        idle = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        left.append(most - int((group / "memory.current").read_text()) + idle)
+    within_groups = memory_room()
+    if within_groups is not None:
+        left.append(within_groups)
     return max(0, min(left))
 
 
