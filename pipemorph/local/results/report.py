@@ -44,6 +44,8 @@ REASONS = {
     End.MOVED: "LayoutChanged",
 }
 """Of conditions, for programs."""
+LEFT_OUT = "(not in the report)"
+"""Value of each variable of the job's pods in a report."""
 SHOWN_SECONDS = 0.1
 """Least time saved or lost by adaptations that the last line of a run names."""
 
@@ -234,7 +236,7 @@ class RunRecord:
 
     def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
         """The report as JSON data."""
-        return self.job.model_dump(mode="json", by_alias=True, exclude_none=True) | {
+        return _without_values(self.job) | {
             "status": self.status().model_dump(mode="json", by_alias=True, exclude_none=True),
             "completed": self.completed,
             "end": self.ending.end.value,
@@ -305,9 +307,23 @@ COMPARED = 20
 
 
 def write_report(folder: OutFolder, run: RunRecord) -> None:
-    """Write ``report.json`` atomically."""
+    """Write ``report.json`` atomically, also where somebody has removed its folder."""
+    folder.root.mkdir(parents=True, exist_ok=True)
     content = run.content(read_faults(folder.trace), read_splits(folder.trace))
     write_json(folder.report, content, indent=1)
+
+
+def _without_values(job: PipeMorphJob) -> dict[str, Any]:
+    """The job as JSON data. Values of variables of its pods, which may be secrets, are left out:
+    reports are passed on."""
+    found = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    pod = (found["spec"].get("template") or {}).get("spec") or {}
+    for kind in ("containers", "initContainers", "ephemeralContainers"):
+        for container in pod.get(kind) or []:
+            for variable in container.get("env") or []:
+                if "value" in variable:
+                    variable["value"] = LEFT_OUT
+    return found
 
 
 def _moment(seconds: float) -> str:

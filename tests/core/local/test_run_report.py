@@ -42,6 +42,28 @@ def test_the_summary_counts_iterations_of_earlier_runs() -> None:
     assert run.summary().startswith(f"interrupted: 2 of {wanted} iterations, median")
 
 
+def test_values_of_variables_are_not_in_the_report(tmp_path: Path) -> None:
+    def pods(value: str) -> dict[str, list[dict[str, object]]]:
+        kinds = ("containers", "initContainers", "ephemeralContainers")
+        reference = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
+        env = [{"name": "HF_TOKEN", "value": value}, {"name": "EMPTY"}, reference]
+        return {kind: [{"name": "trainer", "env": env}, {"name": kind}] for kind in kinds}
+
+    found = job().model_dump(by_alias=True, exclude_none=True)
+    found["spec"]["template"] = {"spec": pods("hf_secret")}
+    run = RunRecord(PipeMorphJob.model_validate(found), 1.0)
+    run.begin_attempt(1.0).end(Ending(End.COMPLETED), 2.0)
+    run.finish(Ending(End.COMPLETED), [], [])
+    with OutFolder.claim(tmp_path / "out", force=False) as folder:
+        write_report(folder, run)
+    text = folder.report.read_text()
+    assert "hf_secret" not in text
+    report = json.loads(text)
+    assert report["spec"]["template"]["spec"] == pods("(not in the report)")
+    assert "hf_secret" in run.job.model_dump_json(), "ranks get it"
+    explain_job(report)
+
+
 def test_the_summary_says_what_adapting_has_saved() -> None:
     run = RunRecord(job(), 1.0)
     run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=12.34, change_seconds=1.0)])
