@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipemorph.exits import leave_file, stay_file
+from pipemorph.local.processes.locked import TemporaryFolder
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -41,11 +41,14 @@ class KeptFolder:
     """A folder of mode 0700. Call :meth:`remove` at the end of the job."""
 
     root: Path
+    made: TemporaryFolder | None = None
+    """None: it was there before."""
 
     @staticmethod
     def make() -> KeptFolder:
         """Raises OSError if there is no file system in memory that can be written."""
-        return KeptFolder(Path(tempfile.mkdtemp(prefix="pipemorph-kept-", dir=SHARED_MEMORY)))
+        made = TemporaryFolder("kept", SHARED_MEMORY)
+        return KeptFolder(made.root, made)
 
     def resumed(self, generation: int) -> Resumed | None:
         """What the ranks of a generation have left word of; None if of nothing."""
@@ -83,12 +86,13 @@ class KeptFolder:
         (self.root / stay_file(generation)).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove what is kept. Call it when no rank is running."""
+        """Remove what is kept. Call it when no rank is running. Raises OSError."""
         for path in self.root.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+    def remove(self) -> bool:
+        """Whether it is gone."""
+        return self.made is None or self.made.remove()

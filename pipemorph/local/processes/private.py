@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.local.processes.locked import TemporaryFolder
 
 SECRET_BYTES = 32
 
@@ -18,12 +18,12 @@ SECRET_BYTES = 32
 class PrivateFolder:
     """A folder of mode 0700 with files of mode 0600. Call :meth:`remove` at the end."""
 
-    root: Path
+    folder: TemporaryFolder
 
     @staticmethod
     def make(job: PipeMorphJob, token: str) -> PrivateFolder:
         """Create a folder with a new random secret. Raises OSError if it cannot be written."""
-        folder = PrivateFolder(Path(tempfile.mkdtemp(prefix="pipemorph-run-")))
+        folder = PrivateFolder(TemporaryFolder("run", Path(tempfile.gettempdir())))
         try:
             _write(folder.secret, secrets.token_bytes(SECRET_BYTES))
             _write(folder.token, token.encode())
@@ -32,6 +32,10 @@ class PrivateFolder:
             folder.remove()
             raise
         return folder
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
 
     @property
     def secret(self) -> Path:
@@ -45,8 +49,8 @@ class PrivateFolder:
     def job(self) -> Path:
         return self.root / "job.json"
 
-    def remove(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+    def remove(self) -> bool:
+        return self.folder.remove()
 
 
 def _write(path: Path, content: bytes) -> None:

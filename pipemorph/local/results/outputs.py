@@ -1,51 +1,75 @@
 """The folder for the results of a run.
 
 A folder with results of an earlier run is rejected, unless ``--force`` is given; then only the
-files of that run are deleted. Other files are never touched.
+files of that run are deleted. Other files are never touched. A lock keeps every other run out until
+the end, where the file system has locks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
+from pipemorph.local.processes.locked import lock
 
+LOCK = ".lock"
 OUTPUTS = ("report.json", "timeline.json", "timeline.png", "logs", "trace")
 
 
 @dataclass(frozen=True)
 class OutFolder:
-    """Paths of everything a run writes."""
+    """Paths of everything a run writes. A context manager: the folder is locked until its end."""
 
     root: Path
+    lock: int = -1
+    """Descriptor of the lock file; -1: there is none."""
+
+    def __enter__(self) -> OutFolder:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.lock >= 0:
+            with contextlib.suppress(OSError):
+                (self.root / LOCK).unlink(missing_ok=True)
+            os.close(self.lock)
 
     @staticmethod
     def claim(root: Path, *, force: bool) -> OutFolder:
-        """Prepare ``root`` for a run. Raises :class:`InputError` if it has an earlier run and not
-        ``force``, or if it cannot be written."""
+        """Prepare ``root`` for a run. Raises :class:`InputError` if another run uses it, if it has
+        an earlier run and not ``force``, or if it cannot be written."""
         try:
-            held = [name for name in OUTPUTS if (root / name).exists()]
+            made = not root.exists()
+            root.mkdir(parents=True, exist_ok=True)
+            folder = OutFolder(root, _locked(root / LOCK))
         except OSError as error:
             raise InputError(f"--out {shown(root)} cannot be used: {error.strerror}") from None
-        if held and not force:
-            raise InputError(
-                f"--out {root} holds an earlier run ({', '.join(held)}); choose another folder, "
-                f"or replace that run with --force"
-            )
-        folder = OutFolder(root)
         try:
+            held = [name for name in OUTPUTS if (root / name).exists()]
+            if held and not force:
+                raise InputError(
+                    f"--out {root} holds an earlier run ({', '.join(held)}); choose another "
+                    f"folder, or replace that run with --force"
+                )
             for name in held:
                 _remove(root / name)
-            folder.logs.mkdir(parents=True)
+            folder.logs.mkdir()
             folder.trace.mkdir()
-        except OSError as error:
+        except (OSError, InputError) as error:
             with contextlib.suppress(OSError):
                 folder.logs.rmdir()
+            folder.__exit__()
+            if made:
+                with contextlib.suppress(OSError):
+                    root.rmdir()
+            if isinstance(error, InputError):
+                raise
             where = f" ({error.filename})" if error.filename else ""
             raise InputError(
                 f"--out {shown(root)} cannot be used: {error.strerror}{where}"
@@ -72,6 +96,10 @@ class OutFolder:
     def trace(self) -> Path:
         return self.root / "trace"
 
+    @property
+    def host_log(self) -> Path:
+        return self.logs / "host.log"
+
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
@@ -97,6 +125,33 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def _locked(path: Path) -> int:
+    """A descriptor of the lock file, which is locked; -1 if the file system has no locks. Raises
+    :class:`InputError` if another run has it, OSError if it cannot be made."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            free = lock(descriptor)
+        except OSError:
+            os.close(descriptor)
+            return -1
+        if not free:
+            owner = one_line(os.pread(descriptor, 200, 0).decode(errors="replace"))
+            os.close(descriptor)
+            raise InputError(
+                f"--out {shown(path.parent)} is used by another run ({owner}), also with --force; "
+                "choose another folder, or end that run"
+            )
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(
+                    descriptor, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0
+                )
+                return descriptor
+        os.close(descriptor)  # The run that had it has just removed it.
 
 
 def _remove(path: Path) -> None:
