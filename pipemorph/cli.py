@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import NoReturn
 
 from pipemorph import __version__
-from pipemorph.commands.emit import silence_stdout
 from pipemorph.errors import InputError, one_line
 from pipemorph.removed import ARGUMENTS, removal
 from pipemorph.removed import COMMANDS as REMOVED_COMMANDS
+from pipemorph.streams import open_closed, silence
 
 # Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of the given
 # subcommand is imported, so that `plan` does not load the imports of `run`.
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "pipemorph") -> int:
     """Run one subcommand. Returns the exit status: 2 for invalid input. ``prog``: how the user
     calls it."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    open_closed()
     if sys.stdout is None:
         print(f"{prog}: standard output is closed; redirect it to /dev/null", file=sys.stderr)
         return 2
@@ -83,7 +84,7 @@ def _run(arguments: list[str], prog: str) -> int:
         return 2
     except BrokenPipeError:
         # The reader, such as `head`, closed the pipe.
-        silence_stdout()
+        silence(sys.stdout)
         return 1
 
 

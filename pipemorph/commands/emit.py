@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from pipemorph.errors import InputError, one_line
+from pipemorph.streams import silence
 
 
 def emit(data: bytes, out: str | None) -> None:
@@ -21,7 +21,7 @@ def emit(data: bytes, out: str | None) -> None:
         except BrokenPipeError:
             raise
         except OSError as error:
-            silence_stdout()
+            silence(sys.stdout)
             raise InputError(f"cannot write standard output: {error.strerror}") from None
         return
     if not out:
@@ -30,8 +30,3 @@ def emit(data: bytes, out: str | None) -> None:
         Path(out).write_bytes(data)
     except OSError as error:
         raise InputError(f"cannot write {one_line(out)}: {error.strerror}") from None
-
-
-def silence_stdout() -> None:
-    """Redirect a closed stdout to /dev/null: else Python reports the error again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -218,6 +218,8 @@ class IngestHandler:
         self._store = store
         self.on_taken: Callable[[str, str], None] = lambda *_: None
         """Called with the namespace and name of a job whose controller has taken a report."""
+        self.clock: Callable[[], float] = time.time
+        """Wall clock, seconds."""
         self._planner = planner
         self._limits = limits or Limits()
         self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
@@ -250,7 +252,7 @@ class IngestHandler:
                 field="job",
             )
         try:
-            answer = job.report(parsed, time.time())
+            answer = job.report(parsed, self.clock())
         except WrongAttempt as error:
             return Reply.error(403, str(error), field="attempt")
         except Superseded as error:
@@ -307,7 +309,7 @@ class IngestHandler:
                 raise WrongAttempt(f"the snapshot is of job {message.namespace}/{message.job}")
             if self._store.lookup(namespace, name) is not job:
                 return Reply.error(404, f"job {namespace}/{name} has ended here")
-            job.hand_in(message.attempt, saved, time.time())
+            job.hand_in(message.attempt, saved, self.clock())
         except WrongAttempt as error:
             return Reply.error(403, str(error))
         except InputError as error:
@@ -382,7 +384,7 @@ class IngestHandler:
         """
         job = self._store.lookup(namespace, name)
         if job is not None:
-            job.tick(time.time())
+            job.tick(self.clock())
             session = self._session(job)
             self._plan(namespace, name, job, session)
             await self._publish(namespace, name, job, session)
@@ -459,7 +461,7 @@ class IngestHandler:
             deciding = self._deciding.get(key)
             if deciding is not None and deciding.task is asyncio.current_task():
                 del self._deciding[key]
-        job.settle(asked, proposal, time.time())
+        job.settle(asked, proposal, self.clock())
         if self._store.lookup(namespace, name) is job:
             await self._publish(namespace, name, job, session)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from pipemorph.api.layout import RankLayout
+from pipemorph.explain.story import plural
 from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, RankExited
@@ -79,8 +80,9 @@ class Generations(Generic[Shared]):
             try:
                 self.site.start(ranks, life, shared)
             except OSError as error:
-                started = f"only {len(ranks.ranks)} ranks could be started: {error}"
-                return Ending(End.FAILED, started)
+                count = len(ranks.ranks)
+                started = f"only {plural(count, 'rank')}" if count else "no rank"
+                return Ending(End.FAILED, f"{started} could be started: {error}")
             return self.site.watch(ranks, life)
 
     def _rank_exited(self, rank: int, status: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +21,9 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.checkpoints import to_resume
 from pipemorph.control.decide.layouts.moves import Moves, records
 from pipemorph.control.generations import Generations as Numbered
-from pipemorph.errors import one_line
+from pipemorph.errors import InputError, one_line
+from pipemorph.explain.story import plural
+from pipemorph.local.clock import now
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.moves import LeaveRequests
@@ -79,65 +83,72 @@ def run_job(
     if job.spec.suspend:
         print(f"{job.metadata.name} is suspended (spec.suspend: true); not started", file=stream)
         return SUSPENDED_STATUS
-    with ExitStack() as stack:
-        listener = None if watch is None else stack.enter_context(listen(watch))
-        folder = OutFolder.claim(out, force=force)
+    with ExitStack() as outer:
+        listener = None if watch is None else outer.enter_context(listen(watch))
+        folder = outer.enter_context(OutFolder.claim(out, force=force))
         journal, events = Journal(), Events()
-        run = RunRecord(job, time.time())
-        interrupts = stack.enter_context(Interrupts(events))
+        run = RunRecord(job, now())
+        interrupts = Interrupts(events)
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed)
-        stack.callback(progress.close)
-        refresh = stack.enter_context(collected_logs(progress))
-        service = stack.enter_context(ControlService(job, journal))
-        reaper = Reaper()
-        stack.callback(reaper.close)
-        env = common_environment(job, os.environ)
-        trainer = job.spec.trainer
-        forks = stack.enter_context(
-            Forks(trainer.preload, trainer.argv(sys.executable), env, progress.note)
-        )
-        policy, cut = job.spec.failure_policy, job.spec.parallelism
-        # Ranks that fail are there again at once: no replica goes on without others.
-        generations = Numbered(
-            1, policy.max_restarts, cut=cut.model_copy(update={"min_replicas": None}),
-            relayout=job.spec.adaptation.relayout,
-        )  # fmt: skip
-        host = _Host(
-            job=job,
-            run=run,
-            folder=folder,
-            journal=journal,
-            progress=progress,
-            service=service,
-            reaper=reaper,
-            events=events,
-            interrupts=interrupts,
-            show=refresh,
-            grace=grace,
-            generations=generations,
-            moves=Moves(job.spec, generations, progress.note, time.monotonic),
-            hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
-        )
-        host.announce()
-        page = None
-        if listener is not None:
-            traces = FolderTraces(folder.trace)
-            observer = Observer(job, journal, service.outlook, traces, host.tell)
-            page = stack.enter_context(WatchServer(observer, listener))
-            progress.note(f"watch: {page.url}")
-        site = stack.enter_context(host)
-        ending = Generations(site, reaper, forks, events).to_the_end()
-        conclude(run, ending, journal, service, progress.note)
-        run.relayouts = records(host.moves, run.iterations)
-        run.layers = host.moves.layout.layers
-        host.over = True
-        if page is not None:
-            page.finish()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(interrupts)
+                stack.callback(progress.close)
+                refresh = stack.enter_context(collected_logs(progress))
+                service = stack.enter_context(ControlService(job, journal))
+                reaper = Reaper()
+                stack.callback(reaper.close)
+                env = common_environment(job, os.environ)
+                trainer = job.spec.trainer
+                forks = stack.enter_context(
+                    Forks(trainer.preload, trainer.argv(sys.executable), env, progress.note)
+                )
+                policy, cut = job.spec.failure_policy, job.spec.parallelism
+                # Ranks that fail are there again at once: no replica goes on without others.
+                generations = Numbered(
+                    1, policy.max_restarts, cut=cut.model_copy(update={"min_replicas": None}),
+                    relayout=job.spec.adaptation.relayout,
+                )  # fmt: skip
+                host = _Host(
+                    job=job,
+                    run=run,
+                    folder=folder,
+                    journal=journal,
+                    progress=progress,
+                    service=service,
+                    reaper=reaper,
+                    events=events,
+                    interrupts=interrupts,
+                    show=refresh,
+                    grace=grace,
+                    generations=generations,
+                    moves=Moves(job.spec, generations, progress.note, time.monotonic),
+                    hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
+                )
+                host.announce()
+                page = None
+                if listener is not None:
+                    traces = FolderTraces(folder.trace)
+                    observer = Observer(job, journal, service.outlook, traces, host.tell)
+                    page = stack.enter_context(WatchServer(observer, listener))
+                    progress.note(f"watch: {page.url}")
+                site = stack.enter_context(host)
+                ending = Generations(site, reaper, forks, events).to_the_end()
+                conclude(run, ending, journal, service, progress.note)
+                run.relayouts = records(host.moves, run.iterations)
+                run.layers = host.moves.layout.layers
+                host.over = True
+                if page is not None:
+                    page.finish()
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001  # The ranks have ended; the report is written.
+            ending = end_of_host(run, journal, error, folder)
 
-    complete = written(write_report, folder, run)
-    progress.note(_final_message(ending, run, folder, manifest, complete))
-    complete = complete and written(write_timeline, folder, run, progress.note)
-    return EXIT[ending.end] if complete else EXIT[ending.end] or UNWRITTEN_STATUS
+        complete = written(write_report, folder, run)
+        progress.note(_final_message(ending, run, folder, manifest, complete))
+        complete = complete and written(write_timeline, folder, run, progress.note)
+        return EXIT[ending.end] if complete else EXIT[ending.end] or UNWRITTEN_STATUS
 
 
 @dataclass
@@ -171,8 +182,6 @@ class _Host:
     """Of the ranks that run."""
     left_at: float = 0.0
     """When ranks last left for another layout: wall clock, seconds."""
-    failed_looks: set[str] = field(default_factory=set)
-    """What has been told of failures to look for another layout."""
     recovering: Recovery | None = None
     """The last recovery, until the ranks have finished an iteration."""
     over: bool = False
@@ -194,8 +203,7 @@ class _Host:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.kept is not None:
-            self.kept.remove()
+        if self.kept is not None and self.kept.remove():
             self.reaper.send("keep", str(self.kept.root))
 
     def tell(self) -> Told:
@@ -209,7 +217,7 @@ class _Host:
         return Told("starting" if self.starting else "training", "", recoveries)
 
     def announce(self) -> None:
-        self.run.begin_attempt(time.time())
+        self.run.begin_attempt(now())
         self.progress.note(headline(self.job))
         unavailable = template_env(self.job).unavailable
         if unavailable:
@@ -236,7 +244,7 @@ class _Host:
     def _take(self, generation: int, event: str, **fields: Any) -> None:
         told = {"attempt": self.life.attempt, "generation": generation, "pod": 0, "event": event}
         told |= {"layout": self.life.layout, "layout_before": self.generations.layout_before}
-        self.generations.take(PodReport.model_validate(told | fields), time.time())
+        self.generations.take(PodReport.model_validate(told | fields), now())
         self._follow()
 
     def _follow(self) -> None:
@@ -254,7 +262,7 @@ class _Host:
             reason = f"{self.interrupts.received.name}, while the ranks left for another layout"
             ending = replace(ending, end=End.INTERRUPTED, reason=reason, retry=False)
         if ending.end not in (End.MOVED, End.FAILED):
-            self.run.attempts[-1].end(ending, time.time())
+            self.run.attempts[-1].end(ending, now())
             return ending
         # The new layout may count since the last look.
         self.requests.look(life.generation, None)
@@ -282,7 +290,7 @@ class _Host:
         if not ends and self.interrupts.received is not None:
             ending, ends = replace(ending, end=End.INTERRUPTED), True
         if ends:
-            self.run.attempts[-1].end(ending, time.time())
+            self.run.attempts[-1].end(ending, now())
             return ending
         if state.verdict:
             following = Life(life.attempt + 1)
@@ -297,14 +305,14 @@ class _Host:
         attempt, generation = following.attempt, following.generation
         again = attempt > self.life.attempt
         if again:
-            self.run.attempts[-1].end(ending, time.time())
+            self.run.attempts[-1].end(ending, now())
             self.progress.note(f"{why}, from {where}")
-            if self.kept is not None:
-                self.kept.clear()
-        else:
-            self.progress.note(f"the ranks start again as generation {generation}: {why}")
+            self._clear_kept()
         # No rank is more than an iteration ahead of another: all have begun what follows these.
         done = max(self.journal.done(), self.hangs.finished - 1)
+        if not again:
+            after = f"generation {generation} after {plural(done, 'iteration')}"
+            self.progress.note(f"the ranks start again as {after}{': ' if why else ''}{why}")
         rung = "attempt" if again else "generation"
         self.recovering = Recovery(ending, attempt, generation, rung, done)
         self.run.recoveries.append(self.recovering)
@@ -314,10 +322,27 @@ class _Host:
             self.generations.begin_attempt(attempt)
             self._follow()
             self.service.begin_attempt(attempt)
-            self.run.begin_attempt(time.time())
+            self.run.begin_attempt(now())
+
+    def _clear_kept(self) -> None:
+        """Remove what ranks have kept. Where that fails, ranks keep nothing from now on."""
+        if self.kept is None:
+            return
+        try:
+            self.kept.clear()
+        except OSError as error:
+            self.progress.note(f"{self.kept.root}: {error.strerror}; ranks keep no state any more")
+            self.kept = None
 
     def _refresh(self) -> None:
-        """Show what is new, and that the ranks have recovered."""
+        """Show what is new, and that the ranks have recovered. The job does not end for an error
+        in that."""
+        chores = self.progress.chores
+        chores.do("the job's progress cannot be followed", self._look)
+        chores.do("no other layout can be looked for", self._consider_layouts)
+        self.show()
+
+    def _look(self) -> None:
         resumed = None
         if (self.starting or self.recovering is not None) and self.kept is not None:
             resumed = self.kept.resumed(self.life.generation)
@@ -325,7 +350,7 @@ class _Host:
         leaves = self.generations.state
         self.requests.look(self.life.generation, leaves.leave_for if leaves.leave else None)
         if self.moves.asked is not None:
-            self.generations.look(time.time())
+            self.generations.look(now())
             self._follow()
         if first is not None and self.starting and self.moves.asked is None:
             self.starting = False
@@ -336,8 +361,6 @@ class _Host:
             recovery.seconds = max(0.0, at - recovery.ending.at)
             recovery.resumed = resumed
             self.progress.note(recovery.line())
-        self._consider_layouts()
-        self.show()
 
     def _consider_layouts(self) -> None:
         """Ask the ranks to leave for another layout, if that pays."""
@@ -347,18 +370,11 @@ class _Host:
         network = self.service.network()
         if network is None:
             return
-        try:
-            move = self.moves.consider(network, start_seconds, self.journal.iterations())
-        except Exception as error:  # noqa: BLE001  # A run goes on without another layout.
-            told = one_line(f"no other layout can be looked for: {error!r}", 300)
-            if told not in self.failed_looks:
-                self.failed_looks.add(told)
-                self.progress.note(told)
-            return
+        move = self.moves.consider(network, start_seconds, self.journal.iterations())
         if move is None:
             return
         layout, promised = move.proposal.layout.told, round(move.proposal.promised, 4)
-        if self.generations.ask(layout, time.time(), promised=promised, undoes=move.undoes):
+        if self.generations.ask(layout, now(), promised=promised, undoes=move.undoes):
             self.moves.ask(move)
 
     @contextmanager
@@ -388,11 +404,12 @@ class _Host:
                     layout=self.moves.layout,
                 )
         finally:
-            private.remove()
-            self.reaper.send("keep", str(private.root))
+            if private.remove():
+                self.reaper.send("keep", str(private.root))
 
     def start(self, ranks: RankSet, life: Life, shared: AttemptEnvironment) -> None:
         self.starting, self.life = True, life
+        self.folder.trace.mkdir(parents=True, exist_ok=True)  # Somebody may have removed it.
         self.requests.begin(word=life.generation > 0)
         command = self.job.spec.trainer.argv(sys.executable)
         parallelism = self.job.spec.parallelism
@@ -415,6 +432,8 @@ class _Host:
             saves=self.job.spec.checkpoint is not None,
             moves=lambda: self.generations.state.leave,
             hung=self.hangs.look,
+            early=self.hangs.early,
+            clock=now,
         )
         self.hangs.end()
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending
@@ -468,14 +487,37 @@ def conclude(
         note("the report lacks its status: the control loop did not answer at the end")
 
 
+def end_of_host(
+    run: RunRecord, journal: Journal, error: Exception, folder: OutFolder | None
+) -> Ending:
+    """The ending of a run whose host failed, with what is known of it. The traceback goes to
+    ``host.log`` among the logs of the ranks."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    reason = one_line(f"the host of the run failed: {type(error).__name__}: {error}", 500) + at
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.host_log.write_text("".join(traceback.format_exception(error)))
+            reason += f"; its traceback is in {folder.host_log}"
+    ending = Ending(End.FAILED, reason, at=now())
+    run.finish(ending, journal.iterations(), journal.changes(), journal.view,
+               slow=journal.lanes().slow_times(), useful=journal.useful)  # fmt: skip
+    if run.attempts and run.attempts[-1].ending is None:
+        run.attempts[-1].end(ending, ending.at)
+    return ending
+
+
 def written(
     write: Callable[..., None], folder: OutFolder, *rest: Any, who: str = "pipemorph run"
 ) -> bool:
     """Write a result; False, with a message of command ``who`` on stderr, if that fails."""
     try:
         write(folder, *rest)
-    except OSError as error:
-        print(f"{who}: {folder.root}: {error.strerror}; results are missing", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001  # What else there is of the run stays.
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        told = f"{who}: {folder.root}: {one_line(str(why))}; results are missing"
+        with contextlib.suppress(OSError):
+            print(told, file=sys.stderr)
         return False
     return True
 
@@ -487,7 +529,10 @@ def describe(ending: Ending) -> str:
 
 def _resumes(checkpoint: Checkpoint) -> bool:
     """Whether a new run would resume from a checkpoint."""
-    found = to_resume(Path(checkpoint.directory))
+    try:
+        found = to_resume(Path(checkpoint.directory))
+    except OSError:
+        return False
     return checkpoint.resume and any(not each.damage for each in found)
 
 

@@ -13,8 +13,10 @@ from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.record.history import AFTER, Decision
-from pipemorph.explain.story import duration
+from pipemorph.errors import one_line
+from pipemorph.explain.story import duration, plural
 from pipemorph.local.results.history import Journal
+from pipemorph.streams import silence
 from pipemorph.terminal import StreamConsole, Text, line, live, printable
 from pipemorph.wire import (
     AdaptationRecord,
@@ -29,6 +31,8 @@ from pipemorph.wire import (
 
 PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""
+MOST_TOLD = 100
+"""Different errors that are told."""
 NEWEST = 5
 """Newest iterations whose median time tells how long the rest will take."""
 
@@ -36,15 +40,15 @@ NEWEST = 5
 def headline(job: PipeMorphJob) -> str:
     """A summary of the job in one line."""
     spec = job.spec
-    parts = [_count(spec.parallelism.stages, "stage")]
+    parts = [plural(spec.parallelism.stages, "stage")]
     if spec.parallelism.replicas > 1:
-        parts.append(_count(spec.parallelism.replicas, "replica"))
+        parts.append(plural(spec.parallelism.replicas, "replica"))
     for word in ("shard", "context", "tensor"):
         if (size := getattr(spec.parallelism, word)) > 1:
             parts.append(f"{word} {size}")
     parts += [
-        _count(spec.schedule.microbatches, "microbatch", "es"),
-        _count(spec.trainer.iterations, "iteration"),
+        plural(spec.schedule.microbatches, "microbatch", "microbatches"),
+        plural(spec.trainer.iterations, "iteration"),
         f"policy {spec.schedule.policy}",
     ]
     return f"{job.metadata.name}: {', '.join(parts)}{emulation_note(job)}"
@@ -123,7 +127,7 @@ def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
     if len(fallen) > 3:
         parts.append(f"{len(fallen) - 3} more fell back")
     if rails.sick_count:
-        parts.append(f"{_count(rails.sick_count, 'sick RDMA port')}")
+        parts.append(f"{plural(rails.sick_count, 'sick RDMA port')}")
     return ", ".join(parts)
 
 
@@ -141,11 +145,29 @@ def stragglers_phrase(
     return f"slow stage {worst.stage} x{worst.ratio:.1f}{better}{more}"
 
 
+class Chores:
+    """Does what a job can go on without, and says each error of it once."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._told: set[str] = set()
+
+    def do(self, without: str, chore: Callable[[], None]) -> None:
+        """``without``: what a failure of ``chore`` means."""
+        try:
+            chore()
+        except Exception as error:  # noqa: BLE001  # Whatever it is, the job goes on.
+            told = one_line(f"{without}: {error!r}", 300)
+            if told not in self._told and len(self._told) < MOST_TOLD:
+                self._told.add(told)
+                self._note(told)
+
+
 class Progress:
     """Shows the journal's progress. Call :meth:`update` a few times a second.
 
-    ``on_closed`` is called once when ``stream`` can no longer be written. ``who``: the command, for
-    its own errors.
+    ``on_closed`` is called once when nobody reads ``stream`` any more. Other errors in writing it,
+    as of a full disk, end the display. ``who``: the command, for its own errors.
     """
 
     def __init__(
@@ -181,6 +203,7 @@ class Progress:
         self._happened = -1
         self._message: str | None = None
         self._line = ""
+        self.chores = Chores(self.note)
 
     def note(self, text: str) -> None:
         """Print ``text`` on separate lines."""
@@ -189,6 +212,9 @@ class Progress:
 
     def update(self, *, final: bool = False) -> None:
         """Show changes since the last call. ``final``: do not skip lines in a plain log."""
+        self.chores.do("the job's progress cannot be shown", lambda: self._show(final))
+
+    def _show(self, final: bool) -> None:
         view, unseen = self._journal.view, self._journal.unseen()
         if view.message is not None and view.message != self._message:
             self._message = view.message
@@ -275,16 +301,13 @@ class Progress:
             write()
         except OSError as error:
             self._closed = True
-            # Report errors such as a full disk, but not a closed pipe (`| head`).
-            if not isinstance(error, BrokenPipeError):
-                why = f"standard output cannot be written: {error.strerror}"
-                with contextlib.suppress(OSError):  # stderr may be the same closed terminal
-                    print(f"{self._who}: {why}; stopping", file=sys.stderr)
-            self._on_closed()
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+            if isinstance(error, BrokenPipeError):  # As of `| head`.
+                self._on_closed()
+                return
+            silence(self._stream)
+            why = f"standard output cannot be written: {error.strerror}"
+            with contextlib.suppress(OSError):  # stderr may be the same disk
+                print(f"{self._who}: {why}; the job goes on without it", file=sys.stderr)
 
 
 def _bytes(size: int) -> str:

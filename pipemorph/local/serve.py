@@ -28,11 +28,13 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import named, read_text
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
+from pipemorph.local.clock import now
 from pipemorph.local.host import (
     EXIT,
     UNWRITTEN_STATUS,
     conclude,
     describe,
+    end_of_host,
     written,
 )
 from pipemorph.local.logs import collected_logs
@@ -90,37 +92,48 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
     tls = tls_context(options, host)
     token = kept_secret(options.token_file, "--token-file")
     kept_secret(options.secret_file, "--secret-file")
-    folder = OutFolder.claim(options.out, force=options.force) if options.out else None
-
     journal, events = Journal(), Events()
-    run = RunRecord(job, time.time())
+    run = RunRecord(job, now())
     roll = RollCall(job, journal)
-    with ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts(events))
-        progress = Progress(stream, job, journal, on_closed=interrupts.output_closed, who=WHO)
-        stack.callback(progress.close)
-        refresh = stack.enter_context(collected_logs(progress))
-        service = ControlService(
-            job, journal, token=token, host=host, port=port, tls=tls, join=roll.join
-        )
-        roll.service = service
+    interrupts = Interrupts(events)
+    progress = Progress(stream, job, journal, on_closed=interrupts.output_closed, who=WHO)
+    with ExitStack() as outer:
+        folder = None
+        if options.out:
+            folder = outer.enter_context(OutFolder.claim(options.out, force=options.force))
         try:
-            stack.enter_context(service)
-        except OSError as error:
-            raise InputError(
-                f"--listen {one_line(options.listen)} cannot be used: {error.strerror or error}"
-            ) from None
-        progress.note(headline(job))
-        progress.note(environment(service.url, options))
+            with ExitStack() as stack:
+                stack.enter_context(interrupts)
+                stack.callback(progress.close)
+                refresh = stack.enter_context(collected_logs(progress))
+                service = ControlService(
+                    job, journal, token=token, host=host, port=port, tls=tls, join=roll.join
+                )
+                roll.service = service
+                try:
+                    stack.enter_context(service)
+                except OSError as error:
+                    raise InputError(
+                        f"--listen {one_line(options.listen)} cannot be used: "
+                        f"{error.strerror or error}"
+                    ) from None
+                progress.note(headline(job))
+                progress.note(environment(service.url, options))
 
-        def update() -> None:
-            for text in roll.news():
-                progress.note(text)
-            refresh()
+                def update() -> None:
+                    for text in roll.news():
+                        progress.note(text)
+                    refresh()
 
-        ending = _until_over(run, roll, service, events=events, update=update, note=progress.note)
-        conclude(run, ending, journal, service, progress.note)
-    complete = folder is None or written(write_report, folder, run, who=WHO)
+                ending = _until_over(
+                    run, roll, service, events=events, update=update, note=progress.note
+                )
+                conclude(run, ending, journal, service, progress.note)
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001  # The ranks train on; the report is written.
+            ending = end_of_host(run, journal, error, folder)
+        complete = folder is None or written(write_report, folder, run, who=WHO)
     lines = [] if ending.end is End.COMPLETED else [describe(ending)]
     lines.append(run.summary())
     if folder is not None and complete:
@@ -333,7 +346,7 @@ def _until_over(
     """Follow the job from the reports of its ranks, until it is over."""
     spec = run.job.spec
     wanted = spec.trainer.iterations
-    record = AttemptRecord(roll.attempt, time.time())
+    record = AttemptRecord(roll.attempt, now())
     run.attempts.append(record)
     while True:
         stopped = None
@@ -344,25 +357,25 @@ def _until_over(
         attempt = roll.attempt
         if attempt != record.number:
             if record.ending is None:
-                record.end(Ending(End.FAILED, "its ranks started again"), time.time())
-            record = AttemptRecord(attempt, time.time())
+                record.end(Ending(End.FAILED, "its ranks started again"), now())
+            record = AttemptRecord(attempt, now())
             run.attempts.append(record)
         view, done = roll.journal.view, roll.journal.done()
         quiet = service.silence() > LAST_REPORT_SECONDS
         if done >= wanted and (view.state == "finished" or (quiet and view.state != "failed")):
-            return record.end(Ending(End.COMPLETED), time.time())
+            return record.end(Ending(End.COMPLETED), now())
         if isinstance(stopped, Signalled):
             reason = f"stopped by {stopped.number.name}; the ranks train on with their plan"
-            return record.end(Ending(End.INTERRUPTED, reason), time.time())
+            return record.end(Ending(End.INTERRUPTED, reason), now())
         if record.ending is None and (view.state == "failed" or (quiet and view.state in ENDS)):
             reason = f"the ranks ended after {done} of {wanted} iterations"
-            told = f"{reason}: {view.message}" if view.message else reason
-            ending = record.end(Ending(End.FAILED, told), time.time())
+            told = f"{reason}: {one_line(view.message)}" if view.message else reason
+            ending = record.end(Ending(End.FAILED, told), now())
             restart, most = len(run.attempts), spec.failure_policy.max_restarts
             if restart > most:
                 return ending
             note(f"{reason}; waiting for the ranks to start again: {restart} of at most {most}")
         limit = spec.active_deadline_seconds
-        if limit is not None and time.time() - run.started_at > limit:
+        if limit is not None and now() - run.started_at > limit:
             reason = f"not over within {limit:g} s (spec.activeDeadlineSeconds)"
-            return record.end(Ending(End.DEADLINE, reason), time.time())
+            return record.end(Ending(End.DEADLINE, reason), now())

@@ -21,6 +21,7 @@ from pipemorph.control.controller import JobController
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
+from pipemorph.local.clock import now
 from pipemorph.local.results.history import Journal
 from pipemorph.status.summary import Source, judge, summarize
 from pipemorph.wire import AdaptationRecord, LinkHealthReport, LinkState
@@ -65,6 +66,7 @@ class ControlService:
         self._server = IngestServer(
             store, BearerAuthenticator(self.token), host=host, port=port, tls=tls, join=join
         )
+        self._server.handler.clock = now
 
     @property
     def url(self) -> str:
@@ -120,7 +122,7 @@ class ControlService:
         """What another layout would be judged by, see :meth:`JobController.network`."""
 
         async def read() -> Network | None:
-            return self._controller.network(time.time())
+            return self._controller.network(now())
 
         return self._call(read())
 
@@ -128,10 +130,10 @@ class ControlService:
         """How training goes, as a job's status says on a cluster."""
 
         async def read() -> tuple[TrainingStatus, list[Condition]]:
-            now = time.time()
-            reported_at = None if self.heard_at is None else now - self.silence()
-            source, view = Source(self._controller, reported_at), self._controller.view(now)
-            return summarize(source, now, view), judge(source, [], now, view)
+            at = now()
+            reported_at = None if self.heard_at is None else at - self.silence()
+            source, view = Source(self._controller, reported_at), self._controller.view(at)
+            return summarize(source, at, view), judge(source, [], at, view)
 
         return self._call(read())
 
@@ -140,13 +142,13 @@ class ControlService:
         TimeoutError if the ingest does not answer."""
 
         async def read() -> Outlook | None:
-            return self._controller.outlook(time.time())
+            return self._controller.outlook(now())
 
         return self._call(read())
 
     def _on_report(self, report: LinkHealthReport) -> None:
         self.heard_at = time.monotonic()
-        self._journal.take(report, self._controller, time.time())
+        self._journal.take(report, self._controller, now())
 
     async def _start(self) -> None:
         await self._server.start()

@@ -21,6 +21,7 @@ from aiohttp import web
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.errors import one_line
+from pipemorph.local.clock import now
 from pipemorph.local.results.history import Journal
 from pipemorph.local.results.traces import TraceIndex
 from pipemorph.watch import door
@@ -99,7 +100,7 @@ class Observer:
         newest = next(decisions, None)
         return Watched(
             job=self.job,
-            now=time.time(),
+            now=now(),
             state=told.state,
             reason=told.reason,
             samples=self.journal.iterations(MOST_STEPS),

@@ -22,7 +22,7 @@ MARK = "LOCAL_HOST_TEST"
 
 FAKE_RANK = '''
 """A rank that follows a script: {"ranks": {"2": "die 3"}}; the others hang."""
-import json, os, signal, subprocess, sys, threading
+import json, os, shutil, signal, subprocess, sys, threading
 from pathlib import Path
 
 args = json.loads(os.environ["PIPEMORPH_ARGS"])
@@ -52,7 +52,14 @@ if action in ("stubborn", "cling"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 if action == "parent":
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    own = {"session": {"start_new_session": True}, "group": {"process_group": 0}}
+    sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+    subprocess.Popen(sleep, **own.get(rest[0] if rest else "", {}))
+if action == "daemon" and os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        threading.Event().wait(300)
+    os._exit(0)
 print(f"rank {rank} is here", flush=True)
 partial = meeting / f".rank-{rank}"
 partial.write_text(json.dumps(seen()))
@@ -71,6 +78,8 @@ if action == "finish" or (action in ("recover", "cling") and attempt > 0):
     sys.exit(0)
 if action == "leave":
     sys.exit(0)
+if action == "recover" and "unlog" in rest:
+    shutil.rmtree(Path(os.environ["PIPEMORPH_TRACE_DIR"]).parent)
 if action == "recover":
     sys.exit(3)
 if action == "die":

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipemorph.local.processes.forks import SPAWN, _set_subreaper, _subreaper
+from pipemorph.local.processes.forks import SPAWN, set_subreaper, subreaper
 
 SERVER = Path(__file__).with_name("prepared_server.py")
 FORK_SECONDS = 300.0
@@ -303,9 +303,9 @@ def _is_ignored(number: signal.Signals) -> bool:
 @contextlib.contextmanager
 def _subreaper_here() -> Iterator[None]:
     """Orphans become children of this process meanwhile: forks lose their first parent."""
-    before = _subreaper()
-    _set_subreaper(True)
+    before = subreaper()
+    set_subreaper(True)
     try:
         yield
     finally:
-        _set_subreaper(before)
+        set_subreaper(before)

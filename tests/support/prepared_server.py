@@ -116,7 +116,7 @@ def _become_program(
         own_program = start_server_here([channel.fileno(), *descriptors])
         if own_program is not None:
             return own_program
-        prepared_processes._set_subreaper(True)
+        prepared_processes.set_subreaper(True)
     if request["dies_with_parent"]:
         _die_with(request["parent"])
     for received, wanted in zip(descriptors, request["descriptors"], strict=True):

@@ -78,9 +78,8 @@ class Ladder:
             )
         if progress:
             self.idle = 0
-            return Rung.GENERATION, f"after {done} iterations"
-        if not counted:
-            return Rung.GENERATION, f"after {done} iterations, not counted"
+        if progress or not counted:
+            return Rung.GENERATION, ""
         self.idle += 1
         self.counted += 1
         if self.counted > self.most:
@@ -92,7 +91,7 @@ class Ladder:
         # What failed at the start may fail so in each of these pods, but not in another one.
         if self.idle > 1 or (done == 0 and not replaced):
             return Rung.ATTEMPT, count
-        return Rung.GENERATION, f"{count}, after {done} iterations"
+        return Rung.GENERATION, count
 
 
 class Ready(NamedTuple):

@@ -110,8 +110,8 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        self._was_subreaper = _subreaper()
-        _set_subreaper(True)
+        self._was_subreaper = subreaper()
+        set_subreaper(True)
         self._socket, theirs = socket.socketpair()
         with theirs:
             host, number = str(os.getpid()), str(theirs.fileno())
@@ -172,7 +172,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # It is still importing.
             self._process.kill()
             self._process.wait()
-        _set_subreaper(self._was_subreaper)
+        set_subreaper(self._was_subreaper)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         """The next answer. Raises TimeoutError, and OSError if the server has ended."""
@@ -209,11 +209,13 @@ def _same_python(program: Path) -> bool:
     return program.parent.absolute() == ours.parent.absolute() and program.samefile(ours)
 
 
-def _subreaper() -> bool:
+def subreaper() -> bool:
+    """Whether orphans among the descendants of this process become its children."""
     found = ctypes.c_int()
     ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
     return bool(found.value)
 
 
-def _set_subreaper(on: bool) -> None:
+def set_subreaper(on: bool) -> None:
+    """See :func:`subreaper`."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on))

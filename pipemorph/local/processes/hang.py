@@ -95,6 +95,16 @@ class HangWatch:
         """The ranks have ended; their files are still there."""
         self._read(self._clock())
 
+    def early(self, index: int) -> str | None:
+        """How far a rank that has ended, by its place among those of this host, had come before the
+        last iteration: ``after 5 of 12 iterations``, or empty if no rank here counts them. None if
+        it had finished the last one."""
+        self._read(self._clock())
+        if max(self._counts, default=-1) < 0:
+            return ""
+        done = max(0, self._counts[index])
+        return f"after {done} of {self._iterations} iterations" if done < self._iterations else None
+
     def _read(self, now: float) -> None:
         before = zip(self._counts, self._firsts, strict=True)
         found = [_counts(file, *last) for file, last in zip(self._files, before, strict=True)]

@@ -23,6 +23,8 @@ class Interrupts:
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> Interrupts:
+        # Where it is ignored, as a parent may pass on, the kernel forgets how ranks ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -13,6 +14,10 @@ KEPT_BYTES = 64 << 10
 """Most bytes of a rank's last lines that the host reads."""
 LONGEST_LINE = 16 << 10
 """Bytes of one line after which the host does not wait for its end."""
+SHOWN_BYTES = 4 << 10
+"""Bytes of one line that the host reads of a file: the rest of a longer one is cut."""
+MOST_BYTES = 32 << 20
+"""Bytes of a file that the host looks through for :data:`KEPT_BYTES` of such lines."""
 READ_BYTES = 64 << 10
 
 
@@ -23,7 +28,7 @@ class RankLog(Protocol):
         """A file descriptor to write to, for the rank; the caller closes it after the start."""
 
     def lines(self) -> list[str]:
-        """The last lines, at most :data:`KEPT_BYTES`."""
+        """The last lines, at most :data:`KEPT_BYTES`, or why they cannot be read."""
 
     def finish(self) -> None:
         """Wait until the output of a rank that has ended is complete."""
@@ -37,13 +42,37 @@ class FileLog:
         self._start = path.stat().st_size if path.exists() else 0
 
     def open(self) -> int:
+        # Somebody may have removed the folder of an earlier generation's logs.
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def lines(self) -> list[str]:
-        with self._path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._start, end - KEPT_BYTES))
-            return file.read().decode(errors="replace").splitlines()
+        try:
+            with self._path.open("rb") as file:
+                found = self._last(file)
+        except OSError as error:
+            return [f"{self} cannot be read: {error.strerror}"]
+        lines, room = [], KEPT_BYTES
+        for line in reversed(found.splitlines()):
+            cut = line[:SHOWN_BYTES] + (b"..." if len(line) > SHOWN_BYTES else b"")
+            room -= len(cut)
+            if room < 0:
+                break
+            lines.append(cut.decode(errors="replace"))
+        return lines[::-1]
+
+    def _last(self, file: BinaryIO) -> bytes:
+        """The end of the file, with at least :data:`KEPT_BYTES` of lines as they are cut."""
+        end = file.seek(0, os.SEEK_END)
+        start = self._start if end >= self._start else 0  # Shorter: it was truncated.
+        size = KEPT_BYTES
+        while True:
+            file.seek(max(start, end - size))
+            found = file.read(size)
+            kept = sum(min(len(line), SHOWN_BYTES) for line in found.splitlines())
+            if kept >= KEPT_BYTES or size >= min(end - start, MOST_BYTES):
+                return found
+            size *= 8
 
     def finish(self) -> None:
         """Nothing to do: the rank writes to the file itself."""
@@ -69,6 +98,8 @@ class PrefixedLog:
         self._lock = threading.Lock()
         self._partial = b""
         """The beginning of a line whose end has not come yet."""
+        self._continues = False
+        """Whether it is the rest of a line of which the beginning was written."""
         self._reading = -1
         self._ended = False
 
@@ -79,7 +110,8 @@ class PrefixedLog:
 
     def lines(self) -> list[str]:
         with self._lock:
-            found = [*self._kept, self._partial] if self._partial else [*self._kept]
+            partial = [self._partial] if self._partial and not self._continues else []
+            found = [*self._kept, *partial]
         return [line.decode(errors="replace").rstrip("\r") for line in found]
 
     def finish(self) -> None:
@@ -100,21 +132,26 @@ class PrefixedLog:
             chunk = os.read(self._reading, READ_BYTES)
             self._ended = not chunk
             *lines, self._partial = (self._partial + chunk).split(b"\n")
+            # Of a line that is longer, the beginning is kept.
+            kept = lines[self._continues :]
+            self._continues &= not lines
             if self._partial and (self._ended or len(self._partial) > LONGEST_LINE):
+                kept += [] if self._continues else [self._partial]
                 lines.append(self._partial)
-                self._partial = b""
-            self._write(lines)
+                self._partial, self._continues = b"", True
+            self._keep(kept)
+            # The rank goes on, and its last lines are kept, where this output cannot be written.
+            with self._writing, contextlib.suppress(OSError):
+                for line in lines:
+                    self._output.write(self._prefix.encode() + line + b"\n")
+                self._output.flush()
 
-    def _write(self, lines: list[bytes]) -> None:
+    def _keep(self, lines: list[bytes]) -> None:
         for line in lines:
             self._kept.append(line)
             self._kept_bytes += len(line)
             while self._kept_bytes > KEPT_BYTES:
                 self._kept_bytes -= len(self._kept.popleft())
-        with self._writing:
-            for line in lines:
-                self._output.write(self._prefix.encode() + line + b"\n")
-            self._output.flush()
 
     def __str__(self) -> str:
         return f"lines that begin with {self._prefix.strip()}"

@@ -1,8 +1,9 @@
 """Starts, watches and stops the ranks of one attempt as processes of this machine.
 
 Each rank has its own session and process group, so that a Ctrl-C at the terminal reaches only the
-host, and the rank's child processes can be killed with it. One thread per rank waits for its exit,
-so exits are reported in the order in which they happen.
+host, and the rank's child processes can be killed with it. Child processes that left the group
+become children of this host when the rank ends, since it is a subreaper, and are killed then. One
+thread per rank waits for its exit, so exits are reported in the order in which they happen.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.exits import END_NOW
-from pipemorph.local.processes.forks import SPAWN, ForkedProcess, ForkServer, python_arguments
+from pipemorph.local.processes.forks import (
+    SPAWN,
+    ForkedProcess,
+    ForkServer,
+    python_arguments,
+    set_subreaper,
+    subreaper,
+)
 from pipemorph.local.processes.rank_log import RankLog
 
 REAPER = Path(__file__).with_name("reaper.py")
@@ -59,6 +67,19 @@ class RankProcess:
     @property
     def running(self) -> bool:
         return self.status is None
+
+    def stuck(self) -> str:
+        """A sentence about a rank that SIGKILL does not end: where in the kernel it waits."""
+        state, where = "?", ""
+        with contextlib.suppress(OSError, IndexError):
+            folder = Path(f"/proc/{self.process.pid}")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            where = (folder / "wchan").read_text().strip("0\n")
+        where = f", in {where}" if where else ""
+        return (
+            f"{self.position} does not end on SIGKILL: process {self.process.pid} waits in the"
+            f" kernel (state {state}{where}), as for a file system or a device that does not answer"
+        )
 
     def outcome(self) -> str:
         """``exited with code 3`` or ``was killed by SIGKILL``."""
@@ -125,12 +146,21 @@ class RankSet:
         self.ranks: list[RankProcess] = []
         self.ended: list[RankProcess] = []
         """Exited ranks, in the order of their exits."""
+        self.stuck: list[RankProcess] = []
+        """Ranks that did not end when they were killed."""
+        self._over = False
+        """Whether the exits of ranks are reported no more."""
+        self._was_subreaper = subreaper()
+        self._others = {each.pid for each in _processes() if each.parent == os.getpid()}
+        """Children of this host that no rank has started."""
 
     def __enter__(self) -> RankSet:
+        set_subreaper(True)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.kill()
+        set_subreaper(self._was_subreaper)
 
     def start(
         self, position: Coordinate, command: list[str], env: Mapping[str, str], log: RankLog
@@ -196,25 +226,54 @@ class RankSet:
         _until_gone([rank for rank in self.ranks if not rank.running], seconds)
 
     def kill(self) -> None:
-        """Kill the process groups of all ranks, and wait until they are gone. Idempotent."""
-        for rank in self.ranks:
+        """Kill all processes of the ranks, and wait until they are gone: those that are not after
+        :data:`REAP_SECONDS` are in :attr:`stuck`. Idempotent."""
+        self._over = True
+        end = time.monotonic() + REAP_SECONDS
+        ranks = [rank for rank in self.ranks if rank not in self.stuck]
+        for rank in ranks:
             if rank.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
         # Child processes of ranks too: the host gets no notice of their exit.
-        _until_gone(self.ranks, REAP_SECONDS)
-        for rank in self.ranks:
-            rank.status = rank.process.wait(REAP_SECONDS)
+        _until_gone(ranks, REAP_SECONDS)
+        for rank in ranks:
+            try:
+                rank.status = rank.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.stuck.append(rank)
+                continue
             rank.log.finish()
             self._reaper.send("forget", rank.process.pid)
             _collect_orphans(rank.process.pid)
-        for watcher in self._watchers:
-            watcher.join(REAP_SECONDS)
+        for rank, watcher in zip(self.ranks, self._watchers, strict=False):
+            if rank not in self.stuck:
+                watcher.join(REAP_SECONDS)
+        self._kill_orphans(end)
+
+    def _kill_orphans(self, end: float) -> None:
+        """Kill processes that left the groups of their ranks, until ``end`` at the latest."""
+        host, session = os.getpid(), os.getsid(0)
+        known = self._others | {rank.process.pid for rank in self.ranks}
+        while True:
+            orphans = [
+                each.pid
+                for each in _processes()
+                if each.parent == host and each.session != session and each.pid not in known
+            ]
+            for pid in orphans:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if not orphans or time.monotonic() > end:
+                return
+            time.sleep(0.01)
 
     def _watch(self, rank: int, pid: int) -> None:
         with contextlib.suppress(ChildProcessError):
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            if ended is not None:
+            if ended is not None and not self._over:
                 exited = ended.si_code == os.CLD_EXITED
                 self._on_exit(rank, ended.si_status if exited else -ended.si_status)
 
@@ -237,9 +296,20 @@ def _until_gone(ranks: list[RankProcess], seconds: float) -> None:
 
 def _live_members(groups: set[int]) -> bool:
     """Whether any of the process groups has a member other than zombies. False if not Linux."""
+    return any(each.group in groups and each.state not in ("Z", "X") for each in _processes())
+
+
+class _Process(NamedTuple):
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+
+
+def _processes() -> Iterator[_Process]:
+    """All processes of this machine; none if not Linux."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(group) in groups and state not in ("Z", "X"):
-                return True
-    return False
+            state, *numbers = stat.read_text().rpartition(")")[2].split()[:4]
+            yield _Process(int(stat.parent.name), state, *map(int, numbers))

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from pipemorph.api.mesh import Coordinate
+from pipemorph.errors import printable_line
 from pipemorph.exits import END_NOW, EXIT_MOVES, EXIT_SAVED
 from pipemorph.local.processes.hang import logged_wait, what_they_do
 from pipemorph.local.processes.ranks import RankProcess, RankSet
@@ -35,7 +36,8 @@ END_SECONDS = 10.0
 """Time for a rank that is to end at once: enough to say what it waited for."""
 AGENT_SECONDS = 2.5
 """Time for rank 0's agent to send the last report after rank 0 has exited."""
-LAST_LINES = 20
+LAST_LINES, LONGEST_SHOWN = 20, 1000
+"""Last lines of a rank that are shown, and the characters of each."""
 MOST_PEERS = 16
 _PREFIX = re.compile(r"^\[rank\d+\]: ")
 _LOST = re.compile("closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
@@ -116,8 +118,10 @@ def supervise(
     saves: bool = False,
     moves: Callable[[], bool] = lambda: False,
     hung: Callable[[], str | None] = lambda: None,
+    early: Callable[[int], str | None] = lambda _: None,
     told: Callable[[], Told | None] = lambda: None,
     on_failure: Callable[[Ending], None] = lambda _: None,
+    clock: Callable[[], float] = time.time,
 ) -> Ending:
     """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
 
@@ -126,15 +130,17 @@ def supervise(
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
     that is not needed. ``saves``: ranks that are asked to end save, and exit with EXIT_SAVED.
     ``moves``: whether they have been asked to leave together, and exit with EXIT_MOVES.
-    ``hung``: why the ranks are taken for hanging. ``told``: why they have to end, as those of other
-    pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called several times
-    a second. No rank is running on return.
+    ``hung``: why the ranks are taken for hanging. ``early``: of a rank, by its place among those
+    here, how far it had come if it ended before the last iteration, see
+    :meth:`~pipemorph.local.processes.hang.HangWatch.early`. ``told``: why they have to end, as
+    those of other pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called
+    several times a second. ``clock``: wall clock. On return no rank runs that can be killed.
     """
     ending = _until_the_end(
         ranks, events, refresh, deadline=deadline, straggle=straggle, saves=saves, moves=moves,
         hung=hung, told=told,
     )  # fmt: skip
-    at, moving = time.time(), moves()
+    at, moving = clock(), moves()
     if ending.end is End.FAILED:
         on_failure(replace(ending, at=at))
     if ending.end is End.INTERRUPTED:
@@ -143,12 +149,12 @@ def supervise(
         stopped = [rank for rank in ranks.running if rank.stopped] if ending.hang else []
         killed, hurried = _stop(
             ending, ranks, events, refresh, grace=grace, recovers=recovers, saves=saves,
-            moving=moving, stopped=stopped, told=told,
+            moving=moving, stopped=stopped, early=early, told=told,
         )  # fmt: skip
         if ending.end is End.MOVED and (killed or not all(map(_moved, ranks.ranks))):
             ending = Ending(End.FAILED, "not all ranks left together", retry=True)
         if ending.end is End.FAILED and not ending.hang and ranks.ended:
-            ending = _cause(ranks, killed, moving=moving) or ending
+            ending = _cause(ranks, killed, moving=moving, early=early) or ending
         waited = grace if _may_save(ending) else min(grace, END_SECONDS)
         why = "as requested" if hurried else f"since they did not stop within {waited:g} s"
         if ending.hang:
@@ -162,6 +168,9 @@ def supervise(
             ending = Ending(End.COMPLETED)  # Otherwise they would have saved.
     ranks.settle(AGENT_SECONDS)
     ranks.kill()
+    if ranks.stuck:
+        stuck = (rank.stuck() for rank in ranks.stuck)
+        ending = replace(ending, details=(*ending.details, *stuck))
     refresh()
     _forget_exits(events)
     return replace(ending, at=at)
@@ -241,9 +250,16 @@ def _hang(ending: Ending, ranks: RankSet, stopped: list[RankProcess]) -> Ending:
     )
 
 
-def _cause(ranks: RankSet, killed: list[RankProcess], *, moving: bool = False) -> Ending | None:
+def _cause(
+    ranks: RankSet,
+    killed: list[RankProcess],
+    *,
+    moving: bool = False,
+    early: Callable[[int], str | None] = lambda _: None,
+) -> Ending | None:
     """The failure that caused the others: of the ranks that failed by themselves, the first that
-    had not lost a peer, or else the first. ``moving``: see :func:`_cause_is_to_come`."""
+    had not lost a peer; else the first that exited with code 0 before the last iteration; else the
+    first. ``moving``: see :func:`_cause_is_to_come`; ``early``: see :func:`supervise`."""
     asked = (128 + signal.SIGTERM, -END_NOW)
     # One that was asked to stop may have failed before: Python takes its time to end.
     bad = [
@@ -254,14 +270,37 @@ def _cause(ranks: RankSet, killed: list[RankProcess], *, moving: bool = False) -
         and not (moving and _moved(r))
         and (r.status not in asked or _exception(r))
     ]
-    if not bad:
-        return None
-    return _failure(next((rank for rank in bad if _lost_wait(rank) is None), bad[0]))
+    cause = next((rank for rank in bad if _lost_wait(rank) is None), None)
+    if cause is None:
+        left, how_far = _first_to_leave(ranks, early)
+        # Where nobody counts iterations, it may have been done if no other one lost it.
+        if left is not None and (how_far or bad):
+            return _failure(left, how_far)
+    return _failure(cause or bad[0]) if bad else None
 
 
-def _cause_is_to_come(ranks: RankSet, *, moving: bool = False) -> bool:
+def _first_to_leave(
+    ranks: RankSet, early: Callable[[int], str | None]
+) -> tuple[RankProcess | None, str]:
+    """The first rank that exited with code 0 before the last iteration, and how far it had come."""
+    for rank in ranks.ended:
+        how_far = early(ranks.ranks.index(rank)) if rank.status == 0 else None
+        if how_far is not None:
+            return rank, how_far
+    return None, ""
+
+
+def _cause_is_to_come(
+    ranks: RankSet,
+    *,
+    moving: bool = False,
+    early: Callable[[int], str | None] = lambda _: None,
+) -> bool:
     """Whether all failed ranks failed because they lost a peer, whose own failure is to come.
-    ``moving``: they were asked to leave together, and those that did have not failed."""
+    ``moving``: they were asked to leave together, and those that did have not failed. ``early``:
+    see :func:`supervise`."""
+    if _first_to_leave(ranks, early)[0] is not None:
+        return False
     bad = [rank for rank in ranks.ended if rank.status != 0 and not (moving and _moved(rank))]
     waits = [_lost_wait(rank) for rank in bad]
     # A wait that reached its deadline lost no peer: the peer hangs, and will not exit.
@@ -281,22 +320,23 @@ def _logged_loss(rank: RankProcess) -> str | None:
     return error if error is not None and _LOST.search(error) else None
 
 
-def _failure(rank: RankProcess) -> Ending:
-    """The ending for a failed rank."""
+def _failure(rank: RankProcess, how_far: str = "") -> Ending:
+    """The ending for a failed rank. ``how_far``: it had come, for one that exited with code 0."""
     lines = [line for line in rank.log.lines() if line.strip()][-LAST_LINES:]
     if lines:
-        details = [f"its last lines ({rank.log}):", *(f"  {line}" for line in lines)]
+        shown = (f"  {printable_line(line, LONGEST_SHOWN)}" for line in lines)
+        details = [f"its last lines ({rank.log}):", *shown]
     else:
         details = [f"it wrote nothing to {rank.log}"]
     if rank.status == -signal.SIGKILL:
         details.append("likely the kernel's out-of-memory killer; check `dmesg`")
     return Ending(
         End.FAILED,
-        f"{rank.position} {rank.outcome()}",
+        f"{rank.position} {rank.outcome()} {how_far}".rstrip(),
         tuple(details),
         # Exit code 2 means invalid input, which a restart does not change.
         retry=rank.status != 2,
-        status=rank.status,
+        status=rank.status or None,
         position=rank.position,
         error=_exception(rank),
         lost_peer=_lost_wait(rank) is not None,
@@ -334,6 +374,7 @@ def _stop(
     saves: bool = False,
     moving: bool = False,
     stopped: Sequence[RankProcess] = (),
+    early: Callable[[int], str | None] = lambda _: None,
     told: Callable[[], Told | None],
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
@@ -366,13 +407,13 @@ def _stop(
         if not recovers and _wait(ranks, events, refresh, NOTICE_SECONDS):
             return ranks.running, True
         seconds = RECOVERY_CAUSE_SECONDS if recovers else CAUSE_SECONDS
-        if _cause_is_to_come(ranks, moving=moving) and _wait(
-            ranks,
-            events,
-            refresh,
-            seconds,
-            # The cause may be in another pod.
-            enough=lambda: not _cause_is_to_come(ranks, moving=moving) or told() is not None,
+
+        def to_come() -> bool:
+            return _cause_is_to_come(ranks, moving=moving, early=early)
+
+        # The cause may be in another pod.
+        if to_come() and _wait(
+            ranks, events, refresh, seconds, enough=lambda: not to_come() or told() is not None
         ):
             return ranks.running, True
     may_save = _may_save(ending)
@@ -440,7 +481,7 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: 
     """Add the other ranks' messages about what they were waiting for."""
     details = list(ending.details)
     logged = "\n".join(details)
-    peers = [rank for rank in ranks.ranks if f"{rank.position} {rank.outcome()}" != ending.reason]
+    peers = [rank for rank in ranks.ranks if rank.position != ending.position]
     words = [word for rank in peers if (word := _last_message(rank)) and word not in logged]
     if ending.hang:
         words = []  # They are among its details.

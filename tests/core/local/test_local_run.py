@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,15 @@ from waiting import until
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.cli import main
 from pipemorph.local import run_job
+from pipemorph.local.host import _Host
+from pipemorph.local.moves import LeaveRequests
+from pipemorph.local.processes.hang import HangWatch
+from pipemorph.local.processes.kept import SHARED_MEMORY
 from pipemorph.local.processes.rank_log import FileLog
-from pipemorph.local.processes.ranks import RankSet, Reaper, _live_members
+from pipemorph.local.processes.ranks import RankProcess, RankSet, Reaper, _live_members
+from pipemorph.local.progress import Progress
+from pipemorph.local.results.history import Journal
+from pipemorph.local.service import ControlService
 
 Runs = Callable[..., LocalRun]
 Refused = Callable[..., tuple[int, str]]
@@ -65,6 +73,15 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
         return status, said.getvalue()
 
     return call
+
+
+def in_process(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """Runs the job in this process: its status and output."""
+    monkeypatch.chdir(run.folder)
+    monkeypatch.setenv(MARK, run.mark)
+    monkeypatch.setattr(tempfile, "tempdir", str(run.folder / "tmp"))
+    stream = io.StringIO()
+    return run_job("job.yaml", Path("out"), stream=stream), stream.getvalue()
 
 
 def ended(run: LocalRun) -> tuple[int, str]:
@@ -276,10 +293,166 @@ def test_a_rank_that_does_not_stop_is_killed(runs: Runs) -> None:
     assert_clean(run)
 
 
-@pytest.mark.full
-def test_what_a_rank_started_ends_with_it(runs: Runs) -> None:
-    run = runs({1: "parent", 2: "die 1"})
+@pytest.mark.parametrize(
+    ("action", "executed"),
+    [
+        pytest.param("parent", False, marks=pytest.mark.full),
+        ("parent session", False),
+        pytest.param("parent group", False, marks=pytest.mark.full),
+        pytest.param("daemon", False, marks=pytest.mark.full),
+        pytest.param("daemon", True, marks=pytest.mark.full),
+    ],
+)
+def test_what_a_rank_started_ends_with_it(runs: Runs, action: str, executed: bool) -> None:
+    run = runs({1: action, 2: "die 1"}, stages=3, executed=executed)
+    if executed:
+        run.spec["trainer"] = run.manifest()["spec"]["trainer"] | {"preload": []}
+        run.__post_init__()
     assert run.finish()[0] == 1
+    assert_clean(run)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "exec 2>&-",
+        pytest.param("exec 0<&- 2>&-", marks=pytest.mark.full),
+        pytest.param("trap '' CHLD", marks=pytest.mark.full),
+        "exec >/dev/full",
+    ],
+)
+def test_a_run_completes_however_its_streams_and_signals_were(runs: Runs, start: str) -> None:
+    run = runs(others="finish", stages=2, executed=True)
+    command = ["sh", "-c", f'{start}; exec "$@"', "sh", *run.command()]
+    run.command = lambda *extra: command  # type: ignore[method-assign]
+    status, output = run.finish()
+    assert (status, run.report()["completed"]) == (0, True), output
+    assert ("cannot be written: No space left" in output) is ("full" in start), output
+    assert "Traceback" not in output
+    assert_clean(run)
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        (HangWatch, "end"),
+        (_Host, "agree"),
+        (_Host, "start"),
+        (RankProcess, "outcome"),
+        (ControlService, "adaptations"),
+    ],
+)
+def test_an_error_of_the_host_ends_the_run_in_one_line_with_its_report(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, where: type, what: str
+) -> None:
+    run = runs({1: "die 3"}, stages=2, spec={"failurePolicy": {"maxRestarts": 1}})
+    run.spec["trainer"] = run.manifest()["spec"]["trainer"] | {"preload": []}
+    run.__post_init__()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("bookkeeping")
+
+    kept = set(SHARED_MEMORY.glob("pipemorph-kept-*"))
+    monkeypatch.setattr(where, what, fails)
+    status, output = in_process(run, monkeypatch)
+    assert status == 1
+    (said,) = [line for line in output.splitlines() if "bookkeeping" in line]
+    log = run.out / "logs" / "host.log"
+    assert said.startswith(
+        "the host of the run failed: KeyError: 'bookkeeping' (test_local_run.py:"
+    )
+    assert said.endswith("; its traceback is in out/logs/host.log")
+    assert "raise KeyError" in log.read_text() and "Traceback" not in output
+    report = run.report()
+    assert (report["end"], report["reason"]) == ("failed", said)
+    assert {each["end"] for each in report["attempts"]} == {"failed"}
+    assert run.processes() == [] and run.leftovers() == []
+    assert set(SHARED_MEMORY.glob("pipemorph-kept-*")) <= kept
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [(Journal, "first"), (LeaveRequests, "look"), (Progress, "_show")]
+)
+def test_an_error_in_following_a_run_is_told_and_ends_nothing(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, where: type, what: str
+) -> None:
+    run = runs(others="finish", stages=2, spec={"failurePolicy": {"maxRestarts": 1}})
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(where, what, fails)
+    status, output = in_process(run, monkeypatch)
+    assert status == 0, output
+    assert output.count("Too many open files") == 1
+    assert run.report()["completed"] is True
+
+
+@pytest.mark.parametrize("step", [86400.0, -86400.0])
+def test_durations_are_true_though_the_clock_is_set(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    spec = {"failurePolicy": {"maxRestarts": 1}}
+    run = runs({0: "recover"}, others="recover", stages=2, spec=spec)
+    real, steps = time.time, iter(range(1_000_000))
+    monkeypatch.setattr(time, "time", lambda: real() + step * next(steps))
+    status, output = in_process(run, monkeypatch)
+    assert status == 0, output
+    report = run.report()
+    times = [report["started_at"]]
+    for attempt, recovery in zip(report["attempts"], [*report["recoveries"], None], strict=True):
+        times += [attempt["started_at"]] + ([recovery["lost_at"]] if recovery else [])
+        times += [attempt["ended_at"]]
+    assert times == sorted(times) and times[-1] - times[0] < 2 * DEADLINE
+
+
+def test_logs_that_are_gone_when_a_rank_fails_end_nothing(runs: Runs) -> None:
+    spec = {"failurePolicy": {"maxRestarts": 1}}
+    run = runs({0: "recover 5 unlog"}, others="recover", stages=2, spec=spec)
+    status, output = run.finish()
+    assert status == 0, output
+    assert re.search(r"logs/rank-[01].log cannot be read: No such file or directory", output)
+    assert run.report()["completed"] is True
+    assert_clean(run)
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_folder_that_a_run_uses_is_refused_also_with_force(
+    runs: Runs, refused: Refused, force: bool
+) -> None:
+    run = runs(others="wait", stages=2)
+    host = run.start()
+    status, output = refused(run, *["--force"] * force)
+    assert (status, output.count("\n")) == (2, 1), output
+    assert f"--out out is used by another run (process {host.pid} of " in output
+    assert (run.out / "logs" / "rank-0.log").exists()
+    host.send_signal(signal.SIGINT)
+    assert ended(run)[0] == 130
+    assert not (run.out / ".lock").exists()
+
+
+def test_what_a_run_left_that_was_killed_with_all_its_processes_goes_with_the_next(
+    runs: Runs, refused: Refused
+) -> None:
+    restarts = {"failurePolicy": {"maxRestarts": 1}}
+    run = runs(others="hang", stages=2, executed=True, spec=restarts)
+    run.start()
+    kept = Path(run.seen_by(0)["env"]["PIPEMORPH_KEPT_DIR"])
+    before, pids = run.leftovers(), run.processes()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    ended(run)
+    until(lambda: not run.processes(), "all gone")
+    assert before and set(run.leftovers()) == set(before) and kept.exists()
+    status, output = refused(run)
+    assert (status, "holds an earlier run" in output) == (2, True)
+    run.others = "finish"
+    run.__post_init__()
+    status, output = run.finish("--force")
+    assert status == 0, output
+    assert not kept.exists()
     assert_clean(run)
 
 
@@ -397,12 +570,9 @@ def test_a_machine_that_cannot_start_all_ranks(runs: Runs, monkeypatch: pytest.M
         start(self, position, *rest)
 
     monkeypatch.setattr(RankSet, "start", limited)
-    monkeypatch.chdir(run.folder)
-    monkeypatch.setenv(MARK, run.mark)
-    monkeypatch.setattr(tempfile, "tempdir", str(run.folder / "tmp"))
-    stream = io.StringIO()
-    assert run_job("job.yaml", Path("out"), stream=stream) == 1
-    assert "only 2 ranks could be started: Resource" in stream.getvalue()
+    status, output = in_process(run, monkeypatch)
+    assert status == 1
+    assert "only 2 ranks could be started: Resource" in output
     assert run.report()["completed"] is False
     assert run.processes() == [] and run.leftovers() == []
 

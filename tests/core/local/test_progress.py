@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from run_records import FALLEN, HAPPENED, RAILS, TRANSPORTS, emulated, job, reco
 
 from pipemorph.control.record.history import Decision
 from pipemorph.local.progress import (
+    Chores,
     Progress,
     headline,
     links_phrase,
@@ -153,28 +155,36 @@ def test_a_fallback_is_told_once_and_stays_on_the_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "pipemorph run: standard output cannot be written: No space left on device; stopping\n",
-        ),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), ""),
-    ],
+    ("error", "ends"),
+    [(errno.EPIPE, True), (errno.ENOSPC, False), (errno.EIO, False), (errno.EDQUOT, False)],
 )
-def test_an_output_that_takes_no_more_stops_the_run_and_says_why_once(
-    error: OSError, said: str, capsys: pytest.CaptureFixture[str]
+def test_an_output_that_nobody_reads_ends_the_run_and_a_full_one_is_told_once(
+    error: int, ends: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
-            raise error
+            raise OSError(error, os.strerror(error))
 
     stopped: list[bool] = []
     progress = Progress(Full(), job(), Journal(), on_closed=lambda: stopped.append(True))
     progress.note("one")
     progress.note("two")
-    assert stopped == [True]
-    assert capsys.readouterr().err == said
+    assert stopped == [True] * ends
+    said = f"pipemorph run: standard output cannot be written: {os.strerror(error)}; "
+    assert capsys.readouterr().err == ("" if ends else f"{said}the job goes on without it\n")
+
+
+def test_what_fails_beside_the_job_is_told_once_and_ends_nothing() -> None:
+    told: list[str] = []
+    chores = Chores(told.append)
+    for error in (OSError(24, "Too many open files"), KeyError("x"), OSError(24, "Too many open")):
+        for _ in range(3):
+            chores.do("nothing is shown", lambda error=error: (_ for _ in ()).throw(error))
+    assert told == [
+        "nothing is shown: OSError(24, 'Too many open files')",
+        "nothing is shown: KeyError('x')",
+        "nothing is shown: OSError(24, 'Too many open')",
+    ]
 
 
 def test_nothing_is_said_of_rails_that_are_not_there() -> None:

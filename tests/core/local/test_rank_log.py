@@ -6,10 +6,18 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from waiting import until
 
-from pipemorph.local.processes.rank_log import KEPT_BYTES, LONGEST_LINE, PrefixedLog
+from pipemorph.local.processes.rank_log import (
+    KEPT_BYTES,
+    LONGEST_LINE,
+    SHOWN_BYTES,
+    FileLog,
+    PrefixedLog,
+)
 
 DEADLINE = 20.0
 
@@ -58,5 +66,56 @@ def test_what_is_kept_is_bounded_and_endless_lines_are_cut() -> None:
     kept = log.lines()
     assert sum(map(len, kept)) <= KEPT_BYTES
     assert kept[0].startswith("line "), "the newest of them"
+    assert len(kept[-1]) < LONGEST_LINE + KEPT_BYTES, "its beginning"
     assert not any(line.startswith("line 0 ") for line in kept)
     assert output.getvalue().startswith(b"> line 0 ")
+
+
+def test_a_rank_goes_on_while_the_output_of_its_host_cannot_be_written() -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    log = PrefixedLog("> ", Full())
+    end = log.open()
+    for _ in range(40):  # More than a pipe holds.
+        os.write(end, b"x" * 4095 + b"\n")
+    os.write(end, b"the reason\n")
+    os.close(end)
+    until(lambda: log.lines()[-1:] == ["the reason"], "the last line")
+
+
+@pytest.mark.parametrize("size", [SHOWN_BYTES + 1, 1 << 20, 5_000_000])
+@pytest.mark.parametrize("after", ["", "[rank1]: the end\n"])
+def test_a_long_line_is_cut_and_hides_none_before_it(tmp_path: Path, size: int, after: str) -> None:
+    log = FileLog(tmp_path / "log")
+    os.close(log.open())
+    head = "Traceback (most recent call last):\n  File x\n"
+    (tmp_path / "log").write_text(f"{head}RuntimeError: {'Z' * size}\n{after}")
+    trace, file, error, *rest = log.lines()
+    assert (trace, file, rest) == (*head.splitlines(), after.splitlines())
+    assert len(error) == SHOWN_BYTES + 3 and error.endswith("Z...")
+
+
+def test_of_a_large_log_the_last_lines_are_read(tmp_path: Path) -> None:
+    log = FileLog(tmp_path / "log")
+    (tmp_path / "log").write_text("".join(f"line {i}\n" for i in range(100_000)))
+    lines = log.lines()
+    assert lines[-1] == "line 99999" and KEPT_BYTES / 2 < sum(map(len, lines)) <= KEPT_BYTES
+
+
+def test_a_log_that_is_gone_or_truncated_ends_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "log"
+    os.close(FileLog(path).open())
+    path.write_text("of an earlier attempt\n")
+    log = FileLog(path)
+    assert log.lines() == []
+    path.write_text("short\n")
+    assert log.lines() == ["short"], "somebody has rotated it"
+    path.unlink()
+    assert log.lines() == [f"{path} cannot be read: No such file or directory"]
+    path.parent.rmdir()
+    os.close(log.open())
+    path.parent.rename(tmp_path / "moved")
+    path.parent.write_text("")
+    assert log.lines() == [f"{path} cannot be read: Not a directory"]

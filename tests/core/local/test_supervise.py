@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.exits import EXIT_MOVES, EXIT_SAVED
+from pipemorph.api.sections.recovery import FailurePolicy
+from pipemorph.exits import EXIT_MOVES, EXIT_SAVED, progress_bytes
 from pipemorph.local.processes import ranks as module
+from pipemorph.local.processes.hang import HangWatch
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
@@ -105,6 +108,80 @@ def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: RankSet, tmp_pat
     word = Told("rank 7 was killed")
     _stop(ending, ranks, Events(), lambda: None, told=lambda: word, **common)  # type: ignore[arg-type]
     assert stopped == [False] and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
+
+
+LOST = "rank 2 (stage 2) waited 0.0 s for F of microbatch 3 of iteration 7 from stage 1 on link 1"
+TRACE = "Traceback (most recent call last):\n  File x\n"
+
+
+@pytest.mark.parametrize(
+    ("exits", "counts", "reason"),
+    [
+        # The first that left, with any code, and not who lost it.
+        ([(1, 0, ""), (2, 1, LOST), (0, 1, LOST)], [5, 5, 5], "1 exited with code 0 after 5 of 12"),
+        ([(2, 1, LOST), (1, 0, ""), (0, 1, LOST)], [5, 0, 5], "1 exited with code 0 after 0 of 12"),
+        ([(1, 0, ""), (0, 0, ""), (2, 1, LOST)], [4, 5, 5], "1 exited with code 0 after 5 of 12"),
+        # Where nobody counts.
+        ([(1, 0, ""), (2, 1, LOST)], [-1, -1, -1], "1 exited with code 0"),
+        # One that has failed by itself comes before.
+        ([(1, 0, ""), (2, 1, f"{TRACE}ValueError: no")], [5, 5, 5], "2 exited with code 1"),
+        ([(1, 0, ""), (2, -9, "")], [5, 5, 5], "2 was killed by SIGKILL"),
+        # It had done all iterations.
+        ([(1, 0, ""), (2, 1, LOST)], [11, 12, 11], "2 exited with code 1"),
+        # Nobody lost it: the others still wait for it when their time is over.
+        ([(1, 0, "")], [5, 5, 5], "1 exited with code 0 after 5 of 12"),
+        ([(1, 0, "")], [12, 12, 12], None),
+        ([(1, 0, "")], [-1, -1, -1], None),
+    ],
+)
+def test_the_first_rank_that_left_is_the_cause(
+    exits: list[tuple[int, int, str]], counts: list[int], reason: str | None, tmp_path: Path
+) -> None:
+    made = RankSet(None, lambda rank, status: None)  # type: ignore[arg-type]
+    for rank in range(3):
+        log = FileLog(tmp_path / f"log-{rank}")
+        made.ranks.append(RankProcess(MeshShape(stages=3).coordinate(rank), None, log))  # type: ignore[arg-type]
+    watch = HangWatch(FailurePolicy(), 12)
+    files = HangWatch.files(tmp_path, range(3))
+    watch.begin(files)
+    for file, count in zip(files, counts, strict=True):
+        if count >= 0:
+            file.write_bytes(progress_bytes(count, 0))
+    for rank, status, text in exits:
+        (tmp_path / f"log-{rank}").write_text(text)
+        made.note_exit(rank, status)
+    found = _cause(made, [], early=watch.early)
+    named = found and found.reason.replace(" iterations", "")
+    assert named == (reason and f"rank {reason[0]} (stage {reason[0]}){reason[1:]}")
+    assert found is None or (found.retry and found.status != 0)
+    left = any(status == 0 and counts[rank] < 12 for rank, status, _ in exits)
+    assert not (left and _cause_is_to_come(made, early=watch.early)), "it is not waited for"
+
+
+def test_a_rank_that_waits_in_the_kernel_is_named_and_ends_nothing(
+    ranks: RankSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(seconds: float) -> int:
+        raise subprocess.TimeoutExpired("rank", seconds)
+
+    events, forgotten = Events(), []
+    ranks._reaper = SimpleNamespace(send=lambda *what: forgotten.append(what))  # type: ignore[assignment]
+    for rank, waits in zip(ranks.ranks, (lambda _: -9, wait), strict=True):
+        rank.process = SimpleNamespace(pid=1 << 30, returncode=None, wait=waits)  # type: ignore[assignment]
+    monkeypatch.setattr(module, "_until_gone", lambda *_: None)
+    monkeypatch.setattr(module, "_collect_orphans", lambda group: None)
+    monkeypatch.setattr(ranks, "settle", lambda seconds: None)
+    events.put(RankExited(0, -9))
+    events.put(Signalled(signal.SIGTERM))
+    ending = supervise(
+        ranks, events, refresh=lambda: None, note=lambda _: None, grace=0.0, straggle=0.0
+    )
+    assert ending.reason == "rank 0 (stage 0) was killed by SIGKILL"
+    assert ending.details[-1].startswith("rank 1 (stage 1) does not end on SIGKILL: process ")
+    assert ranks.ranks[0].status == -9 and ranks.stuck == [ranks.ranks[1]]
+    assert forgotten == [("forget", 1 << 30)], "the reaper kills the other one again"
+    ranks.kill()
+    assert len(ranks.stuck) == 1, "it is not waited for again"
 
 
 def test_signals_outlive_the_attempt_and_exits_do_not() -> None:

@@ -86,7 +86,7 @@ def test_what_ranks_have_finished_counts_though_nobody_was_told(tmp_path: Path) 
     assert len(report["attempts"]) == 1, f"an attempt clears what is kept\n{done}"
     (recovery,) = report["recoveries"]
     assert recovery["rung"] == "generation" and recovery["iterations_done"] == 0, done
-    assert "the ranks start again as generation 1: after 1 iterations" in done.output
+    assert "the ranks start again as generation 1 after 0 iterations" in done.output
     assert done.status == 0, done
 
 

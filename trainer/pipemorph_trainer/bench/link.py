@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipemorph.commands.emit import emit, silence_stdout
+from pipemorph.commands.emit import emit
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError, one_line
+from pipemorph.streams import silence
 from pipemorph.terminal import RenderableType, render, table
 from pipemorph_trainer._engine import Engine, EngineError, EngineTimeout, Link, PathStats
 from pipemorph_trainer.bench import transfers
@@ -540,7 +541,7 @@ def main() -> int:
         print(f"pipemorph bench link: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        silence_stdout()
+        silence(sys.stdout)
         return 1
     # An unavailable transport is a failure if it was named.
     asked = options["asked"]

@@ -16,15 +16,16 @@ passed on to the ranks, which have ``--grace`` seconds to end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import sys
+import traceback
 from collections.abc import Sequence
 
 from pipemorph.arguments import duration
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph_trainer.launcher.pod import Pod
-from pipemorph_trainer.launcher.site import describe, exit_code, run
+from pipemorph_trainer.launcher.site import describe, exit_code, note, run
 from pipemorph_trainer.preflight import EXIT_UNFIT, TERMINATION_LOG
 
 GRACE_SECONDS = 28.0
@@ -35,9 +36,11 @@ MESSAGE_BYTES = 4096
 
 def _tell(ending: Ending) -> None:
     text = describe(ending)
-    print(text, end="", file=sys.stderr, flush=True)
+    for line in text.splitlines():
+        note(line)
     if ending.end is End.FAILED and TERMINATION_LOG.exists():
-        TERMINATION_LOG.write_bytes(text.encode()[:MESSAGE_BYTES])
+        with contextlib.suppress(OSError):
+            TERMINATION_LOG.write_bytes(text.encode()[:MESSAGE_BYTES])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         ending = Ending(End.FAILED, f"the pod's ranks cannot be started: {error}")
         _tell(ending)
         raise SystemExit(EXIT_UNFIT) from None
+    except Exception as error:  # noqa: BLE001  # The ranks have ended; the pod says why.
+        traceback.print_exc()
+        why = one_line(f"the launcher of the pod failed: {type(error).__name__}: {error}", 500)
+        ending = Ending(End.FAILED, why)
     if ending.end is not End.COMPLETED:
         _tell(ending)
     raise SystemExit(exit_code(ending))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipemorph.api.layout import Layout
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, printable_line
 from pipemorph.exits import EXIT_NO_MORE, EXIT_SAVED, EXIT_SIGTERM, EXITS_LOST
 from pipemorph.local.generations import Generations, Life
 from pipemorph.local.moves import LeaveRequests
@@ -32,6 +33,8 @@ from pipemorph_trainer.launcher.page.gate import PageGate
 from pipemorph_trainer.launcher.pod import Pod
 
 EXIT_FAILED = 1
+MOST_CHARACTERS = 2000
+"""Of a line: what other pods and the ranks say may be longer."""
 MEET_SECONDS = 60.0
 """How long to wait for the next generation, beside the grace period that ranks elsewhere may use
 up: longer than another ingest needs to take over."""
@@ -170,6 +173,11 @@ class PodSite:
     def watch(self, ranks: RankSet, life: Life) -> Ending:
         ending = self._supervise(ranks, life)
         self.hangs.end()
+        for index, rank in enumerate(ranks.ranks):
+            how_far = self.hangs.early(index) if ending.end is End.COMPLETED else None
+            if how_far:
+                reason = f"{rank.position} {rank.outcome()} {how_far}"
+                return Ending(End.FAILED, reason, retry=True, position=rank.position)
         return ending
 
     def _supervise(self, ranks: RankSet, life: Life) -> Ending:
@@ -186,6 +194,7 @@ class PodSite:
                 straggle=straggle,
                 saves=saves,
                 hung=self.hangs.look,
+                early=self.hangs.early,
             )
         return supervise(
             ranks,
@@ -199,6 +208,7 @@ class PodSite:
             # Ranks leave only by an agreement of all, which another pod may have asked for.
             moves=lambda: self.pod.resizes or self.pod.moves,
             hung=self.hangs.look,
+            early=self.hangs.early,
             told=lambda: meeting.over(life.generation),
             on_failure=lambda ending: self._tell(meeting, life, ending),
         )
@@ -347,12 +357,15 @@ def exit_code(ending: Ending) -> int:
 
 def describe(ending: Ending) -> str:
     """All lines of an ending: the reason, then indented details."""
-    return "\n".join((ending.reason, *(f"  {line}" for line in ending.details))) + "\n"
+    lines = (ending.reason, *(f"  {line}" for line in ending.details))
+    return "".join(f"{printable_line(line, MOST_CHARACTERS)}\n" for line in lines)
 
 
 def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # The disk of the pod's log may be full.
+        print(printable_line(line, MOST_CHARACTERS), file=sys.stderr, flush=True)
 
 
 def _print(ending: Ending) -> None:
-    print(describe(ending), end="", file=sys.stderr, flush=True)
+    for line in describe(ending).splitlines():
+        note(line)

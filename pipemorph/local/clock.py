@@ -1,0 +1,13 @@
+"""Wall clock of a run, which does not step when that of the machine is set: the difference of two
+of its times is a true duration."""
+
+from __future__ import annotations
+
+import time
+
+_STARTED = time.time() - time.monotonic()
+
+
+def now() -> float:
+    """Seconds since the Unix epoch, as of the start of this process."""
+    return _STARTED + time.monotonic()
