@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipemorph.errors import InputError, PipeMorphError
+from pipemorph.errors import PipeMorphError
 
 
 def first_sentence(error: BaseException) -> str:
@@ -36,7 +36,7 @@ class ShapeError(PipelineError):
     """Tensors have other shapes than agreed. The error names both."""
 
 
-class BatchError(ShapeError, InputError):
+class BatchError(ShapeError):
     """A rank got a batch that does not fit. The error names the rank and the input.
 
     ``step`` raises it on every rank of the job. No gradient has changed, and ``step`` can be called

@@ -41,6 +41,8 @@ LAST_LINES, LONGEST_SHOWN = 20, 1000
 MOST_PEERS = 16
 _PREFIX = re.compile(r"^\[rank\d+\]: ")
 _LOST = re.compile("closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
+_REFUSED = re.compile(r"is refused on all ranks: rank (\d+) ")
+"""In the exception of all ranks for a batch that one of them refused."""
 
 
 class End(StrEnum):
@@ -315,9 +317,12 @@ def _lost_wait(rank: RankProcess) -> str | None:
 
 
 def _logged_loss(rank: RankProcess) -> str | None:
-    """The exception of a collective of torch in which a peer was lost."""
-    error = _logged_exception(rank)
-    return error if error is not None and _LOST.search(error) else None
+    """The exception of a collective of torch in which a peer was lost, or of a step that another
+    rank refused."""
+    error = _logged_exception(rank) or ""
+    refused = _REFUSED.search(error)
+    lost = _LOST.search(error) if refused is None else int(refused[1]) != rank.position.rank
+    return error if lost else None
 
 
 def _failure(rank: RankProcess, how_far: str = "") -> Ending:

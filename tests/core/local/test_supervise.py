@@ -94,6 +94,19 @@ def test_ranks_end_when_those_of_another_pod_have(ranks: RankSet) -> None:
     assert ended.told and ended.position is None and ended.error is None
 
 
+def test_the_rank_that_refuses_a_batch_is_blamed(ranks: RankSet, tmp_path: Path) -> None:
+    """Whichever ends first: all of them raise its words."""
+    why = "step() of iteration 3 is refused on all ranks: rank 1 (stage 1): the stage raised E"
+    (tmp_path / "log").write_text(f"Traceback (most recent call last):\nBatchError: {why}\n")
+    ranks.note_exit(0, 1)
+    assert _cause_is_to_come(ranks)
+    ranks.note_exit(1, 1)
+    ending = _cause(ranks, [])
+    assert ending is not None and ending.position is not None
+    assert ending.position.rank == 1 and ending.error == f"BatchError: {why}"
+    assert ending.retry and not ending.lost_peer
+
+
 def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: RankSet, tmp_path: Path) -> None:
     """A rank that has lost its peer, and one that has not noticed yet."""
     lost = "RuntimeError: Connection closed by peer [10.0.0.7]:1234"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from gate import same_bits
-from launch import run_ranks
+from launch import Ranks, run_ranks
 from pairwise import give_tiers
-from torch import Tensor
+from torch import Tensor, nn
 from trainer_jobs import loss_fn, make_batch, make_stage
 
+from pipemorph.errors import InputError
 from pipemorph_trainer import Options, Pipeline, TrainerContext
-from pipemorph_trainer.errors import BatchError
+from pipemorph_trainer.errors import BatchError, PipelineError, ShapeError
+from pipemorph_trainer.executor.refusal import is_of_batch
 from pipemorph_trainer.topology import hierarchy
 
 N = 4
+WIDTH = 3
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a step."""
 
@@ -194,3 +199,67 @@ def test_a_replica_refuses_for_all(widest: int) -> None:
     )
     # All forwards first: the loss is on its way before the first backward.
     check(4, 2, steps, widest, policy="gpipe", options=Options(route="direct"))
+
+
+def caused(by: Exception) -> Exception:
+    error = RuntimeError("the tokenizer failed")
+    error.__cause__ = by
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "refuses"),
+    [
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), True),
+        (IndexError("index out of range in self"), True),
+        (caused(KeyError("token")), True),
+        (ShapeError("other shapes"), True),
+        (MemoryError(), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (TimeoutError("the read timed out"), False),
+        (ConnectionResetError("reset by peer"), False),
+        (EOFError(), False),
+        (dist.DistBackendError("NCCL error"), False),
+        (caused(OSError(errno.ESTALE, "Stale file handle")), False),
+        (PipelineError("a peer is lost"), False),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_error_of_the_machine_refuses_no_batch(error: Exception, refuses: bool) -> None:
+    """It may go well after another start. One that the batch has caused would come again."""
+    assert is_of_batch(error) is refuses
+
+
+class Short(nn.Module):
+    """Has no memory in the first forward of its second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == N + 1:
+            raise MemoryError("no memory")
+        return cast(Tensor, self.linear(x))
+
+
+def without_memory(context: TrainerContext) -> None:
+    module = Short() if context.rank == 1 else nn.Linear(WIDTH, WIDTH)
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N,
+        deadline_seconds=20.0,
+    ) as pipe:  # fmt: skip
+        for _ in range(2):
+            pipe.step(torch.ones(N, WIDTH), target=torch.ones(N, WIDTH))
+
+
+def test_the_rank_without_memory_raises_that_and_is_named_by_the_others() -> None:
+    first, second, third = Ranks(3, without_memory).wait()
+    assert second.error.strip().splitlines()[-1] == "MemoryError: no memory"
+    for result in (first, third):
+        last = result.error.strip().splitlines()[-1]
+        assert "PeerLostError: " in last and "rank 1" in last, last
+    assert not issubclass(BatchError, InputError), "scripts end with 2 for those: no restart"

@@ -10,6 +10,7 @@ loss, for which all ranks wait in any case, says that the step was refused.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import torch
@@ -23,16 +24,24 @@ from pipemorph_trainer.topology.hierarchy import Hierarchy, Pending
 from pipemorph_trainer.topology.world import World
 
 _TEXT_BYTES = 480
-_BROKEN_DEVICE: tuple[type[BaseException], ...] = tuple(
-    found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
-)
+_OF_MACHINE: tuple[type[BaseException], ...] = (
+    MemoryError, OSError, EOFError, torch.OutOfMemoryError, dist.DistError,
+    *(found for found in (getattr(torch, "AcceleratorError", None),) if found is not None),
+)  # fmt: skip
+_NO_MEMORY = re.compile("can(no|')t allocate memory", re.IGNORECASE)
+"""What torch says without memory of the host, in a RuntimeError."""
 
 
-def is_of_batch(error: Exception) -> bool:
+def is_of_batch(error: BaseException) -> bool:
     """Whether a stage that raises this error in its first forward of a step, or in an evaluation,
-    can continue with another batch: not after an error of the pipeline itself or of the device.
+    can continue with another batch: not after an error of the pipeline itself or of the machine (a
+    device, memory, a disk, a connection), which may go well another time.
     """
-    return isinstance(error, ShapeError) or not isinstance(error, (PipeMorphError, *_BROKEN_DEVICE))
+    if isinstance(error, ShapeError):
+        return True
+    if isinstance(error, (PipeMorphError, *_OF_MACHINE)) or _NO_MEMORY.search(str(error)):
+        return False
+    return error.__cause__ is None or is_of_batch(error.__cause__)
 
 
 class Gate:
