@@ -99,14 +99,3 @@ def make_diff(mutation: Mutation, file: Path) -> list[str]:
     source = file.read_bytes()
     before, after = (text.decode().splitlines() for text in (source, mutation.apply(source)))
     return list(difflib.unified_diff(before, after, mutation.path, mutation.path, "", "", 2, ""))
-
-
-def read_mutations(kept: dict[str, Any]) -> list[tuple[Mutation, Verdict]]:
-    """The judged mutations of a JSON file."""
-
-    def mutation(fields: dict[str, Any]) -> Mutation:
-        chain = tuple((name, line) for name, line in fields["chain"])
-        line, column = fields["statement"]
-        return Mutation(**(fields | {"chain": chain, "statement": (line, column)}))
-
-    return [(mutation(one["mutation"]), Verdict(**one["verdict"])) for one in kept["judged"]]
