@@ -8,16 +8,22 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+from testbed import TestbedError
+from testbed.packages import PackageSource
 
 SECONDS = 1
 PACKAGES = ("iperf3", "libiperf0", "libsctp1")
 START_DEADLINE = 60.0
+UNPACK_SECONDS = 600.0
 
 
 class IperfError(RuntimeError):
@@ -43,13 +49,9 @@ class Program:
         return self._run("--version").stdout.split("\n", 1)[0]
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [self.path, *arguments]
         return subprocess.run(
-            [self.path, *arguments],
-            check=False,
-            capture_output=True,
-            text=True,
-            env=self.environment,
-            timeout=60,
+            command, check=False, capture_output=True, text=True, env=self.environment, timeout=60
         )
 
     def seconds(self, volume: int, streams: int) -> tuple[float, float]:
@@ -102,39 +104,15 @@ def find() -> Program:
 
 
 def _unpack(root: Path) -> None:
-    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise IperfError("found no iperf3 on PATH and no apt-get to fetch it with: install iperf3")
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-        work = Path(folder)
-        for last in (False, True):
-            done = subprocess.run(
-                ["apt-get", "-q", "download", *PACKAGES],
-                check=False,
-                cwd=work,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            if done.returncode == 0:
-                break
-            if not last and os.geteuid() == 0:  # without package lists, or with old ones
-                subprocess.run(
-                    ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300", "update"],
-                    check=False,  # the next download says what is missing
-                    capture_output=True,
-                    timeout=300,
-                )
-        else:
-            raise IperfError(
-                f"found no iperf3 on PATH, and apt-get download {' '.join(PACKAGES)} failed "
-                f"({done.stderr.strip()[-300:]}): run apt-get update, or install iperf3"
-            )
-        for archive in sorted(work.glob("*.deb")):
-            subprocess.run(["dpkg", "-x", archive, work / "root"], check=True, timeout=60)
-        # In one step, so that two runs at a time cannot see half of it.
-        try:
-            (work / "root").rename(root)
-        except OSError:
-            if not (root / "usr/bin/iperf3").exists():
-                raise
+    end = time.monotonic() + UNPACK_SECONDS
+    source = PackageSource(root.parent / "apt-iperf3")
+    try:
+        source.update(print, end)
+        with tempfile.TemporaryDirectory(dir=root.parent) as work:
+            for package in PACKAGES:
+                source.unpack(package, Path(work) / "root", print, end)
+            # In one step, so that two runs at a time cannot see half of it.
+            with suppress(OSError):
+                (Path(work) / "root").rename(root)
+    except TestbedError as error:
+        raise IperfError(f"found no iperf3 on PATH: {error}; install iperf3") from error

@@ -1,39 +1,35 @@
-"""Draws every view that users have of a job, to look at.
+"""Draws the pages that users have of a job, to look at.
 
 One command: ``python benchmarks/pictures.py --out DIR``. Jobs of 4, 8 and 64 stages that are
 healthy, have a slow link, have answered it, have recovered, and have failed. Plans are the
 planner's and ops the simulator's, states and times are given. A headless browser
 (tests/support/browser.py) draws the live page (light, dark, as wide as a phone), what its button
-saves, and the page of a replay, which is a real one; and the terminal of ``pipemorph top`` and
-``explain``. ``DIR/index.html`` shows all of them.
+saves, and the page of a replay, which is a real one. ``DIR/index.html`` shows all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import html
-import io
+import json
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support")]
 
 from browser import Browser as WebBrowser  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from told_jobs import Fate, replayed, report_of, told_job  # noqa: E402
-from watched_jobs import Case, Trace, watched  # noqa: E402
+from watched_jobs import LATE, SLOW_AT, WELL_AT, WIRE, Case, Trace, watched  # noqa: E402
 
-from pipemorph.explain import explain_job  # noqa: E402
-from pipemorph.explain.job_table import job_table  # noqa: E402
-from pipemorph.explain.of_status import story_of  # noqa: E402
+from pipemorph.planning import Link, Problem, StageTimes  # noqa: E402
+from pipemorph.replay.contenders import Replay, replay  # noqa: E402
 from pipemorph.replay.page import render_page as render_replay  # noqa: E402
+from pipemorph.replay.trace import LinkTrace, parse_trace  # noqa: E402
 from pipemorph.watch.build import Watched, watch_view, worst_column  # noqa: E402
 from pipemorph.watch.documents import render_page  # noqa: E402
 
@@ -41,8 +37,9 @@ MICROBATCHES = {4: 12, 8: 24, 64: 128}
 CASES: tuple[Case, ...] = ("healthy", "slow", "adapted", "recovered", "failed")
 REPLICAS = 64
 LOOKS = {"light": (1200, False), "dark": (1200, True), "phone": (390, False)}
-WIDE = 120
-"""Columns of a terminal."""
+LARGE = 32
+"""Stages."""
+Fate = Literal["healthy", "slow", "recovered", "failed"]
 
 
 class Drawer:
@@ -68,12 +65,6 @@ class Drawer:
         shutil.move(self._browser.download("#png", self._scratch), self._out / f"{name}.png")
         self.made.append(name)
 
-    def terminal(self, name: str, text: str) -> None:
-        path = self._scratch / f"{name}.html"
-        path.write_text(f"<!doctype html><meta charset=utf-8><pre>{html.escape(text)}</pre>")
-        self._browser.look(path.as_uri(), width=1200, height=60)
-        self._take(name)
-
     def _take(self, name: str) -> None:
         self._browser.picture(self._out / f"{name}.png")
         if self._browser.errors:
@@ -82,11 +73,22 @@ class Drawer:
         print(name, flush=True)
 
 
-def page(table: Table) -> str:
-    """The text of a terminal of :data:`WIDE` columns."""
-    written = io.StringIO()
-    Console(file=written, width=WIDE, color_system=None).print(table)
-    return written.getvalue()
+def replayed(stages: int, microbatches: int, fate: Fate) -> tuple[Replay, LinkTrace]:
+    """The job of so many stages, in which a link is slow from an iteration on until another, or
+    until it ends, or breaks then. Large jobs have fewer iterations: each takes a while."""
+    begin, end, count = (SLOW_AT, WELL_AT, 56) if stages < LARGE else (4, 12, 18)
+    link = stages // 2 - 1 if stages > 2 else 0
+    times = StageTimes(forward=10.0, backward_input=10.5, backward_weight=5.5)
+    links = [Link(delay=1e3 * WIRE)] * (stages - 1)
+    problem = Problem(microbatches=microbatches, stages=[times] * stages, links=links)
+    slow = {"delay_ms": 1e3 * LATE}
+    after = {"recovered": {}, "failed": {str(link): slow | {"down": True}}}
+    lines = [{"at_iteration": begin, "links": {str(link): slow}}] if fate != "healthy" else []
+    if fate in after:
+        lines.append({"at_iteration": end, "links": after[fate]})
+    text = "\n".join(json.dumps(each) for each in lines or [{"at_iteration": 0, "links": {}}])
+    trace = parse_trace(text, stages - 1, "a trace", replicas=1)
+    return replay(problem, trace, iterations=count), trace
 
 
 def live_page(known: Watched, traces: Sequence[Trace]) -> str:
@@ -94,8 +96,8 @@ def live_page(known: Watched, traces: Sequence[Trace]) -> str:
     return render_page(watch_view(known, traces, column=column, live=False))
 
 
-def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
-    """All of so many stages; hands out the jobs."""
+def draw(to: Drawer, stages: int) -> None:
+    """All of so many stages."""
     for case in CASES:
         name = f"{stages}-{case}"
         known, traces = watched(stages, MICROBATCHES[stages], case)
@@ -103,14 +105,6 @@ def draw(to: Drawer, stages: int) -> Iterator[tuple[str, Watched]]:
         to.page(f"live-{name}", live, tuple(LOOKS))
         if case == "adapted":
             to.saved(f"saved-{name}", live)
-        job = told_job(known)
-        told = {
-            f"pipemorph explain team/{known.job.metadata.name}": story_of(job),
-            "pipemorph explain out": explain_job(report_of(known)),
-        }
-        texts = [f"$ {command}\n{page(story.page())}" for command, story in told.items()]
-        to.terminal(f"explain-{name}", "\n".join(texts))
-        yield case, known
     for fate in get_args(Fate):
         found, trace = replayed(stages, min(64, MICROBATCHES[stages]), fate)
         looks = tuple(LOOKS) if fate == "recovered" else ("light",)
@@ -138,11 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pictures-") as scratch, WebBrowser() as browser:
         to = Drawer(browser, options.out, Path(scratch))
-        jobs = []
         for stages in options.stages:
-            for case, known in draw(to, stages):
-                jobs.append(told_job(known, namespace=case))
-        to.terminal("top", page(job_table(jobs)))
+            draw(to, stages)
         if 64 in options.stages:
             known, traces = watched(64, 64, "adapted", replicas=REPLICAS)
             to.page(f"live-64x{REPLICAS}-adapted", live_page(known, traces), ("light", "phone"))
