@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import signal
 import socket
@@ -23,6 +25,7 @@ settings.register_profile(
 """For `make test`: who changes one thing is not told there of a rare example of another."""
 settings.load_profile("any machine")
 
+ASYNC_SECONDS = 100.0
 _LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -37,6 +40,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             socket.create_server(("::1", 0), family=socket.AF_INET6).close()
         except OSError as error:
             pytest.skip(f"::1 is no address of this machine ({error}): IPv6 is not checked")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own, for at most
+    :data:`ASYNC_SECONDS`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(asyncio.wait_for(test, ASYNC_SECONDS))
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -144,7 +144,6 @@ class ApiProxy:
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
-            assert site._server is not None
             port = site._server.sockets[0].getsockname()[1]
             self._document["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{port}"}
             self.kubeconfig.write_text(yaml.safe_dump(self._document))

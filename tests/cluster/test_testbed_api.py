@@ -32,7 +32,6 @@ def test_nothing_outlives_a_test_run_that_is_killed(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(here)},
         text=True,
     )
-    assert child.stdout is not None
     with child, child.stdout:
         pids = [int(word) for word in child.stdout.readline().split()]
         assert len(pids) == 3

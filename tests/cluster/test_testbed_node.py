@@ -32,7 +32,6 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
         text=True,
     )
-    assert child.stdout is not None
     with child, child.stdout:
         bridge = child.stdout.readline().strip()
         assert mentioning(tmp_path) and Path("/sys/class/net", bridge).exists()

@@ -42,7 +42,7 @@ def answers(
     return asyncio.run(asyncio.wait_for(work(), 60.0))
 
 
-def test_the_token_goes_to_no_server_without_the_certificate_of_the_authority(
+async def test_the_token_goes_to_no_server_without_the_certificate_of_the_authority(
     tmp_path: Path,
 ) -> None:
     made = certificate(tmp_path, "localhost")
@@ -54,19 +54,16 @@ def test_the_token_goes_to_no_server_without_the_certificate_of_the_authority(
     def client(port: int) -> HttpClient:
         return HttpClient(f"https://localhost:{port}", tmp_path / "token", str(made[0]))
 
-    async def work() -> None:
-        async with ingest.running(), strangers[0].running(), strangers[1].running():
-            for each, untrusted in zip(strangers, (True, False), strict=True):
-                with pytest.raises(NoAnswer) as caught:
-                    await asyncio.to_thread(client(each.port).ask, "/x", seconds=5.0)
-                assert caught.value.untrusted == untrusted and "\n" not in str(caught.value)
-                assert each.asked == []
-            assert (await asyncio.to_thread(client(ingest.port).ask, seconds=5.0)).status == 200
-            async with client(ingest.port) as kept:
-                assert (await kept.request("/x", body=b"{}", seconds=5.0)).status == 200
-            assert ingest.asked == ["Bearer secret"] * 2
-
-    asyncio.run(asyncio.wait_for(work(), 60.0))
+    async with ingest.running(), strangers[0].running(), strangers[1].running():
+        for each, untrusted in zip(strangers, (True, False), strict=True):
+            with pytest.raises(NoAnswer) as caught:
+                await asyncio.to_thread(client(each.port).ask, "/x", seconds=5.0)
+            assert caught.value.untrusted == untrusted and "\n" not in str(caught.value)
+            assert each.asked == []
+        assert (await asyncio.to_thread(client(ingest.port).ask, seconds=5.0)).status == 200
+        async with client(ingest.port) as kept:
+            assert (await kept.request("/x", body=b"{}", seconds=5.0)).status == 200
+        assert ingest.asked == ["Bearer secret"] * 2
 
 
 def test_redirects_and_proxies_are_not_followed(

@@ -69,7 +69,7 @@ def engine_soon(engine, port, box):
     return threading.Thread(target=accept)
 
 
-@pytest.mark.parametrize("answer", ["another job", "a forged refusal", "nonsense"])
+@pytest.mark.parametrize("answer", ["another job", "a forged refusal", "nonsense", "no engine"])
 def test_what_nobody_has_signed_ends_no_setup(answer):
     """Another process at the peer's address for a moment, or somebody on the way to it."""
     answered, box, right = threading.Event(), [], []
@@ -88,9 +88,12 @@ def test_what_nobody_has_signed_ends_no_setup(answer):
         def leave():
             connection, _ = listener.accept()
             opening = connection.recv(40)
-            connection.sendall(opening[:8] + os.urandom(32))
-            connection.recv(2000)
-            connection.sendall(b"\1\0\0" if answer == "a forged refusal" else b"\xff" * 99)
+            if answer == "no engine":
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(40))
+            else:
+                connection.sendall(opening[:8] + os.urandom(32))
+                connection.recv(2000)
+                connection.sendall(b"\1\0\0" if answer == "a forged refusal" else b"\xff" * 99)
             with contextlib.suppress(OSError):
                 connection.recv(1)  # it closes
             connection.close()
@@ -344,33 +347,6 @@ def test_a_control_connection_that_breaks_before_the_dialler_has_confirmed_is_ma
         assert box[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"after all"
         assert link.alive and box[0].alive
         relay.shutdown(socket.SHUT_RDWR)
-
-
-def test_who_answers_nonsense_at_the_peers_address_for_a_moment_does_no_harm():
-    with contextlib.ExitStack() as stack:
-        a = stack.enter_context(contextlib.closing(pairs.engine(0)))
-        other = stack.enter_context(listening(16))
-        port = other.getsockname()[1]
-        box = []
-
-        def connect():
-            box.append(
-                a.connect(
-                    peer_rank=1, link_id=0, host="127.0.0.1", port=port, timeout=pairs.TIMEOUT
-                )
-            )
-
-        dialler = threading.Thread(target=connect)
-        dialler.start()
-        with other.accept()[0] as taken:
-            read(taken, 40)
-            taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(40))
-            assert taken.recv(1) == b""  # it has had enough
-        other.close()
-        b = stack.enter_context(contextlib.closing(pairs.engine(1, port=port)))
-        accepted = b.accept(peer_rank=0, link_id=0, timeout=pairs.TIMEOUT)
-        dialler.join()
-        assert accepted.alive and box[0].alive
 
 
 def test_nonsense_until_the_deadline_is_what_the_error_says():

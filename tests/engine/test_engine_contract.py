@@ -16,7 +16,7 @@ import pairs
 import pytest
 
 from pipemorph_trainer import _engine
-from pipemorph_trainer._engine import Engine, EngineError, EngineTimeout
+from pipemorph_trainer._engine import EngineError, EngineTimeout
 
 MIB = 1 << 20
 
@@ -504,8 +504,3 @@ def test_a_timeout_may_be_infinite(forever):
         p.accepted.reserve(0, 1, 8 << 20)
         p.low.close(forever)  # sends what is left first
         assert len(memoryview(p.accepted.receive((0, 0, 0, 0, 0), forever))) == 8 << 20
-
-
-def test_engine_is_keyword_only():
-    with pytest.raises(TypeError):
-        Engine("job", 0, b"secret")

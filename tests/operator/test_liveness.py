@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,37 +36,26 @@ class Clock:
         return self.now
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), PATIENCE)
-
-    asyncio.run(bounded())
-
-
-def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+async def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     wrong = ["", ""]
-
-    async def test() -> None:
-        checks = [lambda: wrong[0], lambda: wrong[1]]
-        http = await health_server.start("127.0.0.1", 0, str, checks)
-        try:
-            url = f"http://127.0.0.1:{http.port}/healthz"
-            async with aiohttp.ClientSession() as session:
-                answers = []
-                for wrong[:] in ["", ""], ["the watch is dead", ""], ["a", "b"], ["", ""]:
-                    async with session.get(url) as answer:
-                        answers.append((answer.status, await answer.text()))
-        finally:
-            await http.cleanup()
-        assert answers == [
-            (200, "ok\n"),
-            (503, "the watch is dead\n"),
-            (503, "a\nb\n"),
-            (200, "ok\n"),
-        ]
-        assert "unhealthy: a; b" in caplog.text
-
-    run(test)
+    checks = [lambda: wrong[0], lambda: wrong[1]]
+    http = await health_server.start("127.0.0.1", 0, str, checks)
+    try:
+        url = f"http://127.0.0.1:{http.port}/healthz"
+        async with aiohttp.ClientSession() as session:
+            answers = []
+            for wrong[:] in ["", ""], ["the watch is dead", ""], ["a", "b"], ["", ""]:
+                async with session.get(url) as answer:
+                    answers.append((answer.status, await answer.text()))
+    finally:
+        await http.cleanup()
+    assert answers == [
+        (200, "ok\n"),
+        (503, "the watch is dead\n"),
+        (503, "a\nb\n"),
+        (200, "ok\n"),
+    ]
+    assert "unhealthy: a; b" in caplog.text
 
 
 def test_a_sign_that_does_not_come_is_missed() -> None:
@@ -107,23 +95,19 @@ def test_an_event_loop_that_is_held_up_is_told_for_a_while(
     assert loop_monitor() == ""
 
 
-def test_a_turn_that_does_not_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_that_does_not_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(WorkQueue, "_now", lambda self: clock.now)
-
-    async def test() -> None:
-        queue: WorkQueue[tuple[str, str]] = WorkQueue()
-        for name in ("a", "b"):
-            queue.add(("team", name))
-            await queue.get()
-            clock.now += RECONCILE_SECONDS / 2
-        assert queue.overdue() == ""
-        clock.now += 5.0
-        assert queue.overdue() == "the reconcile of ('team', 'a') has run for 905 s"
-        queue.done(("team", "a"))
-        assert queue.overdue() == ""
-
-    run(test)
+    queue: WorkQueue[tuple[str, str]] = WorkQueue()
+    for name in ("a", "b"):
+        queue.add(("team", name))
+        await queue.get()
+        clock.now += RECONCILE_SECONDS / 2
+    assert queue.overdue() == ""
+    clock.now += 5.0
+    assert queue.overdue() == "the reconcile of ('team', 'a') has run for 905 s"
+    queue.done(("team", "a"))
+    assert queue.overdue() == ""
 
 
 # --- watches --------------------------------------------------------------------------------------
@@ -214,7 +198,7 @@ class Listed(Cluster):
         }
 
 
-def test_all_jobs_get_a_turn_now_and_then_without_being_read_whole(
+async def test_all_jobs_get_a_turn_now_and_then_without_being_read_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(operator, "LOOK_SECONDS", 0.0)
@@ -226,24 +210,20 @@ def test_all_jobs_get_a_turn_now_and_then_without_being_read_whole(
         deliver(watched, f"j{i}", i - (i == 7))
     queue: WorkQueue[tuple[str, str]] = WorkQueue()
     clock.now += 2.0
-
-    async def test() -> None:
-        looking = asyncio.create_task(operator.resync(queue, cluster, [None], watched, sign))
-        first = await queue.get()
-        found = {first, *[await queue.get() for _ in range(1000)]}
-        looking.cancel()
-        assert first == ("team", "j7"), "the watch owes a change of it"
-        assert len(found) == 1001
-        assert watched.trouble().endswith("such as team/j7")
-        assert sign() == ""
-
-    run(test)
+    looking = asyncio.create_task(operator.resync(queue, cluster, [None], watched, sign))
+    first = await queue.get()
+    found = {first, *[await queue.get() for _ in range(1000)]}
+    looking.cancel()
+    assert first == ("team", "j7"), "the watch owes a change of it"
+    assert len(found) == 1001
+    assert watched.trouble().endswith("such as team/j7")
+    assert sign() == ""
     pages = [query for _, query, _ in cluster.asked[:3]]
     assert [page.get("continue") for page in pages] == [None, "500", "1000"]
     assert {accept for _, _, accept in cluster.asked} == {METADATA_ONLY}
 
 
-def test_an_api_server_that_is_away_is_no_fault_of_the_operator(
+async def test_an_api_server_that_is_away_is_no_fault_of_the_operator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(operator, "LOOK_SECONDS", 0.0)
@@ -251,50 +231,39 @@ def test_an_api_server_that_is_away_is_no_fault_of_the_operator(
     cluster, watched, sign = Listed({}), Watched(), Heartbeat("looks", 1.0, clock)
     cluster.down = True
     clock.now += 2.0
-
-    async def test() -> None:
-        looking = asyncio.create_task(operator.resync(WorkQueue(), cluster, [None], watched, sign))
-        while len(cluster.asked) < 3:
-            await asyncio.sleep(0)
-        looking.cancel()
-
-    run(test)
+    looking = asyncio.create_task(operator.resync(WorkQueue(), cluster, [None], watched, sign))
+    while len(cluster.asked) < 3:
+        await asyncio.sleep(0)
+    looking.cancel()
     assert (sign(), watched.trouble()) == ("", "")
     assert "resync could not list the jobs: 503" in caplog.text
 
 
-def test_a_namespace_that_is_refused_keeps_no_other_one_from_being_compared(
+async def test_a_namespace_that_is_refused_keeps_no_other_one_from_being_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(operator, "LOOK_SECONDS", 0.0)
     cluster = Listed({"pipemorphjobs": [{"metadata": thing("gpt", 3)}]})
-
-    async def test() -> None:
-        queue: WorkQueue[tuple[str, str]] = WorkQueue()
-        namespaces, sign = ["gone", "team"], Heartbeat("looks", 1.0)
-        looking = asyncio.create_task(operator.resync(queue, cluster, namespaces, Watched(), sign))
-        assert await queue.get() == ("team", "gpt")
-        looking.cancel()
-
-    run(test)
+    queue: WorkQueue[tuple[str, str]] = WorkQueue()
+    namespaces, sign = ["gone", "team"], Heartbeat("looks", 1.0)
+    looking = asyncio.create_task(operator.resync(queue, cluster, namespaces, Watched(), sign))
+    assert await queue.get() == ("team", "gpt")
+    looking.cancel()
     assert "resync could not list the jobs of namespace gone: 403" in caplog.text
 
 
-def test_the_ingest_gives_signs_of_its_rounds() -> None:
+async def test_the_ingest_gives_signs_of_its_rounds() -> None:
     clock = Clock()
     ticked = Heartbeat("looks at jobs", 1.0, clock)
 
     class Store:
         keys = ()
 
-    async def test() -> None:
-        clock.now += 2.0
-        swept: list[float] = []
-        server: Any = SimpleNamespace(sweep=lambda: swept.append(clock.now))
-        nothing: Any = Store()
-        ticking = asyncio.create_task(tick(server, nothing, ticked))
-        await asyncio.sleep(0)
-        assert ticked() == "" and swept == [clock.now]
-        ticking.cancel()
-
-    run(test)
+    clock.now += 2.0
+    swept: list[float] = []
+    server: Any = SimpleNamespace(sweep=lambda: swept.append(clock.now))
+    nothing: Any = Store()
+    ticking = asyncio.create_task(tick(server, nothing, ticked))
+    await asyncio.sleep(0)
+    assert ticked() == "" and swept == [clock.now]
+    ticking.cancel()

@@ -25,7 +25,6 @@ _say_lock = threading.Lock()
 
 def load(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("_engine", path)
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

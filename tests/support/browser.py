@@ -50,7 +50,6 @@ class Browser:
              "--remote-debugging-port=0", f"--user-data-dir={self._folder.name}", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self._process.stderr is not None
         for line in self._process.stderr:
             if found := re.search(r"listening on (ws://\S+)", line):
                 break
@@ -62,7 +61,6 @@ class Browser:
     def __exit__(self, *_: Any) -> None:
         self._call(self._session.close())
         self._process.terminate()
-        assert self._process.stderr is not None
         self._process.stderr.close()
         self._process.wait()
         self._loop.close()

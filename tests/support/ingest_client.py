@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -142,30 +142,26 @@ class Client:
             return answer.status, json.loads(await answer.text())
 
 
-def serve(
-    test: Callable[[Client, IngestServer], Awaitable[None]],
+@asynccontextmanager
+async def serve(
     job: Any,
     *,
     store: MemoryStore | None = None,
     limits: Limits | None = None,
     timeouts: Timeouts | None = None,
     authenticator: Any = None,
-) -> None:
-    """Run ``test`` against a server on loopback that has ``job``."""
-
-    async def run() -> None:
-        jobs = store or MemoryStore()
-        jobs.add("default", "gpt", job)
-        server = IngestServer(
-            jobs,
-            authenticator or BearerAuthenticator(TOKEN),
-            limits=limits,
-            timeouts=timeouts or Timeouts(shutdown=PATIENCE),
-        )
-        async with server, aiohttp.ClientSession() as session:
-            await asyncio.wait_for(test(Client(session, server.url), server), 4 * PATIENCE)
-
-    asyncio.run(run())
+) -> AsyncIterator[tuple[Client, IngestServer]]:
+    """A server on loopback that has ``job``, and a client."""
+    jobs = store or MemoryStore()
+    jobs.add("default", "gpt", job)
+    server = IngestServer(
+        jobs,
+        authenticator or BearerAuthenticator(TOKEN),
+        limits=limits,
+        timeouts=timeouts or Timeouts(shutdown=PATIENCE),
+    )
+    async with server, aiohttp.ClientSession() as session:
+        yield Client(session, server.url), server
 
 
 def waiting(server: IngestServer, job: Any) -> int:

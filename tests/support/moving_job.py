@@ -47,13 +47,13 @@ class Ingest:
         self.desk = GenerationDesk(self.store)
         self.layouts = LayoutMoves(self.store, self.desk)
 
-    async def begin(self) -> None:
+    async def begin(self) -> Ingest:
         await known(self.store, self.api.job)
         for pod in range(4):
             await tell(self.desk, pod, event="joined", launcher=f"of {pod}")
         generations = self.store.generations(*KEY)
-        assert generations is not None
         generations.progress.longest_start = START
+        return self
 
     async def looks(self, *factors: float, times: int = 1, seconds: float = 1.0) -> None:
         """So many reports, a second apart, of two iterations each, which take ``seconds``; a
@@ -93,7 +93,6 @@ class Ingest:
     def asked(self) -> RankLayout:
         """What the ranks are to leave for, without the places that do not change."""
         generations = self.store.generations(*KEY)
-        assert generations is not None
         return RankLayout(layers=generations.layouts.asked.layers)
 
     def forwards(self) -> list[float]:
@@ -108,7 +107,6 @@ def status(api: Shared) -> JobStatus:
 
 def stages_even(api: Shared) -> tuple[str, str]:
     found = condition(status(api), names.STAGES_EVEN)
-    assert found is not None
     return found.reason, found.message
 
 

@@ -43,7 +43,6 @@ class PageClient:
         until(reached, "the agent's socket of the page")
 
     def want(self, column: int, seconds: float) -> None:
-        assert self._socket is not None
         self._socket.send(frames.encode(OpsWanted(column=column, seconds=seconds)))
 
     def read(self) -> list[PageFeed]:

@@ -56,7 +56,6 @@ def train(
 ) -> dict[int, tuple[Record, list[str]]]:
     """Like :func:`trainer_jobs.train`: a record per stage of this rank, and the order it ran in."""
     plan = job.initial
-    assert plan is not None
     ranks, placement = len(plan.schedule.ranks), placement_of(plan)
     place = context.coordinate(job.stages, job.stages // ranks, placement)  # type: ignore[arg-type]
 

@@ -115,14 +115,12 @@ def test_a_window_prefers_what_was_seen_when_it_happened() -> None:
     for late in (0.009, 0.010, 0.011, 0.012, 0.013):
         recorder.add(late, 0.0, 10, exact=False)
     sample = recorder.drain()
-    assert sample is not None
     assert (sample.wire.count, sample.wire.exact) == (5, 0)
     assert sample.wire.p50 == 0.011
     for exact in (0.001, 0.002, 0.003):
         recorder.add(exact, 0.0, 10, exact=True)
         recorder.add(0.010, 0.0, 10, exact=False)
     sample = recorder.drain()
-    assert sample is not None
     assert (sample.wire.count, sample.wire.exact) == (6, 3)
     assert (sample.wire.min, sample.wire.p50, sample.wire.p99) == (0.001, 0.002, 0.003)
     assert sample.bytes == 60
@@ -140,7 +138,6 @@ def test_messages_that_waited_show_how_far_apart_they_arrive() -> None:
         recorder.add(0.05, queue, 10, exact=True)
         if at in (1.0, 1.05, 3.104):
             sample = recorder.drain()
-            assert sample is not None
             told.append(sample.spacing)
     assert told == [None, pytest.approx(0.05), pytest.approx(0.052)]
     recorder.begin(Route.DELEGATED, "tcp", 1)
@@ -209,7 +206,6 @@ def test_a_change_of_route_closes_the_window() -> None:
     assert left is not None and left.route is Route.DIRECT
     recorder.add(0.001, 0.0, 1, exact=True)
     sample = recorder.drain()
-    assert sample is not None
     assert (sample.route, sample.transport, sample.iteration) == (Route.DELEGATED, "shm", 4)
     assert not sample.failed_over
 
@@ -558,7 +554,6 @@ def test_copies_do_not_count_as_forward_and_backward() -> None:
     assert profile_of(ops, footprint=told).offload_copy == 9.0, "as it was at the start"
     assert profile_of(ops).offload_copy is None
     moved = offloaded(copies, 4096)
-    assert moved is not None
     assert (moved.microbatches, moved.bytes, moved.seconds) == (1, 64, 3.0)
     assert offloaded([], 4096) is None
 

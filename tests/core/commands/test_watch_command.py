@@ -180,7 +180,6 @@ def test_watch_prints_the_url_until_it_is_stopped(kubectl: Kubectl, host_network
     kubectl.says(pods={"items": [pod(hostNetwork=host_network)]})
     command = [sys.executable, "-m", "pipemorph.cli", "watch", "team/gpt"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
         line = program.stdout.readline()
         assert line.startswith("watch: http://127.0.0.1:") and line.endswith(f"/{TOKEN}/\n")
         if host_network:

@@ -95,7 +95,6 @@ def test_a_slow_link_is_planned_around_in_the_next_iteration_and_back(
     assert record.predicted_seconds_before == pytest.approx(disturbed, rel=0.05)
     assert record.predicted_seconds_after == pytest.approx(plant.seconds[7], rel=0.05)
     assert record.bubble_before is not None
-    assert record.bubble_after is not None
     assert record.bubble_after < record.bubble_before
     full = [plant.profile(i, op).peak_memory for i, op in enumerate(plant.ops)]
     assert (record.peak_memory_before, record.peak_memory_after) == (lean, full)
@@ -115,7 +114,6 @@ def test_a_slow_link_is_planned_around_in_the_next_iteration_and_back(
     assert set(back.routes) == {Route.DIRECT}
     assert plant.plan.schedule == initial_plan(job).schedule
     assert plant.seconds[-1] == pytest.approx(undisturbed)
-    assert back.applied_at_iteration is not None
     assert back.applied_at_iteration - 18 <= 1 + HOLD + 1
     plant.run(40)
     assert len(plant.controller.records) == 2
@@ -262,7 +260,6 @@ def test_a_link_that_was_slow_from_the_start_is_found_by_its_peers() -> None:
     assert plant.health()[2] is Health.SLOW
     record = plant.only()
     assert record.links[0].delay == pytest.approx(0.060, abs=0.004)
-    assert record.applied_at_iteration is not None
     assert record.applied_at_iteration <= 3
 
 

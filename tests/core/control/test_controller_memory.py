@@ -81,7 +81,6 @@ class Watched(Plant):
         before = self.observed
         super().send(**fields)
         if self.observed > before:
-            assert self.prepared is not None
             self.plans.append(self.prepared[1])
 
 
@@ -292,7 +291,6 @@ def test_more_in_flight_than_the_inputs_leave_room_for_is_too_much() -> None:
     limits[stage] = 7
     wrong = replace(plan, device_limits=tuple(limits))
     found = excess(wrong, job.controller._observed.stages.rooms)
-    assert found is not None
     assert (found.stage, found.field) == (stage, "activationMemory")
     forbidden = [Room(7, by_memory=True)] * STAGES
     assert excess(plan, forbidden) is not None
@@ -417,7 +415,6 @@ def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> Non
     for _ in range(20):
         book.observe(StageProfile(stage=1, backward_input=3.1, backward_weight=0.0, **split))  # type: ignore[arg-type]
     times = book.times()
-    assert times is not None
     assert (times[1].backward_input, times[1].backward_weight) == (2.0, 1.5)
     assert times[1].fused_backward == 3.1
     assert times[0].fused_backward is None
@@ -425,14 +422,12 @@ def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> Non
     for _ in range(20):
         book.observe(StageProfile(stage=1, backward_input=3.45, backward_weight=0.0, **split))  # type: ignore[arg-type]
     times = book.times()
-    assert times is not None
     assert times[1].fused_backward is None
     # A stage that cannot split has no parts to remember.
     whole = split | {"split": "fused"}
     for _ in range(20):
         book.observe(StageProfile(stage=2, backward_input=3.3, backward_weight=0.0, **whole))  # type: ignore[arg-type]
     times = book.times()
-    assert times is not None
     assert (times[2].backward_input, times[2].backward_weight) == (3.3, 0.0)
     assert times[2].fused_backward is None
 
@@ -448,7 +443,6 @@ def test_one_quick_or_slow_iteration_does_not_fuse_a_backward() -> None:
     for whole in (3.5, 3.5, 2.0, 3.5, 3.6, 2.1, 3.5):
         book.observe(StageProfile(stage=1, backward_input=whole, backward_weight=0.0, **split))  # type: ignore[arg-type]
         times = book.times()
-        assert times is not None
         assert times[1].fused_backward is None, whole
 
 

@@ -79,7 +79,6 @@ def test_a_step_is_found_in_a_few_windows_and_measured(delay: float, seed: int) 
     assert run.detector.wire_time == pytest.approx(BASE + delay, abs=0.001)
     assert run.detector.confidence > 0.99
     # The change is dated to the first late window, not to the alarm.
-    assert run.detector.changed_at is not None
     assert 39 <= run.detector.changed_at <= 41
 
 
@@ -183,15 +182,6 @@ def test_the_first_iteration_of_new_processes_tells_nothing_if_others_do() -> No
     assert detector.level is Level.HEALTHY
     assert detector.base == pytest.approx(BASE)
     assert not detector.lower_base(BASE)
-
-
-def test_a_link_that_was_slow_from_the_start_is_known_by_its_peers() -> None:
-    detector = DelayDetector()
-    for mark in (0, 1):
-        for _ in range(5):
-            detector.observe(BASE + 0.06, mark=mark, route="direct")
-    assert detector.lower_base(BASE)
-    assert detector.delay == pytest.approx(0.06)
 
 
 def test_in_a_long_first_iteration_most_windows_tell_what_is_normal() -> None:

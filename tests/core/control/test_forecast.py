@@ -330,7 +330,6 @@ def test_what_links_did_at_the_same_time_they_do_at_the_same_time() -> None:
     recent = ((0.0, 0.0, 0.05, 0.0, 0.0, 0.06, 0.0, 0.0), (0.0, 0.0, 0.01, 0.0, 0.0))
     op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
     varying = Varying.of(recent, (0.0, 0.0), (op,) * 3, cells=3)
-    assert varying is not None
     for delay_at, transfer_at in varying._drawn(problem_for(1, (op,) * 3, (0.0, 0.0))):
         assert transfer_at is None
         windows = [0.05 * (k + 0.5) for k in range(len(recent[0]))]
@@ -344,7 +343,6 @@ def test_a_large_job_is_planned_for_the_mean() -> None:
     above, means = ((0.01, 0.02),), (0.015,)
     assert Varying.of(above, means, (op,) * 2, cells=CELLS) is not None
     found = Varying.of(above, means, (op,) * 2, cells=2 * CELLS)
-    assert found is not None
     assert found.draws == DRAWS // 2
     assert Varying.of(above, means, (op,) * 2, cells=4 * CELLS) is None
     assert Varying.of(((),), means, (op,) * 2, cells=1) is None

@@ -129,7 +129,6 @@ def test_a_split_that_failed_is_not_proposed_again() -> None:
     layout, beside = Layout.of(spec.parallelism), seen(spec, 1, 1, 1, 1)
     found = network(1, 1.5, 1, 1)
     first = proposed(spec, layout, found, beside)
-    assert first is not None
     other = proposed(spec, layout, found, beside, without={first.layout.whole(16)})
     assert other is not None and other.layout != first.layout
 

@@ -96,7 +96,6 @@ def test_ranks_leave_for_another_layout_which_counts_once_rank_0_says_so(
     state = job.state
     assert (state.generation, state.over, state.leave, state.leave_for) == (1, False, False, FIRST)
     assert (state.layout, state.layout_before) == (case.new, FIRST)
-    assert job.told is not None
     (record,) = job.told.last
     assert (record.iterations_done, job.saved.count) == (LEFT_AT, 0)
     assert (tuple(record.layers), tuple(record.places)) == (case.new.layers, case.new.places)

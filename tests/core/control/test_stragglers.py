@@ -105,7 +105,6 @@ def test_a_stage_is_slower_than_before_in_all_columns(columns: int) -> None:
     assert (straggler.stage, straggler.column) == (1, None)
     assert job.told == ["stage 1 computes 1.5 times as long as before"]
     split = found.better_split(16)
-    assert split is not None
     # Of 4 layers each: 16.5 ms with 3 of them are 12.4, and 10 ms with 5 are 12.5; 13 stay.
     assert split.layers == (5, 3, 4, 4)
     assert split.gain == pytest.approx(1 - 13 / 16.5, abs=0.05)

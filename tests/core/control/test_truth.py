@@ -208,7 +208,6 @@ def test_an_iteration_is_predicted_with_what_it_takes_outside_of_its_ops(barrier
     plant.barrier = barrier
     plant.run(20)
     outlook = plant.controller.outlook(plant.now)
-    assert outlook is not None
     assert outlook.outside == pytest.approx(0.2 if barrier else 0.0)
     assert outlook.seconds == pytest.approx(plant.seconds[-1] + outlook.outside, rel=0.03)
 
@@ -275,5 +274,4 @@ def test_a_slow_link_is_planned_for_while_op_times_are_not_believed() -> None:
     revert, slow = plant.controller.records[1:3]
     assert "link 2 is slow" in slow.reason
     for record in (revert, slow):
-        assert record.predicted_seconds_before is not None
         assert record.predicted_seconds_before < 2

@@ -71,98 +71,75 @@ def state(reply: Reply) -> dict[str, Any]:
     return found
 
 
-def run(work: Awaitable[None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(PATIENCE):
-            await work
-
-    asyncio.run(limited())
-
-
 async def settled() -> None:
     """Let tasks that can go on do so."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_launchers_hear_at_once_that_a_generation_is_over_and_that_the_next_begins() -> None:
-    async def work() -> None:
-        desk = GenerationDesk(OneJob())
-        listening = asyncio.create_task(poll(desk))
-        await settled()
-        assert not listening.done()
-        await tell(desk, event="failed", loss=LOSS)
-        found = state(await listening)
-        assert (found["generation"], found["over"], found["reason"]) == (0, True, LOSS["reason"])
-        waiting = asyncio.create_task(tell(desk, LONG, loss=LOSS))
-        await settled()
-        assert not waiting.done(), "pod 1 still has ranks"
-        second = state(await tell(desk, LONG, pod=1))
-        first = state(await waiting)
-        assert (first["generation"], first["over"]) == (second["generation"], second["over"])
-        assert (first["generation"], first["over"]) == (1, False)
-
-    run(work())
+async def test_launchers_hear_at_once_that_a_generation_is_over_and_that_the_next_begins() -> None:
+    desk = GenerationDesk(OneJob())
+    listening = asyncio.create_task(poll(desk))
+    await settled()
+    assert not listening.done()
+    await tell(desk, event="failed", loss=LOSS)
+    found = state(await listening)
+    assert (found["generation"], found["over"], found["reason"]) == (0, True, LOSS["reason"])
+    waiting = asyncio.create_task(tell(desk, LONG, loss=LOSS))
+    await settled()
+    assert not waiting.done(), "pod 1 still has ranks"
+    second = state(await tell(desk, LONG, pod=1))
+    first = state(await waiting)
+    assert (first["generation"], first["over"]) == (second["generation"], second["over"])
+    assert (first["generation"], first["over"]) == (1, False)
 
 
-def test_nobody_is_told_of_a_generation_before_it_is_persisted() -> None:
-    async def work() -> None:
-        host, written = OneJob(pods=1), asyncio.Event()
+async def test_nobody_is_told_of_a_generation_before_it_is_persisted() -> None:
+    host, written = OneJob(pods=1), asyncio.Event()
 
-        async def write() -> None:
-            await written.wait()
+    async def write() -> None:
+        await written.wait()
 
-        host.writing = write
-        desk = GenerationDesk(host)
-        telling = asyncio.create_task(tell(desk, LONG, loss=LOSS))
-        await settled()
-        # Of another launcher, or of this one once more.
-        assert state(await poll(desk, "0"))["generation"] == 0
-        assert not telling.done()
-        written.set()
-        assert state(await telling)["generation"] == 1
-        assert host.writes == 1
-
-    run(work())
+    host.writing = write
+    desk = GenerationDesk(host)
+    telling = asyncio.create_task(tell(desk, LONG, loss=LOSS))
+    await settled()
+    # Of another launcher, or of this one once more.
+    assert state(await poll(desk, "0"))["generation"] == 0
+    assert not telling.done()
+    written.set()
+    assert state(await telling)["generation"] == 1
+    assert host.writes == 1
 
 
-def test_ranks_do_not_stand_still_for_an_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        monkeypatch.setattr(desk_module, "PERSIST_SECONDS", 0.05)
-        host = OneJob(pods=1)
-        host.writing = asyncio.Event().wait  # type: ignore[assignment]
-        assert state(await tell(GenerationDesk(host), loss=LOSS))["generation"] == 1
-
-    run(work())
+async def test_ranks_do_not_stand_still_for_an_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "PERSIST_SECONDS", 0.05)
+    host = OneJob(pods=1)
+    host.writing = asyncio.Event().wait  # type: ignore[assignment]
+    assert state(await tell(GenerationDesk(host), loss=LOSS))["generation"] == 1
 
 
-def test_only_so_many_launchers_wait_and_the_others_are_told_when_to_come_back() -> None:
-    async def work() -> None:
-        limits = PollLimits(of_job=2, later_seconds=77.0, soon_seconds=1.0)
-        desk = GenerationDesk(OneJob(pods=400), limits=limits)
-        waiting = [asyncio.create_task(poll(desk)) for _ in range(2)]
-        await settled()
-        assert state(await poll(desk))["again"] == 77.0
-        assert state(await tell(desk, event="failed", loss=LOSS))["over"]
-        assert [state(await each)["again"] for each in waiting] == [0.0, 0.0]
-        gone = [asyncio.create_task(tell(desk, LONG, pod=pod)) for pod in range(2)]
-        await settled()
-        found = state(await tell(desk, LONG, pod=2))
-        assert (found["generation"], found["again"]) == (0, 4.0), "400 pods, 100 a second"
-        desk.close()
-        await asyncio.gather(*gone)
-
-    run(work())
+async def test_only_so_many_launchers_wait_and_the_others_are_told_when_to_come_back() -> None:
+    limits = PollLimits(of_job=2, later_seconds=77.0, soon_seconds=1.0)
+    desk = GenerationDesk(OneJob(pods=400), limits=limits)
+    waiting = [asyncio.create_task(poll(desk)) for _ in range(2)]
+    await settled()
+    assert state(await poll(desk))["again"] == 77.0
+    assert state(await tell(desk, event="failed", loss=LOSS))["over"]
+    assert [state(await each)["again"] for each in waiting] == [0.0, 0.0]
+    gone = [asyncio.create_task(tell(desk, LONG, pod=pod)) for pod in range(2)]
+    await settled()
+    found = state(await tell(desk, LONG, pod=2))
+    assert (found["generation"], found["again"]) == (0, 4.0), "400 pods, 100 a second"
+    desk.close()
+    await asyncio.gather(*gone)
 
 
-def test_the_reports_of_a_job_are_limited() -> None:
-    async def work() -> None:
-        desk = GenerationDesk(OneJob(), limits=PollLimits(reports_per_pod=3, refill_per_pod=0))
-        replies = [await tell(desk, event="failed", loss=LOSS) for _ in range(12)]
-        assert [reply.status for reply in replies[:7]] == [200] * 7
-        assert replies[-1].status == 429
-
-    run(work())
+async def test_the_reports_of_a_job_are_limited() -> None:
+    desk = GenerationDesk(OneJob(), limits=PollLimits(reports_per_pod=3, refill_per_pod=0))
+    replies = [await tell(desk, event="failed", loss=LOSS) for _ in range(12)]
+    assert [reply.status for reply in replies[:7]] == [200] * 7
+    assert replies[-1].status == 429
 
 
 @pytest.mark.parametrize(
@@ -176,115 +153,97 @@ def test_the_reports_of_a_job_are_limited() -> None:
         ({}, "31", 400, "expected 0 to 30 seconds"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, Any], wait: str, status: int, says: str) -> None:
-    async def work() -> None:
-        host = OneJob()
-        reply = await tell(GenerationDesk(host), wait, **changes)
-        assert reply.status == status and says in json.loads(reply.body)["error"]
-        assert not host.job.state.over
-
-    run(work())
-
-
-def test_requests_for_other_jobs_and_attempts_are_refused() -> None:
-    async def work() -> None:
-        desk = GenerationDesk(OneJob())
-        assert (await desk.tell("default", "bert", body(), "0")).status == 404
-        asked = {"generation": "0", "wait": "0"}
-        assert (await desk.poll("default", "bert", attempt="0", **asked)).status == 404
-        assert (await desk.poll("default", "gpt", attempt="1", **asked)).status == 403
-        assert (await desk.poll("default", "gpt", attempt="-1", **asked)).status == 400
-        assert (await desk.tell("default", "gpt", b"{", "0")).status == 400
-
-    run(work())
+async def test_what_is_wrong_is_named(
+    changes: dict[str, Any], wait: str, status: int, says: str
+) -> None:
+    host = OneJob()
+    reply = await tell(GenerationDesk(host), wait, **changes)
+    assert reply.status == status and says in json.loads(reply.body)["error"]
+    assert not host.job.state.over
 
 
-def test_polls_of_a_job_that_is_another_hosts_now_are_answered() -> None:
-    async def work() -> None:
-        host = OneJob()
-        desk = GenerationDesk(host)
-        polling = asyncio.create_task(poll(desk))
-        while not server_waits(desk):
-            await asyncio.sleep(0)
-        desk.dropped(host.job)
-        assert (await polling).status == 404, "so that it asks elsewhere"
-
-    run(work())
+async def test_requests_for_other_jobs_and_attempts_are_refused() -> None:
+    desk = GenerationDesk(OneJob())
+    assert (await desk.tell("default", "bert", body(), "0")).status == 404
+    asked = {"generation": "0", "wait": "0"}
+    assert (await desk.poll("default", "bert", attempt="0", **asked)).status == 404
+    assert (await desk.poll("default", "gpt", attempt="1", **asked)).status == 403
+    assert (await desk.poll("default", "gpt", attempt="-1", **asked)).status == 400
+    assert (await desk.tell("default", "gpt", b"{", "0")).status == 400
 
 
-def test_nobody_is_told_of_a_generation_that_another_host_has_overtaken() -> None:
+async def test_polls_of_a_job_that_is_another_hosts_now_are_answered() -> None:
+    host = OneJob()
+    desk = GenerationDesk(host)
+    polling = asyncio.create_task(poll(desk))
+    while not server_waits(desk):
+        await asyncio.sleep(0)
+    desk.dropped(host.job)
+    assert (await polling).status == 404, "so that it asks elsewhere"
+
+
+async def test_nobody_is_told_of_a_generation_that_another_host_has_overtaken() -> None:
     """The job is read anew, and what is read knows nothing of it: launchers tell it once more."""
+    host = OneJob(pods=1)
+    desk, before = GenerationDesk(host), host.job
 
-    async def work() -> None:
-        host = OneJob(pods=1)
-        desk, before = GenerationDesk(host), host.job
+    async def overtaken() -> None:
+        host.job = OneJob(pods=1).job
+        desk.dropped(before)
+        raise RuntimeError("another ingest has written a plan or a recovery of this job")
 
-        async def overtaken() -> None:
-            host.job = OneJob(pods=1).job
-            desk.dropped(before)
-            raise RuntimeError("another ingest has written a plan or a recovery of this job")
-
-        host.writing = overtaken
-        assert (await tell(desk, loss=LOSS)).status == 404
-        host.writing = None
-        assert state(await tell(desk, loss=LOSS))["generation"] == 1
-        assert host.job.saved.count == 1, "a failure is not forgotten"
-
-    run(work())
+    host.writing = overtaken
+    assert (await tell(desk, loss=LOSS)).status == 404
+    host.writing = None
+    assert state(await tell(desk, loss=LOSS))["generation"] == 1
+    assert host.job.saved.count == 1, "a failure is not forgotten"
 
 
-def test_a_generation_that_another_host_has_begun_goes_on() -> None:
+async def test_a_generation_that_another_host_has_begun_goes_on() -> None:
     """That host could not write it: launchers run it, and one has not heard of it."""
+    host = OneJob()
+    desk = GenerationDesk(host)
+    late = asyncio.create_task(tell(desk, LONG, event="gone", pod=1))
+    while not server_waits(desk):
+        await asyncio.sleep(0)
+    assert host.job.state.over
+    state = json.loads((await poll(desk, "0", generation=1)).body)
+    assert (state["generation"], state["over"]) == (1, False), "its ranks run on"
+    assert json.loads((await late).body)["generation"] == 1, "and the others join it"
 
-    async def work() -> None:
-        host = OneJob()
-        desk = GenerationDesk(host)
-        late = asyncio.create_task(tell(desk, LONG, event="gone", pod=1))
-        while not server_waits(desk):
+
+async def test_over_http_callers_are_authenticated_and_polls_end_with_the_host() -> None:
+    host = OneJob()
+    answered: list[tuple[str, int]] = []
+    server = IngestServer(
+        MemoryStore(),
+        BearerAuthenticator("token of the job"),
+        desk=GenerationDesk(host),
+        on_answer=lambda kind, status, _: answered.append((kind, status)),
+    )
+    await server.start()
+    url = f"{server.url}/v1/jobs/default/gpt/generation"
+    query = {"attempt": "0", "generation": "0", "wait": LONG}
+    known = {"Authorization": "Bearer token of the job"}
+    async with aiohttp.ClientSession() as session:
+
+        async def status(method: str, **given: Any) -> int:
+            async with session.request(method, url, **given) as answer:
+                await answer.read()
+                return answer.status
+
+        assert await status("POST", data=body(event="failed", loss=LOSS)) == 401
+        assert await status("GET", params=query) == 401
+        assert not host.job.state.over
+        large = b" " * (MAX_POD_REPORT_BYTES + 1)
+        assert await status("POST", data=large, headers=known) == 413
+        polling = asyncio.create_task(status("GET", params=query, headers=known))
+        while not server_waits(desk := server._desk):
             await asyncio.sleep(0)
-        assert host.job.state.over
-        state = json.loads((await poll(desk, "0", generation=1)).body)
-        assert (state["generation"], state["over"]) == (1, False), "its ranks run on"
-        assert json.loads((await late).body)["generation"] == 1, "and the others join it"
-
-    run(work())
-
-
-def test_over_http_callers_are_authenticated_and_polls_end_with_the_host() -> None:
-    async def work() -> None:
-        host = OneJob()
-        answered: list[tuple[str, int]] = []
-        server = IngestServer(
-            MemoryStore(),
-            BearerAuthenticator("token of the job"),
-            desk=GenerationDesk(host),
-            on_answer=lambda kind, status, _: answered.append((kind, status)),
-        )
-        await server.start()
-        url = f"{server.url}/v1/jobs/default/gpt/generation"
-        query = {"attempt": "0", "generation": "0", "wait": LONG}
-        known = {"Authorization": "Bearer token of the job"}
-        async with aiohttp.ClientSession() as session:
-
-            async def status(method: str, **given: Any) -> int:
-                async with session.request(method, url, **given) as answer:
-                    await answer.read()
-                    return answer.status
-
-            assert await status("POST", data=body(event="failed", loss=LOSS)) == 401
-            assert await status("GET", params=query) == 401
-            assert not host.job.state.over
-            large = b" " * (MAX_POD_REPORT_BYTES + 1)
-            assert await status("POST", data=large, headers=known) == 413
-            polling = asyncio.create_task(status("GET", params=query, headers=known))
-            while not server_waits(desk := server._desk):
-                await asyncio.sleep(0)
-            assert desk is not None
-            await server.stop()
-            assert await polling == 200
-        assert set(answered) == {("generation", 401), ("generation", 413), ("generation", 200)}
-
-    run(work())
+        assert desk is not None
+        await server.stop()
+        assert await polling == 200
+    assert set(answered) == {("generation", 401), ("generation", 413), ("generation", 200)}
 
 
 def server_waits(desk: GenerationDesk | None) -> bool:
@@ -307,204 +266,171 @@ async def waits(desk: GenerationDesk, pod: int, wait: str = LONG) -> Reply:
     return await tell(desk, wait, pod=pod, generation=1, left_out=left)
 
 
-def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
-    async def work() -> None:
-        desk = GenerationDesk(FewerJob())
-        listening = asyncio.create_task(poll(desk, generation=1))
+async def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
+    desk = GenerationDesk(FewerJob())
+    listening = asyncio.create_task(poll(desk, generation=1))
+    await settled()
+    assert not listening.done()
+    waiting = asyncio.create_task(waits(desk, 7))
+    found = state(await listening)
+    assert (found["leave"], found["over"], found["left_out"]) == (True, False, [7])
+    assert not waiting.done()
+    query = {"attempt": "0", "generation": "1"}
+    again = asyncio.create_task(desk.poll("default", "gpt", **query, wait=LONG, leaving=True))
+    await settled()
+    assert not again.done(), "it knows"
+    for pod in range(7):
+        await tell(desk, pod=pod, generation=1, left_out=[7])
         await settled()
-        assert not listening.done()
-        waiting = asyncio.create_task(waits(desk, 7))
-        found = state(await listening)
-        assert (found["leave"], found["over"], found["left_out"]) == (True, False, [7])
-        assert not waiting.done()
-        query = {"attempt": "0", "generation": "1"}
-        again = asyncio.create_task(desk.poll("default", "gpt", **query, wait=LONG, leaving=True))
-        await settled()
-        assert not again.done(), "it knows"
-        for pod in range(7):
-            await tell(desk, pod=pod, generation=1, left_out=[7])
-            await settled()
-        assert state(await again)["over"], "they have begun to leave"
-        found = state(await waiting)
-        assert (found["generation"], found["over"], found["left_out"]) == (2, False, [])
-
-    run(work())
+    assert state(await again)["over"], "they have begun to leave"
+    found = state(await waiting)
+    assert (found["generation"], found["over"], found["left_out"]) == (2, False, [])
 
 
-def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
-    async def work() -> None:
-        host, written = OneJob(), asyncio.Event()
-        host.job = Generations(
-            2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True
-        )
-        desk = GenerationDesk(host)
-        listening = asyncio.create_task(poll(desk))
-        await settled()
-        assert not await desk.ask("default", "gpt", RankLayout(layers=(4, 3)), of=(0, 0)), (
-            "that is no split of the model"
-        )
-        assert not await desk.ask("default", "gpt-2", NEW, of=(0, 0)), "there is no such job"
-        await settled()
-        assert not listening.done()
-        assert not await desk.ask("default", "gpt", NEW, of=(0, 1)), "others run"
-        assert await desk.ask("default", "gpt", NEW, of=(0, 0))
-        found = state(await listening)
-        assert (found["leave"], found["leave_for"]["layers"]) == (True, [4, 2])
+async def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
+    host, written = OneJob(), asyncio.Event()
+    host.job = Generations(2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True)
+    desk = GenerationDesk(host)
+    listening = asyncio.create_task(poll(desk))
+    await settled()
+    assert not await desk.ask("default", "gpt", RankLayout(layers=(4, 3)), of=(0, 0)), (
+        "that is no split of the model"
+    )
+    assert not await desk.ask("default", "gpt-2", NEW, of=(0, 0)), "there is no such job"
+    await settled()
+    assert not listening.done()
+    assert not await desk.ask("default", "gpt", NEW, of=(0, 1)), "others run"
+    assert await desk.ask("default", "gpt", NEW, of=(0, 0))
+    found = state(await listening)
+    assert (found["leave"], found["leave_for"]["layers"]) == (True, [4, 2])
 
-        async def write() -> None:
-            await written.wait()
+    async def write() -> None:
+        await written.wait()
 
-        host.writing = write
-        left = {"left_for": NEW.model_dump(), "reached": 5, "finished": 5}
-        first = asyncio.create_task(tell(desk, LONG, **left))
-        second = asyncio.create_task(tell(desk, LONG, pod=1, **left))
-        await settled()
-        assert host.job.layout == NEW and not first.done() and not second.done()
-        written.set()
-        for reply in (await first, await second):
-            found = state(reply)
-            assert (found["generation"], found["leave"]) == (1, False)
-            assert found["layout"]["layers"] == [4, 2] and found["layout_before"]["layers"] == []
-        dropped = host.job
-        desk.dropped(dropped)
-        other = RankLayout(layers=(2, 4))
-        assert not await desk.ask("default", "gpt", other, of=(0, 1)), "another host has the job"
-
-    run(work())
+    host.writing = write
+    left = {"left_for": NEW.model_dump(), "reached": 5, "finished": 5}
+    first = asyncio.create_task(tell(desk, LONG, **left))
+    second = asyncio.create_task(tell(desk, LONG, pod=1, **left))
+    await settled()
+    assert host.job.layout == NEW and not first.done() and not second.done()
+    written.set()
+    for reply in (await first, await second):
+        found = state(reply)
+        assert (found["generation"], found["leave"]) == (1, False)
+        assert found["layout"]["layers"] == [4, 2] and found["layout_before"]["layers"] == []
+    dropped = host.job
+    desk.dropped(dropped)
+    other = RankLayout(layers=(2, 4))
+    assert not await desk.ask("default", "gpt", other, of=(0, 1)), "another host has the job"
 
 
 @pytest.mark.parametrize("writes", ["hang", "fail"])
-def test_other_layers_are_not_told_before_they_are_persisted_however_long_that_takes(
+async def test_other_layers_are_not_told_before_they_are_persisted_however_long_that_takes(
     writes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launchers would know the number of their generation, and another ingest not with which
     layers. What else there is to tell of the ranks that run is told."""
+    monkeypatch.setattr(desk_module, "PERSIST_SECONDS", 0.01)
+    monkeypatch.setattr(desk_module, "AGAIN_SECONDS", 0.0)
+    host, written = OneJob(), asyncio.Event()
+    host.job = Generations(2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True)
+    desk = GenerationDesk(host)
 
-    async def work() -> None:
-        monkeypatch.setattr(desk_module, "PERSIST_SECONDS", 0.01)
-        monkeypatch.setattr(desk_module, "AGAIN_SECONDS", 0.0)
-        host, written = OneJob(), asyncio.Event()
-        host.job = Generations(
-            2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True
-        )
-        desk = GenerationDesk(host)
+    async def write() -> None:
+        if writes == "hang":
+            await written.wait()
+        elif not written.is_set():
+            raise OSError("no route to the API server")
 
-        async def write() -> None:
-            if writes == "hang":
-                await written.wait()
-            elif not written.is_set():
-                raise OSError("no route to the API server")
-
-        assert await desk.ask("default", "gpt", NEW, of=(0, 0))
-        host.writing = write
-        left = {"left_for": NEW.model_dump(), "reached": 5, "finished": 5}
-        for pod in (0, 1, 0, 1):
-            found = state(await tell(desk, pod=pod, **left))
-            assert (found["generation"], found["over"]) == (0, True)
-        waiting = asyncio.create_task(tell(desk, LONG, **left))
-        await settled()
-        assert host.job.layout == NEW and not waiting.done()
-        written.set()
-        found = state(await waiting)
-        assert (found["generation"], found["layout"]["layers"]) == (1, [4, 2])
-        resumed = {"iteration": 5, "rung": "kept"}
-        known = {"generation": 1, "layout": NEW.model_dump(), "layout_before": {}}
-        written.clear()
-        found = state(await tell(desk, event="resumed", resumed=resumed, **known))
-        assert found["layout_before"] is None, "the next generation alone has to wait"
-        found = state(await tell(desk, event="failed", loss=LOSS, **known))
-        assert found["over"]
-        written.set()
-        await settled()
-
-    run(work())
+    assert await desk.ask("default", "gpt", NEW, of=(0, 0))
+    host.writing = write
+    left = {"left_for": NEW.model_dump(), "reached": 5, "finished": 5}
+    for pod in (0, 1, 0, 1):
+        found = state(await tell(desk, pod=pod, **left))
+        assert (found["generation"], found["over"]) == (0, True)
+    waiting = asyncio.create_task(tell(desk, LONG, **left))
+    await settled()
+    assert host.job.layout == NEW and not waiting.done()
+    written.set()
+    found = state(await waiting)
+    assert (found["generation"], found["layout"]["layers"]) == (1, [4, 2])
+    resumed = {"iteration": 5, "rung": "kept"}
+    known = {"generation": 1, "layout": NEW.model_dump(), "layout_before": {}}
+    written.clear()
+    found = state(await tell(desk, event="resumed", resumed=resumed, **known))
+    assert found["layout_before"] is None, "the next generation alone has to wait"
+    found = state(await tell(desk, event="failed", loss=LOSS, **known))
+    assert found["over"]
+    written.set()
+    await settled()
 
 
-def test_what_time_has_decided_is_told_by_who_still_has_the_job(
+async def test_what_time_has_decided_is_told_by_who_still_has_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pod that stays silent is given up; another host has written of the job meanwhile."""
+    monkeypatch.setattr(presence, "SILENT_SECONDS", 0.1)
+    host = FewerJob()
+    desk, before = GenerationDesk(host), host.job
 
-    async def work() -> None:
-        monkeypatch.setattr(presence, "SILENT_SECONDS", 0.1)
-        host = FewerJob()
-        desk, before = GenerationDesk(host), host.job
+    async def overtaken() -> None:
+        desk.dropped(before)
+        raise RuntimeError("another ingest has written a plan or a recovery of this job")
 
-        async def overtaken() -> None:
-            desk.dropped(before)
-            raise RuntimeError("another ingest has written a plan or a recovery of this job")
-
-        await tell(desk, pod=0, generation=1, left_out=[7], event="failed", loss=LOSS)
-        for pod in range(1, 6):
-            await tell(desk, pod=pod, generation=1, left_out=[7])
-        host.writing = overtaken
-        waiting = await tell(desk, LONG, pod=0, generation=1, left_out=[7], loss=LOSS)
-        assert before.saved.generation == 2, "without pod 6"
-        assert waiting.status == 404, "so that it is told once more"
-
-    run(work())
+    await tell(desk, pod=0, generation=1, left_out=[7], event="failed", loss=LOSS)
+    for pod in range(1, 6):
+        await tell(desk, pod=pod, generation=1, left_out=[7])
+    host.writing = overtaken
+    waiting = await tell(desk, LONG, pod=0, generation=1, left_out=[7], loss=LOSS)
+    assert before.saved.generation == 2, "without pod 6"
+    assert waiting.status == 404, "so that it is told once more"
 
 
-def test_pods_without_ranks_leave_room_for_those_that_have_some() -> None:
-    async def work() -> None:
-        limits = PollLimits(of_job=1, idle_of_job=1, idle_seconds=7.0)
-        desk = GenerationDesk(FewerJob(idle=4), limits=limits)
-        first = asyncio.create_task(waits(desk, 4))
-        await settled()
-        assert state(await waits(desk, 5))["again"] == 7.0
-        query = {"attempt": "0", "generation": "1"}
-        listening = asyncio.create_task(
-            desk.poll("default", "gpt", **query, wait=LONG, leaving=True)
-        )
-        await settled()
-        assert not first.done() and not listening.done()
-        desk.close()
-        await asyncio.gather(first, listening)
-
-    run(work())
+async def test_pods_without_ranks_leave_room_for_those_that_have_some() -> None:
+    limits = PollLimits(of_job=1, idle_of_job=1, idle_seconds=7.0)
+    desk = GenerationDesk(FewerJob(idle=4), limits=limits)
+    first = asyncio.create_task(waits(desk, 4))
+    await settled()
+    assert state(await waits(desk, 5))["again"] == 7.0
+    query = {"attempt": "0", "generation": "1"}
+    listening = asyncio.create_task(desk.poll("default", "gpt", **query, wait=LONG, leaving=True))
+    await settled()
+    assert not first.done() and not listening.done()
+    desk.close()
+    await asyncio.gather(first, listening)
 
 
-def test_launchers_hear_that_their_ranks_stay_after_all() -> None:
+async def test_launchers_hear_that_their_ranks_stay_after_all() -> None:
     """So that they ask them again, once a replica can still join."""
-
-    async def work() -> None:
-        desk = GenerationDesk(host := FewerJob())
-        waiting = asyncio.create_task(waits(desk, 7))
-        await settled()
-        assert host.job.state.leave
-        query = {"attempt": "0", "generation": "1"}
-        knows = asyncio.create_task(desk.poll("default", "gpt", **query, wait=LONG, leaving=True))
-        await settled()
-        assert not knows.done()
-        await tell(desk, pod=0, generation=1, left_out=[7], event="stays", why="rank 2: no copy")
-        assert not state(await knows)["leave"]
-        assert not waiting.done() and host.job.stays == "rank 2: no copy"
-        desk.close()
-        await waiting
-
-    run(work())
+    desk = GenerationDesk(host := FewerJob())
+    waiting = asyncio.create_task(waits(desk, 7))
+    await settled()
+    assert host.job.state.leave
+    query = {"attempt": "0", "generation": "1"}
+    knows = asyncio.create_task(desk.poll("default", "gpt", **query, wait=LONG, leaving=True))
+    await settled()
+    assert not knows.done()
+    await tell(desk, pod=0, generation=1, left_out=[7], event="stays", why="rank 2: no copy")
+    assert not state(await knows)["leave"]
+    assert not waiting.done() and host.job.stays == "rank 2: no copy"
+    desk.close()
+    await waiting
 
 
-def test_a_poll_says_which_pod_runs() -> None:
-    async def work() -> None:
-        desk = GenerationDesk(host := OneJob())
-        asked = {"attempt": "0", "generation": "0", "wait": "0"}
-        await desk.poll("default", "gpt", **asked, pod="1", uid="uid 1")
-        assert host.job.presence.uids == {1: "uid 1"}
-        wrong = await desk.poll("default", "gpt", **asked, pod="one", uid="uid 1")
-        assert wrong.status == 400 and "pod is 'one'" in json.loads(wrong.body)["error"]
-
-    run(work())
+async def test_a_poll_says_which_pod_runs() -> None:
+    desk = GenerationDesk(host := OneJob())
+    asked = {"attempt": "0", "generation": "0", "wait": "0"}
+    await desk.poll("default", "gpt", **asked, pod="1", uid="uid 1")
+    assert host.job.presence.uids == {1: "uid 1"}
+    wrong = await desk.poll("default", "gpt", **asked, pod="one", uid="uid 1")
+    assert wrong.status == 400 and "pod is 'one'" in json.loads(wrong.body)["error"]
 
 
 @pytest.mark.parametrize("pods", [8, 1000, MAX_RANKS])
-def test_pods_that_wait_ask_before_they_are_taken_for_gone(pods: int) -> None:
-    async def work() -> None:
-        host = FewerJob()
-        host.job.pods = host.job.presence.pods = pods
-        desk = GenerationDesk(host, limits=PollLimits(idle_of_job=0))
-        again = state(await waits(desk, 7))["again"]
-        host.job.take(PodReport.model_validate(GONE | {"generation": 1, "pod": 7}), 100.0)
-        assert host.job.presence.is_present(7, 100.0 + again + 15.0), "5 s for the request itself"
-
-    run(work())
+async def test_pods_that_wait_ask_before_they_are_taken_for_gone(pods: int) -> None:
+    host = FewerJob()
+    host.job.pods = host.job.presence.pods = pods
+    desk = GenerationDesk(host, limits=PollLimits(idle_of_job=0))
+    again = state(await waits(desk, 7))["again"]
+    host.job.take(PodReport.model_validate(GONE | {"generation": 1, "pod": 7}), 100.0)
+    assert host.job.presence.is_present(7, 100.0 + again + 15.0), "5 s for the request itself"

@@ -16,7 +16,6 @@ from ingest_client import (
     LONG,
     PATIENCE,
     TOKEN,
-    Client,
     Scripted,
     body,
     controller,
@@ -28,7 +27,6 @@ from waiting import until_async
 from pipemorph.ingest import (
     Identity,
     IngestHandler,
-    IngestServer,
     Limits,
     MemoryStore,
     Refused,
@@ -53,13 +51,11 @@ OLD = {name: value for name, value in body(links=[{"link": 0}]).items() if name 
 """As of protocol 1, which did not name it."""
 
 
-def test_a_report_is_answered_with_an_envelope() -> None:
-    async def test(client: Client, server: IngestServer) -> None:
+async def test_a_report_is_answered_with_an_envelope() -> None:
+    async with serve(controller()) as (client, _):
         status, answer = await client.post(body())
         assert status == 200
         assert DirectiveEnvelope.model_validate(answer).directive is None
-
-    serve(test, controller())
 
 
 @pytest.mark.parametrize(
@@ -93,10 +89,10 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         (b" " * (MAX_REPORT_BYTES + 1), 413, None, "larger than 65536 bytes"),
     ],
 )
-def test_a_bad_report_is_one_line_that_names_the_field(
+async def test_a_bad_report_is_one_line_that_names_the_field(
     data: Any, status: int, field: str | None, words: str
 ) -> None:
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(controller()) as (client, _):
         got, answer = await client.post(data)
         assert (got, answer.get("field")) == (status, field), answer
         assert words in answer["error"]
@@ -104,13 +100,10 @@ def test_a_bad_report_is_one_line_that_names_the_field(
         # It changed nothing and the next report is taken.
         assert (await client.post(body()))[0] == 200
 
-    serve(test, controller())
 
-
-def test_a_replayed_report_is_refused_and_changes_nothing() -> None:
+async def test_a_replayed_report_is_refused_and_changes_nothing() -> None:
     job = controller()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job) as (client, _):
         assert (await client.post(body(5, iteration=3)))[0] == 200
         for stale in (5, 4, 1):
             status, answer = await client.post(body(stale, iteration=9))
@@ -119,13 +112,11 @@ def test_a_replayed_report_is_refused_and_changes_nothing() -> None:
         assert job.view(0.0).iteration == 3
         assert (await client.post(body(6, iteration=4)))[0] == 200
 
-    serve(test, job)
 
-
-def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
     job = Scripted()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    caplog.set_level(logging.WARNING, logger="pipemorph.ingest")
+    async with serve(job) as (client, _):
         for token in ("wrong", TOKEN + "x", TOKEN[:-1], " "):
             assert (await client.post(body(), token=token))[0] == 401
             assert (await client.poll("attempt=0", token=token))[0] == 401
@@ -136,9 +127,6 @@ def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixture) -
         forged = "rank=7%27)%0Arefused%1B" + 99 * "x"
         assert (await client.poll(forged, token="wrong"))[0] == 401
         assert job.sequences == []
-
-    with caplog.at_level(logging.WARNING, logger="pipemorph.ingest"):
-        serve(test, job)
     refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(refusals) == 11
     assert "default/gpt" in refusals[0] and "rank" not in refusals[0]
@@ -147,25 +135,22 @@ def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixture) -
     assert "wrong" not in refusals[0], "a token is never logged"
 
 
-def test_an_authenticator_can_tell_known_from_allowed() -> None:
+async def test_an_authenticator_can_tell_known_from_allowed() -> None:
     class Pods:
         async def authenticate(
             self, token: str, namespace: str, job: str, source: str = ""
         ) -> Identity:
             raise Refused(403, f"pod p does not belong to job {namespace}/{job}")
 
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(Scripted(), authenticator=Pods()) as (client, _):
         status, answer = await client.post(body())
         assert status == 403
         assert answer["error"] == "pod p does not belong to job default/gpt"
 
-    serve(test, Scripted(), authenticator=Pods())
 
-
-def test_a_new_directive_releases_every_poll_at_once() -> None:
+async def test_a_new_directive_releases_every_poll_at_once() -> None:
     job = Scripted()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job) as (client, server):
         polls = [asyncio.create_task(client.poll(f"attempt=0&wait={LONG}")) for _ in range(5)]
         later = asyncio.create_task(client.poll("attempt=0&after=1&wait=0.3"))
         # The short one may be over before the others have come.
@@ -181,8 +166,6 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
         # One that is there already is answered without waiting; what the agent has is not sent.
         assert (await client.poll(f"attempt=0&wait={LONG}"))[1]["directive"]["plan_version"] == 1
         assert (await client.post(body(2, observed_plan_version=1)))[1]["directive"] is None
-
-    serve(test, job)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +183,15 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
         ("attempt=0&wait=soon", "wait"),
     ],
 )
-def test_a_bad_poll_names_the_parameter(query: str, field: str) -> None:
-    async def test(client: Client, server: IngestServer) -> None:
+async def test_a_bad_poll_names_the_parameter(query: str, field: str) -> None:
+    async with serve(Scripted()) as (client, _):
         status, answer = await client.poll(query)
         assert (status, answer["field"]) == (400, field)
 
-    serve(test, Scripted())
 
-
-def test_polls_of_another_attempt_are_turned_away() -> None:
+async def test_polls_of_another_attempt_are_turned_away() -> None:
     job = Scripted()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job) as (client, server):
         assert (await client.poll("attempt=1&wait=5"))[0] == 403
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
         await until_async(lambda: waiting(server, job) == 1, "one poll waits")
@@ -219,13 +199,13 @@ def test_polls_of_another_attempt_are_turned_away() -> None:
         server.handler._sessions[job].release()
         assert (await asyncio.wait_for(poll, PATIENCE))[0] == 403
 
-    serve(test, job)
 
-
-def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
+async def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
     job = Scripted()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job, limits=Limits(reports_per_second=0.001, burst=10, polls=2)) as (
+        client,
+        server,
+    ):
         statuses = [(await client.post(body(i + 1)))[0] for i in range(30)]
         assert statuses[:10] == [200] * 10
         assert 429 in statuses
@@ -234,8 +214,6 @@ def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
         assert (await client.poll(f"attempt=0&wait={LONG}"))[0] == 429
         server.handler.close()
         await asyncio.gather(*polls)
-
-    serve(test, job, limits=Limits(reports_per_second=0.001, burst=10, polls=2))
 
 
 def test_of_many_jobs_each_reports_less_often() -> None:
@@ -260,20 +238,27 @@ def test_of_many_jobs_each_reports_less_often() -> None:
     asyncio.run(test())
 
 
-def test_stopping_answers_waiting_polls() -> None:
+async def test_stopping_answers_waiting_polls() -> None:
     job = Scripted()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job) as (client, server):
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
         await until_async(lambda: waiting(server, job) == 1, "one poll waits")
         await asyncio.wait_for(server.stop(), PATIENCE)
         assert (await poll)[0] == 200
 
-    serve(test, job)
 
+async def test_a_client_that_dawdles_is_cut_off() -> None:
+    async def read(reader: asyncio.StreamReader) -> bytes:
+        try:
+            return await asyncio.wait_for(reader.read(), PATIENCE)
+        except ConnectionError:
+            return b""
 
-def test_a_client_that_dawdles_is_cut_off() -> None:
-    async def test(client: Client, server: IngestServer) -> None:
+    # Time enough for those who do not dawdle, and who share this process's processor.
+    async with serve(Scripted(), timeouts=Timeouts(head=2.0, body=1.0, shutdown=0.5)) as (
+        client,
+        server,
+    ):
         port = int(server.url.rsplit(":", 1)[1])
         silent = await asyncio.open_connection("127.0.0.1", port)
         half_head = await asyncio.open_connection("127.0.0.1", port)
@@ -291,15 +276,6 @@ def test_a_client_that_dawdles_is_cut_off() -> None:
         for _, writer in (silent, half_head, half_body):
             writer.close()
 
-    async def read(reader: asyncio.StreamReader) -> bytes:
-        try:
-            return await asyncio.wait_for(reader.read(), PATIENCE)
-        except ConnectionError:
-            return b""
-
-    # Time enough for those who do not dawdle, and who share this process's processor.
-    serve(test, Scripted(), timeouts=Timeouts(head=2.0, body=1.0, shutdown=0.5))
-
 
 @pytest.mark.parametrize(
     ("headers", "rest"),
@@ -313,10 +289,10 @@ def test_a_client_that_dawdles_is_cut_off() -> None:
         (b"Expect: the unexpected\r\nContent-Length: 2\r\n", b"{}"),
     ],
 )
-def test_bodies_broken_off_or_badly_framed_are_no_fault_of_ours(
+async def test_bodies_broken_off_or_badly_framed_are_no_fault_of_ours(
     headers: bytes, rest: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(Scripted()) as (client, server):
         port = int(server.url.rsplit(":", 1)[1])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
@@ -329,13 +305,12 @@ def test_bodies_broken_off_or_badly_framed_are_no_fault_of_ours(
         assert b" 500 " not in answer
         writer.close()
         assert (await client.post(body()))[0] == 200
-
-    serve(test, Scripted())
     assert "Traceback" not in caplog.text
 
 
-def test_a_huge_body_is_refused_without_being_read() -> None:
-    async def test(client: Client, server: IngestServer) -> None:
+async def test_a_huge_body_is_refused_without_being_read() -> None:
+    async with serve(Scripted()) as (client, _):
+
         async def endless() -> Any:
             for _ in range(1000):
                 yield b" " * 8192
@@ -350,8 +325,6 @@ def test_a_huge_body_is_refused_without_being_read() -> None:
         except aiohttp.ClientError:
             pass  # Cut off while still sending: as good.
         assert (await client.post(body()))[0] == 200
-
-    serve(test, Scripted())
 
 
 JUNK = st.recursive(

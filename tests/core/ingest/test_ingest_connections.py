@@ -176,7 +176,7 @@ def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Pa
     assert said.count("\n") < 5, "a line for each of them"
 
 
-def test_a_handshake_costs_nothing_until_the_client_begins_it(
+async def test_a_handshake_costs_nothing_until_the_client_begins_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, key = self_signed(tmp_path)
@@ -190,28 +190,24 @@ def test_a_handshake_costs_nothing_until_the_client_begins_it(
         await establish(self, connection, sock)
 
     monkeypatch.setattr(connections.Acceptor, "_establish", counted)
-
-    async def run() -> None:
-        trust = ssl.create_default_context(cafile=str(certificate))
-        async with serving(tls) as (_, port, unserved):
-            silent, gone, plain = (knock(port) for _ in range(3))
-            await until_async(lambda: all(map(is_open, (silent, gone, plain))), "all are connected")
-            gone.close()
-            await until_async(lambda: unserved == ["handshake"], "the one that has gone is closed")
-            plain.send(b"GET / HTTP/1.1\r\n\r\n")
-            await until_async(lambda: not is_open(plain), "the one without TLS is closed")
-            assert unserved == ["handshake"] * 2
-            assert await ask(port, tls=trust, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
-            assert begun == ["127.0.0.2"]
-            assert is_open(silent)
-        await until_async(lambda: not is_open(silent), "it ends with the server")
-        silent.close()
-        plain.close()
-
-    asyncio.run(run())
+    trust = ssl.create_default_context(cafile=str(certificate))
+    async with serving(tls) as (_, port, unserved):
+        silent, gone, plain = (knock(port) for _ in range(3))
+        await until_async(lambda: all(map(is_open, (silent, gone, plain))), "all are connected")
+        gone.close()
+        await until_async(lambda: unserved == ["handshake"], "the one that has gone is closed")
+        plain.send(b"GET / HTTP/1.1\r\n\r\n")
+        await until_async(lambda: not is_open(plain), "the one without TLS is closed")
+        assert unserved == ["handshake"] * 2
+        assert await ask(port, tls=trust, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+        assert begun == ["127.0.0.2"]
+        assert is_open(silent)
+    await until_async(lambda: not is_open(silent), "it ends with the server")
+    silent.close()
+    plain.close()
 
 
-def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
+async def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a connection costs a handshake. Without TLS the oldest silent one makes room."""
@@ -219,87 +215,71 @@ def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     monkeypatch.setattr(connections, "AGAIN_PER_SECOND", 1e-6)
-
-    async def run() -> None:
-        trust = ssl.create_default_context(cafile=str(certificate))
-        async with serving(tls, per_source=3) as (_, port, unserved):
-            for _ in range(3):
-                assert await ask(port, tls=trust, query=NO_JOB) == NOT_FOUND
-            with pytest.raises(OSError):
-                await ask(port, tls=trust, query=NO_JOB)
-            assert unserved == ["crowded"]
-            assert await ask(port, tls=trust, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
-        async with serving(per_source=3) as (_, port, unserved):
-            for _ in range(5):
-                assert await ask(port, query=NO_JOB) == NOT_FOUND
-            assert unserved == []
-
-    asyncio.run(run())
-
-
-def test_who_is_refused_is_told_a_moment_later() -> None:
-    async def run() -> None:
-        async with serving(refusal=0.5) as (_, port, _):
-            began = time.monotonic()
+    trust = ssl.create_default_context(cafile=str(certificate))
+    async with serving(tls, per_source=3) as (_, port, unserved):
+        for _ in range(3):
+            assert await ask(port, tls=trust, query=NO_JOB) == NOT_FOUND
+        with pytest.raises(OSError):
+            await ask(port, tls=trust, query=NO_JOB)
+        assert unserved == ["crowded"]
+        assert await ask(port, tls=trust, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+    async with serving(per_source=3) as (_, port, unserved):
+        for _ in range(5):
             assert await ask(port, query=NO_JOB) == NOT_FOUND
-            known = time.monotonic() - began
-            answers = [ask(port, query=POLL, token="forged") for _ in range(20)]
-            assert set(await asyncio.gather(*answers)) == {b"HTTP/1.1 401 Unauthorized"}
-            assert 0.5 <= time.monotonic() - began - known < PATIENCE
-            assert known < 0.5
-
-    asyncio.run(run())
+        assert unserved == []
 
 
-def test_the_oldest_that_says_nothing_makes_room() -> None:
-    async def run() -> None:
-        async with serving(unauthenticated=3) as (_, port, unserved):
-            crowd = []
-            for _ in range(5):
-                crowd.append(knock(port))
-                await until_async(
-                    lambda: sum(map(is_open, crowd)) == min(3, len(crowd)), "three are open at most"
-                )
-            assert [is_open(sock) for sock in crowd] == [False, False, True, True, True]
-            assert unserved == ["crowded"] * 2
-            assert await ask(port, query=NO_JOB) == NOT_FOUND
-            for sock in crowd:
-                sock.close()
+async def test_who_is_refused_is_told_a_moment_later() -> None:
+    async with serving(refusal=0.5) as (_, port, _):
+        began = time.monotonic()
+        assert await ask(port, query=NO_JOB) == NOT_FOUND
+        known = time.monotonic() - began
+        answers = [ask(port, query=POLL, token="forged") for _ in range(20)]
+        assert set(await asyncio.gather(*answers)) == {b"HTTP/1.1 401 Unauthorized"}
+        assert 0.5 <= time.monotonic() - began - known < PATIENCE
+        assert known < 0.5
 
-    asyncio.run(run())
+
+async def test_the_oldest_that_says_nothing_makes_room() -> None:
+    async with serving(unauthenticated=3) as (_, port, unserved):
+        crowd = []
+        for _ in range(5):
+            crowd.append(knock(port))
+            await until_async(
+                lambda: sum(map(is_open, crowd)) == min(3, len(crowd)), "three are open at most"
+            )
+        assert [is_open(sock) for sock in crowd] == [False, False, True, True, True]
+        assert unserved == ["crowded"] * 2
+        assert await ask(port, query=NO_JOB) == NOT_FOUND
+        for sock in crowd:
+            sock.close()
 
 
 @pytest.mark.parametrize("limits", [{"in_all": 2}, {"per_source": 2}])
-def test_who_is_served_is_never_displaced(limits: dict[str, int]) -> None:
-    async def run() -> None:
-        async with serving(**limits) as (server, port, unserved):
-            polls = [asyncio.create_task(ask(port, query=POLL)) for _ in range(2)]
-            crowd: list[socket.socket] = []
-            try:
-                await until_async(lambda: waiting(server) == 2, "two polls wait")
-                crowd = [knock(port) for _ in range(3)]
-                await until_async(lambda: not any(map(is_open, crowd)), "all others are closed")
-                assert unserved == ["crowded"] * 3
-                if "per_source" in limits:
-                    assert await ask(port, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
-                assert not any(poll.done() for poll in polls)
-            finally:
-                for sock in crowd:
-                    sock.close()
-                for poll in polls:
-                    poll.cancel()
-
-    asyncio.run(run())
+async def test_who_is_served_is_never_displaced(limits: dict[str, int]) -> None:
+    async with serving(**limits) as (server, port, unserved):
+        polls = [asyncio.create_task(ask(port, query=POLL)) for _ in range(2)]
+        crowd: list[socket.socket] = []
+        try:
+            await until_async(lambda: waiting(server) == 2, "two polls wait")
+            crowd = [knock(port) for _ in range(3)]
+            await until_async(lambda: not any(map(is_open, crowd)), "all others are closed")
+            assert unserved == ["crowded"] * 3
+            if "per_source" in limits:
+                assert await ask(port, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+            assert not any(poll.done() for poll in polls)
+        finally:
+            for sock in crowd:
+                sock.close()
+            for poll in polls:
+                poll.cancel()
 
 
-def test_who_has_no_token_does_not_stay() -> None:
-    async def run() -> None:
-        async with serving() as (_, port, unserved):
-            answer = asyncio.wait_for(ask(port, query=POLL, token="forged"), PATIENCE)
-            assert await answer == b"HTTP/1.1 401 Unauthorized"
-            assert unserved == []
-
-    asyncio.run(run())
+async def test_who_has_no_token_does_not_stay() -> None:
+    async with serving() as (_, port, unserved):
+        answer = asyncio.wait_for(ask(port, query=POLL, token="forged"), PATIENCE)
+        assert await answer == b"HTTP/1.1 401 Unauthorized"
+        assert unserved == []
 
 
 ANSWERED = {
@@ -318,53 +298,44 @@ ANSWERED = {
 
 
 @pytest.mark.parametrize("head", ANSWERED.values(), ids=[*ANSWERED])
-def test_no_answer_without_a_token_keeps_a_connection(head: str) -> None:
-    async def run() -> None:
-        async with serving() as (server, port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            request = f"{head}\r\nHost: ingest\r\nContent-Length: 0\r\n\r\n"
-            writer.write(2 * request.encode())
-            answers = await asyncio.wait_for(reader.read(), PATIENCE)
-            assert len(re.findall(rb"^HTTP/1.1 4\d\d ", answers, re.MULTILINE)) == 1
-            writer.close()
-            assert server._acceptor is not None
-            open_ = server._acceptor._open
-            await until_async(lambda: not open_, "the connection is closed")
-
-    asyncio.run(run())
+async def test_no_answer_without_a_token_keeps_a_connection(head: str) -> None:
+    async with serving() as (server, port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        request = f"{head}\r\nHost: ingest\r\nContent-Length: 0\r\n\r\n"
+        writer.write(2 * request.encode())
+        answers = await asyncio.wait_for(reader.read(), PATIENCE)
+        assert len(re.findall(rb"^HTTP/1.1 4\d\d ", answers, re.MULTILINE)) == 1
+        writer.close()
+        open_ = server._acceptor._open
+        await until_async(lambda: not open_, "the connection is closed")
 
 
 @pytest.mark.parametrize("head", [None, *ANSWERED.values()], ids=["silent", *ANSWERED])
-def test_a_crowd_without_tokens_displaces_itself_alone(head: str | None) -> None:
+async def test_a_crowd_without_tokens_displaces_itself_alone(head: str | None) -> None:
     """Whatever it sends. Refusals take as long as the test, so all of the crowd is open."""
-
-    async def run() -> None:
-        limits = {"in_all": 40, "per_source": 30, "unauthenticated": 20}
-        async with serving(refusal=PATIENCE, **limits) as (server, port, _):
-            poll = asyncio.create_task(ask(port, query=POLL))
-            crowd: list[socket.socket] = []
-            try:
-                await until_async(lambda: waiting(server) == 1, "the poll waits")
-                for _ in range(100):
-                    crowd.append(knock(port))
-                    if head is not None:
-                        await asyncio.get_running_loop().sock_sendall(
-                            crowd[-1], f"{head}\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()
-                        )
-                asked = asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE / 2)
-                assert await asked == NOT_FOUND
-                assert server._acceptor is not None
-                open_ = server._acceptor._open
-                await until_async(
-                    lambda: len(open_) <= 21, "twenty of them and the poll are open", PATIENCE / 3
-                )
-                assert not poll.done()
-            finally:
-                for sock in crowd:
-                    sock.close()
-                poll.cancel()
-
-    asyncio.run(run())
+    limits = {"in_all": 40, "per_source": 30, "unauthenticated": 20}
+    async with serving(refusal=PATIENCE, **limits) as (server, port, _):
+        poll = asyncio.create_task(ask(port, query=POLL))
+        crowd: list[socket.socket] = []
+        try:
+            await until_async(lambda: waiting(server) == 1, "the poll waits")
+            for _ in range(100):
+                crowd.append(knock(port))
+                if head is not None:
+                    await asyncio.get_running_loop().sock_sendall(
+                        crowd[-1], f"{head}\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()
+                    )
+            asked = asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE / 2)
+            assert await asked == NOT_FOUND
+            open_ = server._acceptor._open
+            await until_async(
+                lambda: len(open_) <= 21, "twenty of them and the poll are open", PATIENCE / 3
+            )
+            assert not poll.done()
+        finally:
+            for sock in crowd:
+                sock.close()
+            poll.cancel()
 
 
 @pytest.mark.parametrize(
@@ -396,26 +367,23 @@ def test_a_process_raises_its_limit_of_files_as_far_as_it_may() -> None:
     assert done.stdout == "200 200 500 900 (900, 900)\n"
 
 
-def test_an_address_that_is_taken_is_said_and_nothing_stays_behind() -> None:
-    async def run() -> None:
-        async with serving() as (_, port, _unserved):
-            other = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
-            with pytest.raises(OSError, match="in use"):
-                await other.start()
-        # The port is free again, and so are connections that said nothing.
-        again = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
-        async with again:
-            silent = knock(port)
-            await until_async(lambda: is_open(silent), "it is connected")
-        await until_async(lambda: not is_open(silent), "it ends with the server")
-        silent.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
+async def test_an_address_that_is_taken_is_said_and_nothing_stays_behind() -> None:
+    async with serving() as (_, port, _unserved):
+        other = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
+        with pytest.raises(OSError, match="in use"):
+            await other.start()
+    # The port is free again, and so are connections that said nothing.
+    again = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
+    async with again:
+        silent = knock(port)
+        await until_async(lambda: is_open(silent), "it is connected")
+    await until_async(lambda: not is_open(silent), "it ends with the server")
+    silent.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
-def test_a_failed_accept_ends_nothing(
+async def test_a_failed_accept_ends_nothing(
     number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connections, "EXHAUSTED_SECONDS", 0.0)
@@ -427,14 +395,10 @@ def test_a_failed_accept_ends_nothing(
         return accept(sock)
 
     monkeypatch.setattr(socket.socket, "accept", failing)
-
-    async def run() -> None:
-        async with serving() as (_, port, _unserved):
-            answer = await asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE)
-            assert answer == NOT_FOUND
-        assert not failures
-
-    asyncio.run(run())
+    async with serving() as (_, port, _unserved):
+        answer = await asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE)
+        assert answer == NOT_FOUND
+    assert not failures
     assert ("cannot accept connections" in caplog.text) is (number == errno.EMFILE)
 
 

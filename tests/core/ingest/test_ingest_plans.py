@@ -10,7 +10,6 @@ import pytest
 from ingest_client import (
     LONG,
     PATIENCE,
-    Client,
     Scripted,
     body,
     controller,
@@ -21,7 +20,6 @@ from waiting import until_async
 
 from pipemorph.control import snapshot
 from pipemorph.ingest import (
-    IngestServer,
     MemoryStore,
     Reply,
 )
@@ -46,7 +44,6 @@ class Saved(MemoryStore):
 
     async def persist(self, namespace: str, job: str) -> None:
         found = self.lookup(namespace, job)
-        assert found is not None
         version = found.plan_version
         self.events.append(f"persisting {version}")
         await self.allow.wait()
@@ -55,10 +52,9 @@ class Saved(MemoryStore):
         self.events.append(f"persisted {version}")
 
 
-def test_a_directive_is_served_at_once_and_persisted_after() -> None:
+async def test_a_directive_is_served_at_once_and_persisted_after() -> None:
     job, store = Scripted(), Saved()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job, store=store) as (client, server):
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
         await until_async(lambda: waiting(server, job) == 1, "one poll waits")
         job.on_report = lambda report: job.want(1)
@@ -71,13 +67,10 @@ def test_a_directive_is_served_at_once_and_persisted_after() -> None:
         store.allow.set()
         await until_async(lambda: "persisted 2" in store.events, "both are persisted")
 
-    serve(test, job, store=store)
 
-
-def test_whoever_has_a_directive_has_the_snapshot_that_explains_it() -> None:
+async def test_whoever_has_a_directive_has_the_snapshot_that_explains_it() -> None:
     job = Scripted()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job) as (client, _):
         _, first = await client.post(body(1))
         held = revision_of(first["snapshot"])
         assert unpacked(first["snapshot"]) == {"plan_version": 0}
@@ -94,28 +87,22 @@ def test_whoever_has_a_directive_has_the_snapshot_that_explains_it() -> None:
         _, last = await client.post(body(4, snapshot=held, observed_plan_version=1))
         assert last["snapshot"] is None, "it has that one"
 
-    serve(test, job)
 
-
-def test_a_snapshot_that_is_too_large_is_not_sent(
+async def test_a_snapshot_that_is_too_large_is_not_sent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot, "MAX_SNAPSHOT_BYTES", 8)
     job = Scripted()
     job.want(1)
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job) as (client, _):
         _, answer = await client.post(body(1))
         assert (answer["directive"]["plan_version"], answer["snapshot"]) == (1, None)
-
-    serve(test, job)
     assert "bytes of at most 8: another ingest would not know its state" in caplog.text
 
 
-def test_a_host_that_leads_no_more_sends_the_agent_away() -> None:
+async def test_a_host_that_leads_no_more_sends_the_agent_away() -> None:
     made = controller()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(made) as (client, _):
         status, answer = await client.post(body(1, term=4))
         assert (status, answer["term"]) == (200, 5)
         status, answer = await client.post(body(2, term=5))
@@ -124,13 +111,10 @@ def test_a_host_that_leads_no_more_sends_the_agent_away() -> None:
         assert (status, answer["field"]) == (503, "term")
         assert answer["error"] == "an ingest of term 6 controls this job; this one has 5"
 
-    serve(test, made)
 
-
-def test_what_was_served_is_persisted_before_the_host_ends() -> None:
+async def test_what_was_served_is_persisted_before_the_host_ends() -> None:
     job, store = Scripted(), Saved()
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job, store=store) as (client, server):
         job.on_report = lambda report: job.want(1)
         await client.post(body(1))
         await until_async(lambda: store.events == ["persisting 1"], "the plan is being persisted")
@@ -141,18 +125,15 @@ def test_what_was_served_is_persisted_before_the_host_ends() -> None:
         await asyncio.wait_for(stopping, PATIENCE)
         assert store.events == ["persisting 1", "persisted 1"]
 
-    serve(test, job, store=store)
 
-
-def test_a_directive_that_was_served_is_persisted_as_soon_as_it_can_be(
+async def test_a_directive_that_was_served_is_persisted_as_soon_as_it_can_be(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, store = Scripted(), Saved()
     store.fails = True
     store.allow.set()
     monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_AGAIN_SECONDS", 0.5)
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job, store=store) as (client, server):
         await client.post(body(1))
         job.want(1)
         for i in range(5):
@@ -171,20 +152,15 @@ def test_a_directive_that_was_served_is_persisted_as_soon_as_it_can_be(
         await server.handler.tick("default", "gpt")
         assert store.events == ["persisting 1", "persisting 1", "persisted 1"]
 
-    serve(test, job, store=store)
 
-
-def test_a_restored_job_serves_its_directive_at_once() -> None:
+async def test_a_restored_job_serves_its_directive_at_once() -> None:
     job = Scripted()
     job.want(7)
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(job) as (client, _):
         assert (await client.poll("attempt=0&after=6"))[1]["directive"]["plan_version"] == 7
 
-    serve(test, job)
 
-
-def test_a_snapshot_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_snapshot_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
     """Its bytes are not even read otherwise, nor those of a second one after a bad one."""
     made = controller()
     plan = PlanMessage.of(made.wanted).model_copy(update={"version": 3})
@@ -205,8 +181,7 @@ def test_a_snapshot_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixtu
         message.model_copy(update={"job": "other"}).body(),
         message.model_copy(update={"attempt": 1}).body(),
     )
-
-    async def test(client: Client, server: IngestServer) -> None:
+    async with serve(made) as (client, server):
         assert (await client.put("snapshot", good, token="wrong"))[0] == 401
         assert (await client.put("snapshot", good, job="other"))[0] == 404
         status, answer = await client.put("snapshot", good)
@@ -242,8 +217,6 @@ def test_a_snapshot_is_taken_only_if_it_is_wanted(caplog: pytest.LogCaptureFixtu
         assert (status, answer["field"]) == (422, "snapshot")
         assert "its plan is v3, and not v5, the newest that the ranks have" in answer["error"]
         assert (await client.put("snapshot", b"{"))[0] == 409
-
-    serve(test, made)
     assert "refused the snapshot of the job's agent: its plan is v3, and not v5" in caplog.text
 
 

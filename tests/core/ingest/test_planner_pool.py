@@ -9,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,6 @@ def test_a_report_does_not_wait_for_the_planner_and_the_poll_brings_what_it_deci
         assert len(planner.asked) == 1, "one decision at a time"
         planner.go.set()
         envelope = DirectiveEnvelope.model_validate_json((await poll).body)
-        assert envelope.directive is not None
         assert envelope.directive.plan_version == 1
         assert (await post(handler, last + 10)).directive == envelope.directive
 
@@ -233,15 +233,17 @@ def asked_of_one() -> Replan:
     return job.replan
 
 
-async def with_pool(pool: PlannerPool, test: Callable[[PlannerPool], Awaitable[None]]) -> None:
+@asynccontextmanager
+async def with_pool(pool: PlannerPool) -> AsyncIterator[PlannerPool]:
     try:
-        await asyncio.wait_for(test(pool), 60)
+        async with asyncio.timeout(60):
+            yield pool
     finally:
         await pool.close()
 
 
-def test_a_process_proposes_the_same_as_this_one() -> None:
-    async def test(pool: PlannerPool) -> None:
+async def test_a_process_proposes_the_same_as_this_one() -> None:
+    async with with_pool(PlannerPool(1)) as pool:
         asked = asked_of_one()
         assert asked.spec.template is None, "a pod template travels with every decision"  # type: ignore[attr-defined]
         proposals = await asyncio.gather(*(pool(("d", f"{i}"), asked) for i in range(3)))
@@ -250,13 +252,11 @@ def test_a_process_proposes_the_same_as_this_one() -> None:
         (pid,) = pool.pids  # The one that is warm is used again.
         assert os.getpriority(os.PRIO_PROCESS, pid) == os.nice(0) + NICE
 
-    asyncio.run(with_pool(PlannerPool(1), test))
 
-
-def test_a_fault_in_a_process_is_the_reason_to_keep_the_plan(
+async def test_a_fault_in_a_process_is_the_reason_to_keep_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test(pool: PlannerPool) -> None:
+    async with with_pool(PlannerPool(1)) as pool:
         monkeypatch.setattr("pipemorph.ingest.planner_pool.propose", int)
         for _ in range(2):
             (finding,) = (await pool(JOB, asked_of_one())).found
@@ -264,39 +264,33 @@ def test_a_fault_in_a_process_is_the_reason_to_keep_the_plan(
             assert finding.why.startswith("the planner failed: TypeError: int() argument")
         assert len(pool.pids) == 1, "the process goes on"
 
-    asyncio.run(with_pool(PlannerPool(1), test))
+
+async def test_a_process_makes_the_same_first_plan_as_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = FirstPlanner(limit_seconds=60)
+    spec = controller().spec
+    assert await planner(spec) == initial_schedule(spec)
+    assert await planner(spec, wanted=False) is None
+    schedule = {"warmup": [4] * STAGES, "inFlightLimit": 1}
+    fixed = spec.model_copy(
+        update={"schedule": ScheduleSpec(microbatches=12, **schedule)}  # type: ignore[arg-type]
+    )
+    with pytest.raises(InputError, match="in_flight_limit allows 1") as refused:
+        initial_schedule(fixed)
+    with pytest.raises(InputError, match=f"^{re.escape(str(refused.value))}$"):
+        await planner(fixed)
+    monkeypatch.setattr("pipemorph.ingest.planner_pool.schedule_for_others", int)
+    with pytest.raises(InputError, match="the planner failed: TypeError"):
+        await planner(spec)
+    await planner.close()
 
 
-def test_a_process_makes_the_same_first_plan_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        planner = FirstPlanner(limit_seconds=60)
-        spec = controller().spec
-        assert await planner(spec) == initial_schedule(spec)
-        assert await planner(spec, wanted=False) is None
-        schedule = {"warmup": [4] * STAGES, "inFlightLimit": 1}
-        fixed = spec.model_copy(
-            update={"schedule": ScheduleSpec(microbatches=12, **schedule)}  # type: ignore[arg-type]
-        )
-        with pytest.raises(InputError, match="in_flight_limit allows 1") as refused:
-            initial_schedule(fixed)
-        with pytest.raises(InputError, match=f"^{re.escape(str(refused.value))}$"):
-            await planner(fixed)
-        monkeypatch.setattr("pipemorph.ingest.planner_pool.schedule_for_others", int)
-        with pytest.raises(InputError, match="the planner failed: TypeError"):
-            await planner(spec)
-        await planner.close()
-
-    asyncio.run(run())
-
-
-def test_a_first_plan_that_takes_too_long_is_asked_for_again() -> None:
-    async def run() -> None:
-        planner = FirstPlanner(limit_seconds=0.001)
-        with pytest.raises(PlannerLost, match=r"no plan was found within 0\.001 s"):
-            await planner(controller().spec)
-        await planner.close()
-
-    asyncio.run(run())
+async def test_a_first_plan_that_takes_too_long_is_asked_for_again() -> None:
+    planner = FirstPlanner(limit_seconds=0.001)
+    with pytest.raises(PlannerLost, match=r"no plan was found within 0\.001 s"):
+        await planner(controller().spec)
+    await planner.close()
 
 
 def test_jobs_of_one_kind_share_a_plan_made_elsewhere() -> None:
@@ -321,21 +315,18 @@ def die(_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_process_that_dies_was_at_is_made_again_once(tmp_path: Path) -> None:
-    async def run() -> None:
-        process = PlannerProcess()
-        try:
-            assert await process.run(die_once, str(tmp_path / "died"), 60) == "alive"
-            pid = process.pid
-            assert pid is not None
-            with pytest.raises(PlannerLost, match="died twice"):
-                await process.run(die, None, 60)
-        finally:
-            await process.close()
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    asyncio.run(run())
+async def test_what_a_process_that_dies_was_at_is_made_again_once(tmp_path: Path) -> None:
+    process = PlannerProcess()
+    try:
+        assert await process.run(die_once, str(tmp_path / "died"), 60) == "alive"
+        pid = process.pid
+        assert pid is not None
+        with pytest.raises(PlannerLost, match="died twice"):
+            await process.run(die, None, 60)
+    finally:
+        await process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_worker_ends_with_its_host() -> None:
@@ -359,8 +350,8 @@ if __name__ == "__main__":
     assert done.returncode == -signal.SIGKILL and done.stdout.strip().isdigit()
 
 
-def test_a_plan_that_takes_too_long_is_none_and_others_are_made(tmp_path: Path) -> None:
-    async def test(pool: PlannerPool) -> None:
+async def test_a_plan_that_takes_too_long_is_none_and_others_are_made(tmp_path: Path) -> None:
+    async with with_pool(PlannerPool(1, limit_seconds=0.001)) as pool:
         others = asyncio.create_task(pool.search(("other", "gpt"), slow_stage()))
         proposal = await pool(JOB, asked_of_one())
         assert proposal == Proposal(None, None, (NoPlan("it took longer than 0.001 s"),))
@@ -369,8 +360,6 @@ def test_a_plan_that_takes_too_long_is_none_and_others_are_made(tmp_path: Path) 
         assert not pool.pids, "they would still be at it"
         pool._limit = 60.0
         assert (await pool(JOB, asked_of_one())).chosen is not None
-
-    asyncio.run(with_pool(PlannerPool(1, limit_seconds=0.001), test))
 
 
 # --- other layers -----------------------------------------------------------------------------
@@ -393,16 +382,14 @@ def slow_stage() -> Question:
     return Question("it is slow", job, layout, network, {}, 2.0, split)
 
 
-def test_a_process_finds_the_same_split_as_this_one() -> None:
-    async def test(pool: PlannerPool) -> None:
+async def test_a_process_finds_the_same_split_as_this_one() -> None:
+    async with with_pool(PlannerPool(1)) as pool:
         asked = slow_stage()
         found = await pool.search(JOB, asked)
         assert found == search(asked)
         assert found is not None and found.layout.layers == (5, 2, 5)
         with pytest.raises(InputError, match="the planner failed: AttributeError"):
             await pool.search(JOB, replace(asked, network=None))  # type: ignore[arg-type]
-
-    asyncio.run(with_pool(PlannerPool(1), test))
 
 
 # --- in turn ----------------------------------------------------------------------------------
@@ -440,10 +427,9 @@ def numbered(number: int) -> Replan:
     return replace(asked_of_one(), remaining=number)
 
 
-def test_namespaces_take_turns_and_one_alone_never_has_all_workers() -> None:
+async def test_namespaces_take_turns_and_one_alone_never_has_all_workers() -> None:
     seen: list[tuple[float, float]] = []
-
-    async def test(pool: PlannerPool) -> None:
+    async with with_pool(PlannerPool(2, on_decided=lambda *each: seen.append(each))) as pool:
         workers = Workers(pool)
         asks = [asyncio.create_task(pool(("many", f"{i}"), numbered(i))) for i in range(1, 6)]
         assert await workers.settled() == [1, 2], "the third worker is for other namespaces"
@@ -465,12 +451,9 @@ def test_namespaces_take_turns_and_one_alone_never_has_all_workers() -> None:
         await asyncio.gather(*asks)
         assert not pool._queues and not pool._running, "nothing is kept of them"
 
-    pool = PlannerPool(2, on_decided=lambda *seconds: seen.append(seconds))
-    asyncio.run(with_pool(pool, test))
 
-
-def test_a_decision_whose_caller_is_cancelled_is_not_made() -> None:
-    async def test(pool: PlannerPool) -> None:
+async def test_a_decision_whose_caller_is_cancelled_is_not_made() -> None:
+    async with with_pool(PlannerPool(1)) as pool:
         workers = Workers(pool)
         asks = [asyncio.create_task(pool(("a", f"{i}"), numbered(i))) for i in (1, 2, 3)]
         assert await workers.settled() == [1]
@@ -483,39 +466,34 @@ def test_a_decision_whose_caller_is_cancelled_is_not_made() -> None:
         workers.finish(3)
         assert (await asks[2]).found == (NoPlan("for 3"),)
 
-    asyncio.run(with_pool(PlannerPool(1), test))
 
-
-def test_the_decision_of_a_job_that_is_gone_is_dropped() -> None:
-    async def run() -> None:
-        pool = PlannerPool(1)
-        workers = Workers(pool)
-        store = MemoryStore()
-        handler = IngestHandler(store, planner=pool)
-        busy = asyncio.create_task(pool(("default", "busy"), numbered(0)))
-        jobs = [controller() for _ in range(3)]
-        for i, job in enumerate(jobs):
-            slow_down(job)
-            store.add("default", f"{i}", job)
-            await handler.tick("default", f"{i}")
-        assert await workers.settled() == [0]
-        assert pool.waiting == 3
-        store.remove("default", "0")
-        handler.sweep()
-        await workers.settled()
-        assert pool.waiting == 2
-        jobs[1].begin_attempt(1)
-        await handler.tick("default", "1")
-        await workers.settled()
-        assert pool.waiting == 1, "what the ranks of the last attempt were to do"
-        again = controller()
-        slow_down(again)
-        store.add("default", "2", again)
-        await handler.tick("default", "2")
-        await workers.settled()
-        assert pool.waiting == 1, "that of the one in its place"
-        handler.close()
-        busy.cancel()
-        await pool.close()
-
-    asyncio.run(run())
+async def test_the_decision_of_a_job_that_is_gone_is_dropped() -> None:
+    pool = PlannerPool(1)
+    workers = Workers(pool)
+    store = MemoryStore()
+    handler = IngestHandler(store, planner=pool)
+    busy = asyncio.create_task(pool(("default", "busy"), numbered(0)))
+    jobs = [controller() for _ in range(3)]
+    for i, job in enumerate(jobs):
+        slow_down(job)
+        store.add("default", f"{i}", job)
+        await handler.tick("default", f"{i}")
+    assert await workers.settled() == [0]
+    assert pool.waiting == 3
+    store.remove("default", "0")
+    handler.sweep()
+    await workers.settled()
+    assert pool.waiting == 2
+    jobs[1].begin_attempt(1)
+    await handler.tick("default", "1")
+    await workers.settled()
+    assert pool.waiting == 1, "what the ranks of the last attempt were to do"
+    again = controller()
+    slow_down(again)
+    store.add("default", "2", again)
+    await handler.tick("default", "2")
+    await workers.settled()
+    assert pool.waiting == 1, "that of the one in its place"
+    handler.close()
+    busy.cancel()
+    await pool.close()

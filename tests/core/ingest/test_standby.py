@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import aiohttp
-from ingest_client import PATIENCE, TOKEN, Scripted, body
+from ingest_client import TOKEN, Scripted, body
 
 from pipemorph.ingest import BearerAuthenticator, GenerationDesk, IngestServer, MemoryStore
 
 
-def test_a_standby_answers_all_routes_with_503_and_hangs_up_until_it_leads() -> None:
+async def test_a_standby_answers_all_routes_with_503_and_hangs_up_until_it_leads() -> None:
     leads = False
     answers: list[tuple[str, int]] = []
     job = Scripted()
@@ -25,32 +24,25 @@ def test_a_standby_answers_all_routes_with_503_and_hangs_up_until_it_leads() -> 
         on_answer=lambda kind, status, _: answers.append((kind, status)),
         leads=lambda: leads,
     )
-
-    async def test() -> None:
-        nonlocal leads
-        async with server, aiohttp.ClientSession() as session:
-            assert server._runner is not None
-            routes = [each for each in server._runner.app.router.routes() if each.method != "HEAD"]
-            assert len(routes) >= 5
-            for route in routes:
-                assert route.resource is not None
-                path = route.resource.canonical.format(namespace="default", name="gpt")
-                # Whoever asks, with or without a token.
-                for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
-                    async with session.request(
-                        route.method, server.url + path, json=body(), headers=headers
-                    ) as answer:
-                        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-                        assert "stands by" in (await answer.json())["error"]
-                        assert answer.headers["Connection"] == "close"
-            assert job.sequences == [], "a standby took a report"
-            assert ("report", 503) in answers and ("poll", 503) in answers
-            leads = True
-            async with session.post(
-                f"{server.url}/v1/jobs/default/gpt/reports", json=body(),
-                headers={"Authorization": f"Bearer {TOKEN}"},
-            ) as answer:  # fmt: skip
-                assert answer.status == 200
-            assert job.sequences == [1]
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    async with server, aiohttp.ClientSession() as session:
+        routes = [each for each in server._runner.app.router.routes() if each.method != "HEAD"]
+        assert len(routes) >= 5
+        for route in routes:
+            path = route.resource.canonical.format(namespace="default", name="gpt")
+            # Whoever asks, with or without a token.
+            for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
+                async with session.request(
+                    route.method, server.url + path, json=body(), headers=headers
+                ) as answer:
+                    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                    assert "stands by" in (await answer.json())["error"]
+                    assert answer.headers["Connection"] == "close"
+        assert job.sequences == [], "a standby took a report"
+        assert ("report", 503) in answers and ("poll", 503) in answers
+        leads = True
+        async with session.post(
+            f"{server.url}/v1/jobs/default/gpt/reports", json=body(),
+            headers={"Authorization": f"Bearer {TOKEN}"},
+        ) as answer:  # fmt: skip
+            assert answer.status == 200
+        assert job.sequences == [1]

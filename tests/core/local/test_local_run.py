@@ -85,7 +85,6 @@ def in_process(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str
 
 
 def ended(run: LocalRun) -> tuple[int, str]:
-    assert run.host is not None
     output, _ = run.host.communicate(timeout=DEADLINE)
     return run.host.returncode, output
 
@@ -742,7 +741,6 @@ def test_a_reader_that_goes_away_ends_the_run(runs: Runs) -> None:
     """``| head``: nobody would see how it ends, but the report is there."""
     run = runs({1: "die 3"}, others="wait", spec={"failurePolicy": {"maxRestarts": 1000}})
     host = run.start()
-    assert host.stdout is not None
     host.stdout.close()
     host.wait(DEADLINE)
     assert host.returncode != 0

@@ -9,15 +9,12 @@ import re
 import resource
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from certificates import self_signed
 from local_support import DEADLINE, LocalRun
-from served import Served, manifest
 from waiting import until
 
 OPEN_FILES, CROWD = 1024, 1250
@@ -109,58 +106,3 @@ def test_a_run_goes_on_and_restarts_its_ranks_among_strangers(tmp_path: Path) ->
     assert "Traceback" not in text
     assert run.report()["recoveries"]
     assert run.leftovers() == []
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("own_files")
-def test_serve_answers_its_ranks_among_strangers_by_tls(tmp_path: Path) -> None:
-    """5,000 connections that send nothing, or their first message in part or as a whole."""
-    cert, key = self_signed(tmp_path)
-    context = ssl.create_default_context(cafile=str(cert))
-    served = Served(tmp_path, manifest(), "--tls-cert", str(cert), "--tls-key", str(key))
-    try:
-        given = served.environment()
-        port = int(given["PIPEMORPH_INGEST_URL"].rsplit(":", 1)[1])
-        token = Path(given["PIPEMORPH_TOKEN_FILE"]).read_text().strip()
-        before = memory(served.process.pid)
-        hello = first_message()
-        with contextlib.ExitStack() as stack:
-            for sent in (b"", hello[:5], hello[: len(hello) // 2], hello):
-                for number in range(CROWD):
-                    stranger = stack.enter_context(socket.socket())
-                    stranger.bind((f"127.0.0.{1 + number % 2}", 0))
-                    stranger.connect(("127.0.0.1", port))
-                    with contextlib.suppress(ConnectionError):
-                        stranger.sendall(sent)
-            began = time.monotonic()
-            status = until(lambda: answer(port, context, token), "an answer to the token", DEADLINE)
-            took = time.monotonic() - began
-            grown = memory(served.process.pid) - before
-        assert status in (200, 400)  # 400: the client has left out what a rank says of itself.
-        assert took < 3 * MOST_SECONDS, f"served after {took:.2f} s"
-        assert grown < 2 * MOST_MEMORY, f"{grown / 1024:.1f} MiB"
-        print(f"strangers: served within {took:.2f} s, {grown / 1024:.1f} MiB more")
-        assert "Traceback" not in served.output
-    finally:
-        served.stop()
-
-
-def answer(port: int, context: ssl.SSLContext, token: str) -> int | None:
-    """Status of an answer to the token; None if the connection was closed, as one of an address
-    beyond its share is: clients with a token come again."""
-    client = http.client.HTTPSConnection("127.0.0.1", port, timeout=DEADLINE, context=context)
-    with contextlib.closing(client):
-        try:
-            client.request("GET", "/v1/job?rank=0", headers={"Authorization": f"Bearer {token}"})
-            return client.getresponse().status
-        except (ConnectionError, http.client.BadStatusLine):
-            return None
-
-
-def first_message() -> bytes:
-    """The first message of a TLS client."""
-    sent = ssl.MemoryBIO()
-    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="x")
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    return sent.read()

@@ -122,7 +122,6 @@ def test_the_same_iteration_under_the_plan_of_the_start(stages: int) -> None:
 
 def test_microbatches_in_flight_and_their_limits_are_of_each_plan() -> None:
     known, traces = watched(4, 12)
-    assert known.outlook is not None
     start = replace(known.outlook.start, in_flight_limits=(12, 12, 11, 11))
     running = replace(known.outlook.running, in_flight_limits=(12, 12, 12, None))
     known = replace(
@@ -144,12 +143,10 @@ def test_microbatches_in_flight_and_their_limits_are_of_each_plan() -> None:
 
 def test_rows_are_in_the_order_of_their_stages_whatever_places_ranks_have_changed_to() -> None:
     known, traces = watched(4, 12)
-    assert known.outlook is not None
     running = replace(known.outlook.running, in_flight_limits=(9, 10, 11, 12))
     known = replace(known, outlook=replace(known.outlook, running=running))
     moved = [replace(trace, rank={1: 2, 2: 1}.get(trace.rank, trace.rank)) for trace in traces]
     view = watch_view(known, moved, column=0)
-    assert view.measured is not None
     told = [(row.name, row.limit) for row in view.measured.rows]
     assert told == [("stage 0", 9), ("stage 1", 10), ("stage 2", 11), ("stage 3", 12)]
 
@@ -165,7 +162,6 @@ def test_activations_are_those_of_the_microbatches_on_the_device() -> None:
     def activations(**of_plan: Any) -> list[int | None]:
         outlook = replace(known.outlook, running=replace(known.outlook.running, **of_plan))
         made = watch_view(replace(known, outlook=outlook), traces, column=0).measured
-        assert made is not None
         return [row.activations for row in made.rows]
 
     most = [row.in_flight for row in view.measured.rows]
@@ -212,7 +208,6 @@ def test_the_plan_of_the_start_is_compared_for_all_replicas_whichever_is_drawn()
         saved[column] = view.alternative.seconds - view.measured.seconds
         # What is drawn is that pipeline's own.
         assert bool(view.measured.causes.get("link", 0) > 0.05) is (column == 1), column
-    assert known.outlook is not None
     forecast = Forecast(known.outlook.rules, known.outlook.situation)
     longer = forecast.of(known.outlook.start).seconds - forecast.of(known.outlook.running).seconds
     assert longer > 0.05
@@ -238,7 +233,6 @@ def test_an_older_iteration_has_the_links_of_then() -> None:
     known = replace(known, outlook=replace(known.outlook, situation=situation_of(4, {1: 4 * LATE})))
     view = watch_view(known, traces, column=0)
     then = Forecast(known.outlook.rules, situation_of(4, {1: LATE})).of(known.outlook.start)
-    assert view.alternative is not None
     assert view.alternative.span_us == pytest.approx(1e6 * then.seconds, abs=2)
 
 

@@ -348,7 +348,6 @@ def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Any) -> No
     assert context.ingest_url == CONFIG.ingest_url
     assert context.args == {"x": "$(RANK) $$(RANK) $"}
     assert str(context.token_file) == "/etc/pipemorph/token/token"
-    assert context.job is not None
     assert context.job.spec.schedule == made.job.spec.schedule
     assert env["PIPEMORPH_CA_FILE"] == "/etc/pipemorph/job/ca.crt"
     assert config_map(made, CONFIG)["data"]["ca.crt"] == "PEM"

@@ -45,67 +45,62 @@ class Candidate:
             seconds=seconds, outlasts_renewals=outlasts, clock=lambda: self.now,
         )  # fmt: skip
 
-    def tries(self, *, after: float = 0.0) -> bool:
+    async def tries(self, *, after: float = 0.0) -> bool:
         """Whether it leads after another try, ``after`` seconds later."""
         self.now += after
-        return asyncio.run(self.election._round())
+        return await self.election._round()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), PATIENCE)
-
-    asyncio.run(bounded())
-
-
-def test_one_leads_and_another_waits_until_it_has_seen_no_change_for_a_whole_duration() -> None:
+async def test_one_leads_and_another_waits_until_it_has_seen_no_change_for_a_whole_duration() -> (
+    None
+):
     api = Leases()
     # Clocks that have nothing in common.
     first, second = Candidate(api, "a"), Candidate(api, "b", clock=1e6)
-    assert first.tries()
+    assert await first.tries()
     assert api.spec(NAME)["leaseTransitions"] == 0
-    assert not second.tries()
+    assert not await second.tries()
     for _ in range(20):  # Renewals count from when they are seen.
-        assert first.tries(after=3.0)
-        assert not second.tries(after=3.0)
-    assert not second.tries(after=SECONDS - 0.1)
-    assert second.tries(after=0.2)
+        assert await first.tries(after=3.0)
+        assert not await second.tries(after=3.0)
+    assert not await second.tries(after=SECONDS - 0.1)
+    assert await second.tries(after=0.2)
     assert (api.spec(NAME)["holderIdentity"], api.spec(NAME)["leaseTransitions"]) == ("b", 1)
-    assert not first.tries(after=SECONDS)
+    assert not await first.tries(after=SECONDS)
     assert not first.election.leads
 
 
 @pytest.mark.parametrize("renewed", ["1999-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"])
-def test_times_in_the_lease_mean_nothing(renewed: str) -> None:
+async def test_times_in_the_lease_mean_nothing(renewed: str) -> None:
     api = Leases()
     api.take(NAME, holderIdentity="a", renewTime=renewed)
     other = Candidate(api, "b")
-    assert not other.tries()
-    assert not other.tries(after=SECONDS - 0.1)
-    assert other.tries(after=0.2)
+    assert not await other.tries()
+    assert not await other.tries(after=SECONDS - 0.1)
+    assert await other.tries(after=0.2)
 
 
-def test_the_holder_stops_acting_before_another_can_take_the_lease() -> None:
+async def test_the_holder_stops_acting_before_another_can_take_the_lease() -> None:
     api = Leases()
     first, second = Candidate(api, "a"), Candidate(api, "b")
-    first.tries()
-    second.tries()
+    await first.tries()
+    await second.tries()
     api.away = True
     for each in (first, second):
-        assert not each.tries(after=ACT - 0.1)
+        assert not await each.tries(after=ACT - 0.1)
     assert 0 < first.election.permit() < 0.2
     first.now += 0.2
     with pytest.raises(NotLeader, match="a stands by; nobody leads"):
         first.election.permit()
     api.away = False
-    assert not second.tries(after=SECONDS - ACT - 0.1)
-    assert second.tries(after=0.4)
+    assert not await second.tries(after=SECONDS - ACT - 0.1)
+    assert await second.tries(after=0.4)
     assert first.election.state() == "a stands by; nobody leads"
-    assert not first.tries()
+    assert not await first.tries()
     assert first.election.state() == "a stands by; b leads"
 
 
-def test_the_time_a_renewal_takes_counts_for_others() -> None:
+async def test_the_time_a_renewal_takes_counts_for_others() -> None:
     """The Lease may have been written at the beginning of the request."""
     api = Leases()
     holder = Candidate(api, "a")
@@ -114,11 +109,11 @@ def test_the_time_a_renewal_takes_counts_for_others() -> None:
         holder.now += 3.0
 
     api.before_write = slow
-    assert holder.tries()
+    assert await holder.tries()
     assert holder.election.permit() == pytest.approx(ACT - 3.0)
 
 
-def test_of_two_that_take_it_at_the_same_time_one_succeeds() -> None:
+async def test_of_two_that_take_it_at_the_same_time_one_succeeds() -> None:
     api = Leases()
     first = Candidate(api, "a")
     taken: list[bool] = []
@@ -129,71 +124,71 @@ def test_of_two_that_take_it_at_the_same_time_one_succeeds() -> None:
 
     for _ in range(2):  # It does not exist; it is free.
         api.before_write = other
-        assert not first.tries()
+        assert not await first.tries()
         assert taken.pop()
-        assert not first.tries(), "the other one's was taken"
+        assert not await first.tries(), "the other one's was taken"
         api.spec(NAME)["holderIdentity"] = ""
 
 
-def test_an_edit_by_hand_does_not_end_the_leaders_turn() -> None:
+async def test_an_edit_by_hand_does_not_end_the_leaders_turn() -> None:
     api = Leases()
     holder = Candidate(api, "a")
-    holder.tries()
+    await holder.tries()
     edited = copy.deepcopy(api.lease(NAME))
     edited["metadata"]["labels"] = {"seen": "by hand"}
     api.put(edited)
-    assert not holder.tries(after=1.0)
+    assert not await holder.tries(after=1.0)
     assert holder.election.leads
-    assert holder.tries(after=1.0)
+    assert await holder.tries(after=1.0)
     assert api.lease(NAME)["metadata"]["labels"] == {"seen": "by hand"}
 
 
-def test_the_holders_own_duration_counts() -> None:
+async def test_the_holders_own_duration_counts() -> None:
     """As while the setting is being changed."""
     api = Leases()
     long, short = Candidate(api, "a", seconds=60), Candidate(api, "b")
-    long.tries()
-    assert not short.tries()
-    assert not short.tries(after=59.0)
-    assert short.tries(after=2.0)
+    await long.tries()
+    assert not await short.tries()
+    assert not await short.tries(after=59.0)
+    assert await short.tries(after=2.0)
 
 
-def test_one_that_starts_again_under_its_name_goes_on_at_once() -> None:
+async def test_one_that_starts_again_under_its_name_goes_on_at_once() -> None:
     api = Leases()
-    assert Candidate(api, "a").tries()
-    assert Candidate(api, "a").tries()
+    assert await Candidate(api, "a").tries()
+    assert await Candidate(api, "a").tries()
 
 
-def test_every_process_that_leads_has_a_higher_term() -> None:
+async def test_every_process_that_leads_has_a_higher_term() -> None:
     api = Leases()
     first, second = Candidate(api, "a"), Candidate(api, "b")
-    assert first.tries() and not second.tries()
-    assert first.tries(after=3.0), "a renewal is no new term"
+    assert await first.tries() and not await second.tries()
+    assert await first.tries(after=3.0), "a renewal is no new term"
     assert first.election.term == 0
     restarted = Candidate(api, "a")
-    assert restarted.tries() and restarted.election.term == 1
-    assert not second.tries()
-    asyncio.run(restarted.election._release())
-    assert second.tries() and second.election.term == 2
+    assert await restarted.tries() and restarted.election.term == 1
+    assert not await second.tries()
+    await restarted.election._release()
+    assert await second.tries() and second.election.term == 2
     assert api.spec(NAME)["leaseTransitions"] == 2
 
 
-def test_a_lease_that_somebody_deletes_is_made_again_with_a_higher_term() -> None:
+async def test_a_lease_that_somebody_deletes_is_made_again_with_a_higher_term() -> None:
     api = Leases()
     api.take(NAME, holderIdentity="", leaseTransitions=6)
     leader, standby = Candidate(api, "a"), Candidate(api, "b")
-    assert leader.tries() and not standby.tries()
+    assert await leader.tries() and not await standby.tries()
     assert leader.election.term == 7
     api.lose(NAME)
-    leader.tries(after=1.0)  # It finds that there is none.
-    assert leader.election.leads and leader.tries() and leader.election.term == 8
-    assert not standby.tries()
+    await leader.tries(after=1.0)  # It finds that there is none.
+    assert leader.election.leads and await leader.tries() and leader.election.term == 8
+    assert not await standby.tries()
     api.lose(NAME)
-    assert standby.tries() and standby.election.term == 9
-    assert not leader.tries(after=1.0) and not leader.tries()
+    assert await standby.tries() and standby.election.term == 9
+    assert not await leader.tries(after=1.0) and not await leader.tries()
 
 
-def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
+async def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
     api = Leases()
     first = Candidate(api, "a")
     ended: list[str] = []
@@ -205,18 +200,15 @@ def test_who_stops_releases_the_lease_after_its_work_has_ended() -> None:
             await asyncio.sleep(0.05)
             ended.append(str(api.spec(NAME)["holderIdentity"]))
 
-    async def test() -> None:
-        stop = asyncio.Event()
-        turn = asyncio.create_task(first.election.run(work, stop))
-        await until_async(lambda: first.election.leads, "it leads")
-        await asyncio.sleep(0.01)
-        stop.set()
-        await turn
-
-    run(test)
+    stop = asyncio.Event()
+    turn = asyncio.create_task(first.election.run(work, stop))
+    await until_async(lambda: first.election.leads, "it leads")
+    await asyncio.sleep(0.01)
+    stop.set()
+    await turn
     assert ended == ["a"], "the lease was released before the work had ended"
     assert api.spec(NAME)["holderIdentity"] == ""
-    assert Candidate(api, "b").tries()
+    assert await Candidate(api, "b").tries()
 
 
 async def recorded(turns: list[str]) -> None:
@@ -228,130 +220,111 @@ async def recorded(turns: list[str]) -> None:
         turns.append("ended")
 
 
-def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
+async def test_work_ends_with_the_lease_and_begins_again_with_it() -> None:
     api = Leases()
     first = Candidate(api, "a", seconds=1)
     turns: list[str] = []
-
-    async def test() -> None:
-        stop = asyncio.Event()
-        turn = asyncio.create_task(first.election.run(lambda: recorded(turns), stop))
-        await until_async(lambda: len(turns) >= 1, "begun")
-        api.take(NAME, holderIdentity="b", leaseDurationSeconds=1)
-        await until_async(lambda: len(turns) >= 2, "ended")
-        assert not first.election.leads
-        first.now += 2.0  # b does not renew it.
-        await until_async(lambda: len(turns) >= 3, "begun again")
-        stop.set()
-        await turn
-
-    run(test)
+    stop = asyncio.Event()
+    turn = asyncio.create_task(first.election.run(lambda: recorded(turns), stop))
+    await until_async(lambda: len(turns) >= 1, "begun")
+    api.take(NAME, holderIdentity="b", leaseDurationSeconds=1)
+    await until_async(lambda: len(turns) >= 2, "ended")
+    assert not first.election.leads
+    first.now += 2.0  # b does not renew it.
+    await until_async(lambda: len(turns) >= 3, "begun again")
+    stop.set()
+    await turn
     assert turns == ["begun", "ended", "begun", "ended"]
 
 
-def test_work_that_outlasts_renewals_goes_on_without_writes_until_another_leads() -> None:
+async def test_work_that_outlasts_renewals_goes_on_without_writes_until_another_leads() -> None:
     api = Leases()
     leader = Candidate(api, "a", seconds=1, outlasts=True)
     turns: list[str] = []
-
-    async def test() -> None:
-        election, stop = leader.election, asyncio.Event()
-        turn = asyncio.create_task(election.run(lambda: recorded(turns), stop))
-        await until_async(lambda: turns == ["begun"], "begun")
-        term = election.term
-        api.away = True
-        leader.now += 60.0
-        said = "a leads and writes nothing: its Lease cannot be renewed"
-        await until_async(lambda: election.state() == said, "an outage")
-        with pytest.raises(NotLeader):
-            election.permit()
-        api.away = False
-        await until_async(lambda: election.leads, "its Lease again")
-        assert (turns, election.term) == (["begun"], term), "the outage ended its work"
-        # Another one has led meanwhile, and has released the Lease.
-        api.away = True
-        leader.now += 60.0
-        await until_async(lambda: election.state() == said, "another outage")
-        api.take(NAME, holderIdentity="", leaseTransitions=5)
-        api.away = False
-        await until_async(lambda: turns[:2] == ["begun", "ended"], "the end of its work")
-        await until_async(lambda: len(turns) == 3, "another turn")
-        assert election.term == 6
-        stop.set()
-        await turn
-
-    run(test)
+    election, stop = leader.election, asyncio.Event()
+    turn = asyncio.create_task(election.run(lambda: recorded(turns), stop))
+    await until_async(lambda: turns == ["begun"], "begun")
+    term = election.term
+    api.away = True
+    leader.now += 60.0
+    said = "a leads and writes nothing: its Lease cannot be renewed"
+    await until_async(lambda: election.state() == said, "an outage")
+    with pytest.raises(NotLeader):
+        election.permit()
+    api.away = False
+    await until_async(lambda: election.leads, "its Lease again")
+    assert (turns, election.term) == (["begun"], term), "the outage ended its work"
+    # Another one has led meanwhile, and has released the Lease.
+    api.away = True
+    leader.now += 60.0
+    await until_async(lambda: election.state() == said, "another outage")
+    api.take(NAME, holderIdentity="", leaseTransitions=5)
+    api.away = False
+    await until_async(lambda: turns[:2] == ["begun", "ended"], "the end of its work")
+    await until_async(lambda: len(turns) == 3, "another turn")
+    assert election.term == 6
+    stop.set()
+    await turn
     assert turns == ["begun", "ended", "begun", "ended"]
 
 
-def test_a_lease_that_is_deleted_under_its_leader_does_not_end_the_work() -> None:
+async def test_a_lease_that_is_deleted_under_its_leader_does_not_end_the_work() -> None:
     api = Leases()
     leader = Candidate(api, "a", seconds=1, outlasts=True)
     turns: list[str] = []
-
-    async def test() -> None:
-        stop = asyncio.Event()
-        turn = asyncio.create_task(leader.election.run(lambda: recorded(turns), stop))
-        await until_async(lambda: turns == ["begun"], "begun")
-        term = leader.election.term
-        api.lose(NAME)
-        await until_async(lambda: api.holders() == {NAME: "a"}, "the Lease again")
-        await until_async(lambda: leader.election.term == term + 1, "a higher term")
-        assert turns == ["begun"]
-        stop.set()
-        await turn
-
-    run(test)
+    stop = asyncio.Event()
+    turn = asyncio.create_task(leader.election.run(lambda: recorded(turns), stop))
+    await until_async(lambda: turns == ["begun"], "begun")
+    term = leader.election.term
+    api.lose(NAME)
+    await until_async(lambda: api.holders() == {NAME: "a"}, "the Lease again")
+    await until_async(lambda: leader.election.term == term + 1, "a higher term")
+    assert turns == ["begun"]
+    stop.set()
+    await turn
 
 
-def test_work_that_fails_is_raised() -> None:
+async def test_work_that_fails_is_raised() -> None:
     async def work() -> None:
         raise ZeroDivisionError
 
-    async def test() -> None:
-        api = Leases()
-        with pytest.raises(ZeroDivisionError):
-            await Candidate(api, "a").election.run(work, asyncio.Event())
-        assert api.spec(NAME)["holderIdentity"] == ""
-
-    run(test)
+    api = Leases()
+    with pytest.raises(ZeroDivisionError):
+        await Candidate(api, "a").election.run(work, asyncio.Event())
+    assert api.spec(NAME)["holderIdentity"] == ""
 
 
-def test_who_does_not_lead_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_lead_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     api = Leases()
     holder = Candidate(api, "a")
     sent: list[tuple[str, float]] = []
+    async with Cluster(Configuration()) as cluster:
+        assert cluster._client is not None
 
-    async def test() -> None:
-        async with Cluster(Configuration()) as cluster:
-            assert cluster._client is not None
+        async def request(method: str, *_: Any, _request_timeout: Any, **__: Any) -> Any:
+            sent.append((method, _request_timeout.total))
+            raise ConnectionRefusedError
 
-            async def request(method: str, *_: Any, _request_timeout: Any, **__: Any) -> Any:
-                sent.append((method, _request_timeout.total))
-                raise ConnectionRefusedError
-
-            monkeypatch.setattr(cluster._client.rest_client, "request", request)
-            acting = cluster.permitted(holder.election.permit)
-            url = "/api/v1/namespaces/a/secrets/b"
-            writes: list[Callable[[], Awaitable[object]]] = [
-                lambda: acting.delete(url),
-                lambda: acting.post(url, {}),
-                lambda: acting.apply({"kind": "Secret", "apiVersion": "v1", "metadata": {
-                    "namespace": "a", "name": "b"}}, "me"),
-            ]  # fmt: skip
-            for write in writes:
-                with pytest.raises(NotLeader):
-                    await write()
-            assert not sent
+        monkeypatch.setattr(cluster._client.rest_client, "request", request)
+        acting = cluster.permitted(holder.election.permit)
+        url = "/api/v1/namespaces/a/secrets/b"
+        writes: list[Callable[[], Awaitable[object]]] = [
+            lambda: acting.delete(url),
+            lambda: acting.post(url, {}),
+            lambda: acting.apply({"kind": "Secret", "apiVersion": "v1", "metadata": {
+                "namespace": "a", "name": "b"}}, "me"),
+        ]  # fmt: skip
+        for write in writes:
+            with pytest.raises(NotLeader):
+                await write()
+        assert not sent
+        with pytest.raises(ConnectionRefusedError):
+            await acting.get(url)
+        await holder.election._round()
+        holder.now += 1.0
+        for write in writes:
             with pytest.raises(ConnectionRefusedError):
-                await acting.get(url)
-            await holder.election._round()
-            holder.now += 1.0
-            for write in writes:
-                with pytest.raises(ConnectionRefusedError):
-                    await write()
-
-    run(test)
+                await write()
     assert sent[0] == ("GET", 30.0)
     assert [limit for _, limit in sent[1:]] == [pytest.approx(ACT - 1.0)] * 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -64,12 +64,10 @@ async def following(
         assert task.cancelled(), task.exception()
 
 
-def scenario(test: Callable[[FakeApi, Cluster, Mirror], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(PATIENCE), fake_api() as (api, cluster):
-            await test(api, cluster, Mirror())
-
-    asyncio.run(main())
+@asynccontextmanager
+async def scenario() -> AsyncIterator[tuple[FakeApi, Cluster, Mirror]]:
+    async with asyncio.timeout(PATIENCE), fake_api() as (api, cluster):
+        yield api, cluster, Mirror()
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +89,8 @@ def lists(api: FakeApi) -> int:
     return sum("watch" not in query and "continue" not in query for query in api.asked)
 
 
-def test_what_exists_is_told_page_by_page_and_then_every_change() -> None:
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+async def test_what_exists_is_told_page_by_page_and_then_every_change() -> None:
+    async with scenario() as (api, cluster, mirror):
         for i in range(2 * informer.PAGE + 1):
             api.put(f"j{i:03}")
         async with following(api, cluster, mirror, label="pipemorph.io/job-name"):
@@ -106,11 +104,9 @@ def test_what_exists_is_told_page_by_page_and_then_every_change() -> None:
             assert mirror.take() == ["j001", "new", "-j002"]
             assert lists(api) == 1
 
-    scenario(test)
 
-
-def test_a_watch_that_ends_or_breaks_goes_on_where_it_was() -> None:
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+async def test_a_watch_that_ends_or_breaks_goes_on_where_it_was() -> None:
+    async with scenario() as (api, cluster, mirror):
         api.put("a")
         async with following(api, cluster, mirror):
             api.put("b")
@@ -130,13 +126,10 @@ def test_a_watch_that_ends_or_breaks_goes_on_where_it_was() -> None:
             assert versions == ["101", "103", *["104"] * 4], "the bookmark's, the deletion's"
             assert (lists(api), mirror.take()) == (1, ["a", "b", "-a", "c"])
 
-    scenario(test)
 
-
-def test_what_went_while_the_watch_was_down_is_gone() -> None:
+async def test_what_went_while_the_watch_was_down_is_gone() -> None:
     """The API server has forgotten what happened: only the difference tells."""
-
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+    async with scenario() as (api, cluster, mirror):
         for name in ("stays", "changes", "goes", "replaced"):
             api.put(name)
         async with following(api, cluster, mirror):
@@ -157,15 +150,12 @@ def test_what_went_while_the_watch_was_down_is_gone() -> None:
             await api.idle()
             assert ["watch" in query for query in api.asked] == [False, True, True, False, True]
 
-    scenario(test)
 
-
-def test_what_a_list_has_told_before_it_broke_is_not_held_for_true(
+async def test_what_a_list_has_told_before_it_broke_is_not_held_for_true(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(informer, "PAGE", 1)
-
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+    async with scenario() as (api, cluster, mirror):
         api.put("a")
         api.put("b")
         api.refusals = [0, 503]
@@ -178,15 +168,12 @@ def test_what_a_list_has_told_before_it_broke_is_not_held_for_true(
         await same(api, mirror)
         task.cancel()
 
-    scenario(test)
 
-
-def test_a_list_that_takes_longer_than_the_server_remembers_is_read_in_larger_pages(
+async def test_a_list_that_takes_longer_than_the_server_remembers_is_read_in_larger_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(informer, "PAGE", 1)
-
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+    async with scenario() as (api, cluster, mirror):
         for name in "abcd":
             api.put(name)
         inner = api._list
@@ -202,14 +189,11 @@ def test_a_list_that_takes_longer_than_the_server_remembers_is_read_in_larger_pa
             limits = [query["limit"] for query in api.asked if "limit" in query]
             assert limits == ["1", "1", "2", "2", "4"]
 
-    scenario(test)
 
-
-def test_a_watch_that_is_silent_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watch_that_is_silent_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as of a version that is ahead of the API server's, after etcd was restored."""
     monkeypatch.setattr(client, "SILENCE_SECONDS", 0.05)
-
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+    async with scenario() as (api, cluster, mirror):
         api.put("a")
         async with following(api, cluster, mirror):
             api.version = 50
@@ -218,11 +202,9 @@ def test_a_watch_that_is_silent_is_not_believed(monkeypatch: pytest.MonkeyPatch)
             api.delete("a")
             await same(api, mirror)
 
-    scenario(test)
 
-
-def test_an_error_in_one_object_does_not_stop_the_others_and_is_tried_again() -> None:
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+async def test_an_error_in_one_object_does_not_stop_the_others_and_is_tried_again() -> None:
+    async with scenario() as (api, cluster, mirror):
         mirror.fails_at = "a"
         for name in "abc":
             api.put(name)
@@ -233,10 +215,8 @@ def test_an_error_in_one_object_does_not_stop_the_others_and_is_tried_again() ->
             await same(api, mirror)
             assert mirror.take() == ["a"]
 
-    scenario(test)
 
-
-def test_an_api_server_that_refuses_is_asked_less_and_less_often(
+async def test_an_api_server_that_refuses_is_asked_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also one that forgets at once, and one that ends each watch at once."""
@@ -247,7 +227,8 @@ def test_an_api_server_that_refuses_is_asked_less_and_less_often(
         pauses.append(seconds)
         await sleep(0)
 
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+    monkeypatch.setattr(informer, "FIRST_RETRY_SECONDS", 0.2)
+    async with scenario() as (api, cluster, mirror):
         api.refusals, api.ends_watches = [503, 503, 503, 410, 410], True
         made = Informer(cluster, "Job", mirror.changed)
         monkeypatch.setattr(informer.asyncio, "sleep", paused)
@@ -255,9 +236,6 @@ def test_an_api_server_that_refuses_is_asked_less_and_less_often(
         while len(pauses) < 12:
             await sleep(0.001)
         task.cancel()
-
-    monkeypatch.setattr(informer, "FIRST_RETRY_SECONDS", 0.2)
-    scenario(test)
     wanted = [min(0.2 * 2**i, informer.LAST_RETRY_SECONDS) for i in range(12)]
     for pause, middle in zip(pauses, wanted, strict=False):
         assert 0.75 * middle <= pause <= 1.25 * middle
@@ -278,7 +256,7 @@ def test_an_api_server_that_refuses_is_asked_less_and_less_often(
         ({"": 403}, None, "Jobs: 403 : refused"),
     ],
 )
-def test_a_namespace_that_is_refused_keeps_nobody_from_serving_the_others(
+async def test_a_namespace_that_is_refused_keeps_nobody_from_serving_the_others(
     refused: dict[str, int],
     served: list[str] | None,
     unready: str,
@@ -286,8 +264,7 @@ def test_a_namespace_that_is_refused_keeps_nobody_from_serving_the_others(
 ) -> None:
     """Without its Role, as when the namespace was deleted. ``served`` None: it does not lead."""
     monkeypatch.setattr(informer, "LAST_RETRY_SECONDS", 0.01)
-
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+    async with scenario() as (api, cluster, mirror):
         api.refused = dict(refused)
         api.put("j", "a")
         api.put("j", "b")
@@ -323,11 +300,9 @@ def test_a_namespace_that_is_refused_keeps_nobody_from_serving_the_others(
         for task in tasks:
             task.cancel()
 
-    scenario(test)
 
-
-def test_a_namespace_that_goes_while_it_is_watched_stops_nothing() -> None:
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+async def test_a_namespace_that_goes_while_it_is_watched_stops_nothing() -> None:
+    async with scenario() as (api, cluster, mirror):
         api.put("j", "b")
         made = Informer(cluster, "Job", mirror.changed, namespace="b")
         task = asyncio.create_task(made.run())
@@ -345,18 +320,16 @@ def test_a_namespace_that_goes_while_it_is_watched_stops_nothing() -> None:
         await until_async(lambda: not mirror.objects and not made.problem, "that it is gone")
         task.cancel()
 
-    scenario(test)
-
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_it_knows_in_the_end_what_there_is(
+async def test_whatever_happens_it_knows_in_the_end_what_there_is(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(seed)
     monkeypatch.setattr(informer, "PAGE", 3)
     monkeypatch.setattr(informer, "LAST_RETRY_SECONDS", 0.002)
+    async with scenario() as (api, cluster, mirror):
 
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
         def put() -> None:
             api.put(chance.choice("abcdefgh"), status={"active": chance.randrange(9)})
 
@@ -377,15 +350,13 @@ def test_whatever_happens_it_knows_in_the_end_what_there_is(
         assert not task.done(), task.exception()
         task.cancel()
 
-    scenario(test)
 
-
-def test_how_old_it_is_what_is_known_can_be_seen() -> None:
+async def test_how_old_it_is_what_is_known_can_be_seen() -> None:
     def metric(name: str) -> float:
         labels = {"kind": "Job", "job_namespace": ""}
         return REGISTRY.get_sample_value(f"pipemorph_watch_{name}", labels) or 0.0
 
-    async def test(api: FakeApi, cluster: Cluster, mirror: Mirror) -> None:
+    async with scenario() as (api, cluster, mirror):
         before = metric("lists_total")
         api.put("a")
         async with following(api, cluster, mirror) as known:
@@ -404,5 +375,3 @@ def test_how_old_it_is_what_is_known_can_be_seen() -> None:
             now += 2.0
             await until_async(lambda: not known.alive(), "that this process is not at fault")
             assert metric("confirmed_timestamp_seconds") == marked
-
-    scenario(test)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 from operator_leases import Leases
@@ -38,79 +37,61 @@ def label_of(api: Pods, pod: str) -> LeaderLabel:
     return LeaderLabel(api, "system", pod, SELECTOR, owner="ingest")
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), PATIENCE)
-
-    asyncio.run(bounded())
-
-
-def test_a_new_leader_takes_the_label_of_a_dead_one_before_it_has_its_own() -> None:
+async def test_a_new_leader_takes_the_label_of_a_dead_one_before_it_has_its_own() -> None:
     api = Pods()
     api.add("dead", leads=True)
     api.add("next")
     api.add("stranger", leads=True, app="another")
     order: list[list[str]] = []
 
-    async def test() -> None:
-        holding = asyncio.create_task(label_of(api, "next").hold(api))
-        await until_async(lambda: "next" in api.labelled(), "the leader's label")
-        holding.cancel()
-
     async def arrives(verb: str, url: str) -> None:
         if verb == "patch":
             order.append(api.labelled())
 
     api.arrives = arrives  # type: ignore[method-assign]
-    run(test)
+    holding = asyncio.create_task(label_of(api, "next").hold(api))
+    await until_async(lambda: "next" in api.labelled(), "the leader's label")
+    holding.cancel()
     assert api.labelled() == ["next", "stranger"]
     assert order == [["dead", "stranger"], ["stranger"]]
 
 
-def test_labels_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_labels_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone edits them, or a write of a former leader arrives late."""
     monkeypatch.setattr(leader_label, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(leader_label, "RETRY_SECONDS", 0.01)
     api = Pods()
     api.add("former")
     api.add("leader")
-
-    async def test() -> None:
-        holding = asyncio.create_task(label_of(api, "leader").hold(api))
-        await until_async(lambda: api.labelled() == ["leader"], "the leader's label")
-        api.add("former", leads=True)
-        api.add("leader")
-        await until_async(lambda: api.labelled() == ["leader"], "its label again")
-        api.away = True
-        api.add("former", leads=True)
-        await until_async(lambda: api.made("list")[-1:] != [], "another check")
-        assert not holding.done(), "an API server that is away ends it"
-        api.away = False
-        await until_async(lambda: api.labelled() == ["leader"], "its label alone")
-        holding.cancel()
-
-    run(test)
+    holding = asyncio.create_task(label_of(api, "leader").hold(api))
+    await until_async(lambda: api.labelled() == ["leader"], "the leader's label")
+    api.add("former", leads=True)
+    api.add("leader")
+    await until_async(lambda: api.labelled() == ["leader"], "its label again")
+    api.away = True
+    api.add("former", leads=True)
+    await until_async(lambda: api.made("list")[-1:] != [], "another check")
+    assert not holding.done(), "an API server that is away ends it"
+    api.away = False
+    await until_async(lambda: api.labelled() == ["leader"], "its label alone")
+    holding.cancel()
 
 
-def test_a_leader_that_stops_removes_its_label_within_a_second(
+async def test_a_leader_that_stops_removes_its_label_within_a_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leader_label, "REMOVE_SECONDS", 0.02)
     api = Pods()
     api.add("a", leads=True)
+    label = label_of(api, "a")
+    await label.remove()
+    assert api.labelled() == []
+    await label.remove()
 
-    async def test() -> None:
-        label = label_of(api, "a")
-        await label.remove()
-        assert api.labelled() == []
-        await label.remove()
+    async def hangs(verb: str, url: str) -> None:
+        await asyncio.Event().wait()
 
-        async def hangs(verb: str, url: str) -> None:
-            await asyncio.Event().wait()
-
-        api.arrives = hangs  # type: ignore[method-assign]
-        await label.remove()
-        assert "the leader's label could not be removed: TimeoutError" in caplog.text
-
-    run(test)
+    api.arrives = hangs  # type: ignore[method-assign]
+    await label.remove()
+    assert "the leader's label could not be removed: TimeoutError" in caplog.text
     assert path("Pod", "system", "a") in api.made("patch")

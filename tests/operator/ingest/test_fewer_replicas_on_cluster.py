@@ -20,12 +20,10 @@ PATIENCE = 20.0
 """Much less than SILENT_SECONDS, after which a pod would be given up without word of its loss."""
 
 
-def an_ingest(api: Shared, *, replacement_seconds: int = 0) -> ClusterStore:
+def an_ingest(api: Shared, replacement_seconds: int = 0) -> ClusterStore:
     api.job["spec"]["parallelism"] = {"stages": 4, "replicas": 2, "minReplicas": 1}
-    api.job["spec"]["failurePolicy"] = {
-        "maxRestarts": 5,
-        "replacementSeconds": replacement_seconds,
-    }
+    policy = {"maxRestarts": 5, "replacementSeconds": replacement_seconds}
+    api.job["spec"]["failurePolicy"] = policy
     store = ClusterStore(api)  # type: ignore[arg-type]
     store.changed(KEY, copy.deepcopy(api.job))
     return store
@@ -64,10 +62,8 @@ def test_word_of_a_loss_lets_the_others_go_on_at_once_and_is_told() -> None:
     hear(store, 2)
     asyncio.run(store.persist_generations(*KEY))
     found = status(api)
-    assert found.recoveries is not None
     assert (found.recoveries.left_out, found.recoveries.last[-1].replicas) == ([1], 1)
     told = condition(found, "ReplicasComplete")
-    assert told is not None
     assert (told.status, told.reason) == ("False", "FewerReplicas")
     assert told.message == "1 of 2 replicas train; replica 1 waits for lost pods to be back"
     reduced = condition(found, "ReductionsHealthy")
@@ -133,44 +129,35 @@ def test_as_many_other_replicas_are_measured_anew() -> None:
     assert len({id(each) for each in found}) == 2, "those of each generation"
 
 
-def test_of_a_job_that_has_finished_no_replica_is_waited_for() -> None:
+async def test_of_a_job_that_has_finished_no_replica_is_waited_for() -> None:
     api = Shared()
     store = an_ingest(api)
     hear(store, 0, 1)
-
-    async def work() -> None:
-        await without_replica_1(store, api)
-        api.job["status"]["conditions"] = [
-            *api.job["status"].get("conditions", ()),
-            {"type": "Complete", "status": "True", "reason": "Done", "message": "",
-             "lastTransitionTime": "2026-01-01T00:00:00Z"},
-        ]  # fmt: skip
-        store.changed(KEY, copy.deepcopy(api.job))
-        await asyncio.gather(*store._final_writes.values())
-
-    asyncio.run(work())
+    await without_replica_1(store, api)
+    api.job["status"]["conditions"] = [
+        *api.job["status"].get("conditions", ()),
+        {"type": "Complete", "status": "True", "reason": "Done", "message": "",
+         "lastTransitionTime": "2026-01-01T00:00:00Z"},
+    ]  # fmt: skip
+    store.changed(KEY, copy.deepcopy(api.job))
+    await asyncio.gather(*store._final_writes.values())
     told = condition(status(api), "ReplicasComplete")
-    assert told is not None
     assert (told.status, told.reason) == ("Unknown", "JobFinished")
     assert told.message == "the job has finished; 1 of 2 replicas trained last"
 
 
-def test_why_ranks_do_not_leave_is_told() -> None:
+async def test_why_ranks_do_not_leave_is_told() -> None:
     api = Shared()
     store = an_ingest(api)
     hear(store, 0, 1)
-
-    async def work() -> None:
-        desk = await without_replica_1(store, api)
-        for pod in (1, 3, 5):
-            await tell(desk, pod, generation=1, left_out=[1])
-        await tell(desk, 7, event="joined", launcher="new")
-        await tell(desk, 7, generation=1, left_out=[1], launcher="new")
-        stays = {"event": "stays", "why": "rank 2: no copy"}
-        await tell(desk, 0, generation=1, left_out=[1], **stays)
-        await store.persist_generations(*KEY)
-
-    asyncio.run(work())
+    desk = await without_replica_1(store, api)
+    for pod in (1, 3, 5):
+        await tell(desk, pod, generation=1, left_out=[1])
+    await tell(desk, 7, event="joined", launcher="new")
+    await tell(desk, 7, generation=1, left_out=[1], launcher="new")
+    stays = {"event": "stays", "why": "rank 2: no copy"}
+    await tell(desk, 0, generation=1, left_out=[1], **stays)
+    await store.persist_generations(*KEY)
     told = condition(status(api), "ReplicasComplete")
     assert told is not None and told.message == (
         "1 of 2 replicas train; replica 1 could join, but the ranks cannot leave, and are asked"
@@ -178,22 +165,18 @@ def test_why_ranks_do_not_leave_is_told() -> None:
     )
 
 
-def test_with_patience_they_wait_for_the_pod() -> None:
+async def test_with_patience_they_wait_for_the_pod() -> None:
     api = Shared()
     store = an_ingest(api, replacement_seconds=300)
     hear(store, 0, 1)
-
-    async def work() -> None:
-        desk = GenerationDesk(store)
-        api.lose(7, "it was deleted")
-        store.changed(KEY, copy.deepcopy(api.job))
-        for pod in range(7):
-            told = await tell(desk, pod, loss=LOSS)
-        assert (told["generation"], told["awaits"]) == (0, 7)
-        told = await tell(desk, 7, event="joined", launcher="new")
-        assert (told["generation"], told["left_out"]) == (1, [])
-
-    asyncio.run(work())
+    desk = GenerationDesk(store)
+    api.lose(7, "it was deleted")
+    store.changed(KEY, copy.deepcopy(api.job))
+    for pod in range(7):
+        told = await tell(desk, pod, loss=LOSS)
+    assert (told["generation"], told["awaits"]) == (0, 7)
+    told = await tell(desk, 7, event="joined", launcher="new")
+    assert (told["generation"], told["left_out"]) == (1, [])
 
 
 def test_a_new_attempt_begins_with_all_replicas() -> None:
@@ -204,5 +187,4 @@ def test_a_new_attempt_begins_with_all_replicas() -> None:
     api.job["status"] |= {"attempt": 1}
     store.changed(KEY, copy.deepcopy(api.job))
     controller = store.lookup(*KEY)
-    assert controller is not None
     assert (controller.attempt, controller.spec.parallelism.replicas) == (1, 2)

@@ -114,7 +114,7 @@ def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
     assert summarize(Source(controller, None, 3), 101.0, last=older).iteration == 0
 
 
-def test_a_job_that_moves_is_not_said_to_be_unheard_of() -> None:
+async def test_a_job_that_moves_is_not_said_to_be_unheard_of() -> None:
     """Until its agent has had the time to come: what the other ingest wrote holds."""
     api = Shared()
     api.job["status"] |= {
@@ -132,21 +132,18 @@ def test_a_job_that_moves_is_not_said_to_be_unheard_of() -> None:
     def reasons() -> dict[str, str]:
         return {c["type"]: c["reason"] for c in api.job["status"]["conditions"]}
 
-    async def run() -> None:
-        cluster: Any = api
-        now = 1000.0
-        store = ClusterStore(cluster, clock=lambda: now, monotonic=lambda: now)
-        store.changed(("team", "gpt"), copy.deepcopy(api.job))
-        before, version = reasons(), api.job["metadata"]["resourceVersion"]
-        now += STALE / 2
-        await store.look(("team", "gpt"))
-        assert (reasons(), api.job["metadata"]["resourceVersion"]) == (before, version)
-        now += STALE
-        await store.look(("team", "gpt"))
-        assert reasons()["LinksHealthy"] == "ReportsStale"
-        assert reasons()["ScheduleAdapted"] == "Adapted", "nobody said otherwise"
-
-    asyncio.run(run())
+    cluster: Any = api
+    now = 1000.0
+    store = ClusterStore(cluster, clock=lambda: now, monotonic=lambda: now)
+    store.changed(("team", "gpt"), copy.deepcopy(api.job))
+    before, version = reasons(), api.job["metadata"]["resourceVersion"]
+    now += STALE / 2
+    await store.look(("team", "gpt"))
+    assert (reasons(), api.job["metadata"]["resourceVersion"]) == (before, version)
+    now += STALE
+    await store.look(("team", "gpt"))
+    assert reasons()["LinksHealthy"] == "ReportsStale"
+    assert reasons()["ScheduleAdapted"] == "Adapted", "nobody said otherwise"
 
 
 def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> None:
@@ -208,7 +205,7 @@ class StatusWrites:
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["seen", "while no ingest was there"])
-def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
+async def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
     """Also if it ended while no ingest was there."""
     api: Any = StatusWrites()
     slow = {"type": "LinksHealthy", "status": "False", "reason": "SlowLinks", "message": "m"}
@@ -219,22 +216,18 @@ def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
         "conditions": [slow],
         "training": {"attempt": 0, "iteration": 7, "slowLinkCount": 1},
     }
-
-    async def run() -> None:
-        store = ClusterStore(api)
-        if there:
-            store.changed(("team", "gpt"), job)
-        job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
+    store = ClusterStore(api)
+    if there:
         store.changed(("team", "gpt"), job)
-        store.changed(("team", "gpt"), job)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        job["status"] |= api.taken[0]
-        job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
-        store.changed(("team", "gpt"), job)
+    job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
+    store.changed(("team", "gpt"), job)
+    store.changed(("team", "gpt"), job)
+    for _ in range(5):
         await asyncio.sleep(0)
-
-    asyncio.run(run())
+    job["status"] |= api.taken[0]
+    job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
+    store.changed(("team", "gpt"), job)
+    await asyncio.sleep(0)
     (told,) = api.taken
     assert (told["training"]["iteration"], told["training"]["slowLinkCount"]) == (7, 0)
     assert told["conditions"][0]["reason"] == "JobFinished"
@@ -248,7 +241,7 @@ def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
     ],
     ids=["for now", "for good"],
 )
-def test_the_last_word_on_a_job_is_tried_again(
+async def test_the_last_word_on_a_job_is_tried_again(
     refusals: list[Exception], written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its links would be slow for ever: nobody looks at a job again that has ended."""
@@ -258,22 +251,18 @@ def test_the_last_word_on_a_job_is_tried_again(
     job["status"] = {"attempt": 0}
     ended = {"type": "Failed", "status": "True", "reason": "RankFailed", "message": "m"}
     ended["lastTransitionTime"] = "2026-01-01T00:00:00Z"
-
-    async def run() -> None:
-        jobs = ClusterStore(api)
-        jobs.changed(("team", "gpt"), job)
-        job["status"]["conditions"] = [ended]
-        jobs.changed(("team", "gpt"), job)
-        await asyncio.gather(*jobs._final_writes.values())
-
-    asyncio.run(run())
+    jobs = ClusterStore(api)
+    jobs.changed(("team", "gpt"), job)
+    job["status"]["conditions"] = [ended]
+    jobs.changed(("team", "gpt"), job)
+    await asyncio.gather(*jobs._final_writes.values())
     assert (len(api.taken), api.refusals) == (written, [])
 
 
-def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
+async def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
     cluster: Any = api
     store = ClusterStore(cluster)
-    asyncio.run(known(store, api.job))
+    await known(store, api.job)
     controller = store.lookup("team", "gpt")
     assert isinstance(controller, JobController)
     return store, controller
@@ -282,25 +271,22 @@ def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
 def version(api: Shared) -> int:
     """Plan version in status."""
     control = JobStatus.model_validate(api.job["status"]).control
-    assert control is not None
     return control.plan_version
 
 
-def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFixture) -> None:
+async def test_of_two_ingests_the_one_that_is_behind_loses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     api = Shared()
-    (one, first), (other, second) = ingest_of(api), ingest_of(api)
+    (one, first), (other, second) = await ingest_of(api), await ingest_of(api)
     first.report(report(1, observed_plan_version=5), 1000.0)
     second.report(report(1, observed_plan_version=4), 1000.0)
-
-    async def run() -> None:
-        await one.persist("team", "gpt")
-        before = api.job["status"]["control"]
-        with pytest.raises(Overtaken):
-            await other.persist("team", "gpt")
-        assert api.job["status"]["control"] == before
-        await one.persist("team", "gpt")
-
-    asyncio.run(run())
+    await one.persist("team", "gpt")
+    before = api.job["status"]["control"]
+    with pytest.raises(Overtaken):
+        await other.persist("team", "gpt")
+    assert api.job["status"]["control"] == before
+    await one.persist("team", "gpt")
     assert (
         "another ingest has written a plan or a recovery of this job; continuing from it"
         in caplog.text
@@ -311,26 +297,22 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("got_through", [False, True])
-def test_other_writers_than_an_ingest_are_written_after(got_through: bool) -> None:
+async def test_other_writers_than_an_ingest_are_written_after(got_through: bool) -> None:
     """The operator; and the ingest itself, of whose writes the answer may be lost."""
     api = Shared()
-    store, controller = ingest_of(api)
-
-    async def run() -> None:
-        for plan_version in (3, 5, 8):
-            controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
-            if got_through:
-                api.breaks = [TimeoutError()]
-                with pytest.raises(TimeoutError):
-                    await store.persist("team", "gpt")
-                controller.report(
-                    report(plan_version + 1, observed_plan_version=plan_version + 1), 1000.0
-                )
-            api.write({"state": "Running"})
-            await store.persist("team", "gpt")
-            assert version(api) == controller.plan_version
-
-    asyncio.run(run())
+    store, controller = await ingest_of(api)
+    for plan_version in (3, 5, 8):
+        controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
+        if got_through:
+            api.breaks = [TimeoutError()]
+            with pytest.raises(TimeoutError):
+                await store.persist("team", "gpt")
+            controller.report(
+                report(plan_version + 1, observed_plan_version=plan_version + 1), 1000.0
+            )
+        api.write({"state": "Running"})
+        await store.persist("team", "gpt")
+        assert version(api) == controller.plan_version
     assert store.lookup("team", "gpt") is controller
 
 
@@ -350,48 +332,36 @@ class Counted(Shared):
         return await super().apply(obj, owner, subresource=subresource)
 
 
-def test_a_write_after_the_operators_is_one_request() -> None:
+async def test_a_write_after_the_operators_is_one_request() -> None:
     api = Counted()
-    store, controller = ingest_of(api)
-
-    async def run() -> None:
-        for plan_version in (3, 5, 8):
-            controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
-            await store.persist("team", "gpt")
-            early = copy.deepcopy(api.job)
-            api.write({"state": "Running"})
-            store.changed(("team", "gpt"), copy.deepcopy(api.job))
-            store.changed(("team", "gpt"), early)
-
-    asyncio.run(run())
+    store, controller = await ingest_of(api)
+    for plan_version in (3, 5, 8):
+        controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
+        await store.persist("team", "gpt")
+        early = copy.deepcopy(api.job)
+        api.write({"state": "Running"})
+        store.changed(("team", "gpt"), copy.deepcopy(api.job))
+        store.changed(("team", "gpt"), early)
     assert api.asked == ["apply"] * 3
 
 
-def test_a_plan_of_another_ingest_that_the_watch_shows_is_not_written_over() -> None:
+async def test_a_plan_of_another_ingest_that_the_watch_shows_is_not_written_over() -> None:
     api = Shared()
-    (one, first), (other, second) = ingest_of(api), ingest_of(api)
+    (one, first), (other, second) = await ingest_of(api), await ingest_of(api)
     for controller, newest in ((first, 5), (second, 4)):
         controller.report(report(1, observed_plan_version=newest), 1000.0)
-
-    async def run() -> None:
-        await one.persist("team", "gpt")
-        other.changed(("team", "gpt"), copy.deepcopy(api.job))
-        with pytest.raises(Overtaken):
-            await other.persist("team", "gpt")
-
-    asyncio.run(run())
+    await one.persist("team", "gpt")
+    other.changed(("team", "gpt"), copy.deepcopy(api.job))
+    with pytest.raises(Overtaken):
+        await other.persist("team", "gpt")
 
 
-def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
+async def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
     api = Shared()
-    store, _ = ingest_of(api)
-
-    async def run() -> None:
-        api.job["metadata"] |= {"uid": "another", "resourceVersion": "9"}
-        with pytest.raises(ApiRefused, match="409"):
-            await store.persist("team", "gpt")
-
-    asyncio.run(run())
+    store, _ = await ingest_of(api)
+    api.job["metadata"] |= {"uid": "another", "resourceVersion": "9"}
+    with pytest.raises(ApiRefused, match="409"):
+        await store.persist("team", "gpt")
     assert "control" not in api.job["status"]
 
 

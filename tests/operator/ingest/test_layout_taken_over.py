@@ -54,123 +54,101 @@ ORDERS = [
     "dies", ["before the write", "refused", "after the write", "after telling 1", "telling 3"]
 )
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_an_ingest_that_dies_between_writing_and_telling_of_layers_costs_nothing(
+async def test_an_ingest_that_dies_between_writing_and_telling_of_layers_costs_nothing(
     dies: str, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever pods it has told, and in whatever order they ask the next one: all begin the same
     generation with the same layers, and no failure is counted."""
     monkeypatch.setattr(generations, "PERSIST_SECONDS", 0.005)
     api = an_api()
+    first = await Ingest(api).begin()
+    await first.looks(1, 1, 1, 1)
+    await first.looks(1, 1.5, 1, 1, times=6)
+    assert first.asked == MOVED
+    pods, apply = Pods(first), api.apply
 
-    async def work() -> None:
-        first = Ingest(api)
-        await first.begin()
-        await first.looks(1, 1, 1, 1)
-        await first.looks(1, 1.5, 1, 1, times=6)
-        assert first.asked == MOVED
-        pods, apply = Pods(first), api.apply
+    async def stuck(*args: Any, **kwargs: Any) -> Any:
+        if dies == "refused":
+            raise ApiRefused(503, "ServiceUnavailable", "try again")
+        if dies == "after the write":
+            await apply(*args, **kwargs)
+        await asyncio.Event().wait()
 
-        async def stuck(*args: Any, **kwargs: Any) -> Any:
-            if dies == "refused":
-                raise ApiRefused(503, "ServiceUnavailable", "try again")
-            if dies == "after the write":
-                await apply(*args, **kwargs)
-            await asyncio.Event().wait()
+    if "telling" not in dies:
+        api.apply = stuck  # type: ignore[method-assign]
+    again = int(dies[-1]) if "telling" in dies else 4
+    for pod in (*order, *order[:again]):
+        await pods.tell(first.desk, pod)
+    generation = first.store.generations(*KEY)
+    assert generation is not None and generation.layout == MOVED
+    assert (set(pods.known.values()) == {0}) is ("telling" not in dies)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    api.apply = apply  # type: ignore[method-assign]
 
-        if "telling" not in dies:
-            api.apply = stuck  # type: ignore[method-assign]
-        again = int(dies[-1]) if "telling" in dies else 4
-        for pod in (*order, *order[:again]):
-            await pods.tell(first.desk, pod)
-        generation = first.store.generations(*KEY)
-        assert generation is not None and generation.layout == MOVED
-        assert (set(pods.known.values()) == {0}) is ("telling" not in dies)
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-        api.apply = apply  # type: ignore[method-assign]
-
-        second = Ingest(api, first.done)
-        await known(second.store, api.job)
-        for pod in (*order, *order):
-            await pods.tell(second.desk, pod)
-        assert set(pods.known.values()) == {1} and pods.began == {1: (MOVED, FIRST)}
-        found = status(api).recoveries
-        assert found is not None and (found.count, found.counted) == (0, 0)
-        assert (found.generation, found.layout, found.layout_before) == (1, MOVED, FIRST)
-
-    asyncio.run(work())
+    second = Ingest(api, first.done)
+    await known(second.store, api.job)
+    for pod in (*order, *order):
+        await pods.tell(second.desk, pod)
+    assert set(pods.known.values()) == {1} and pods.began == {1: (MOVED, FIRST)}
+    found = status(api).recoveries
+    assert found is not None and (found.count, found.counted) == (0, 0)
+    assert (found.generation, found.layout, found.layout_before) == (1, MOVED, FIRST)
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_an_ingest_that_takes_over_does_not_try_again_what_was_refused(refused: bool) -> None:
+async def test_an_ingest_that_takes_over_does_not_try_again_what_was_refused(refused: bool) -> None:
     """The ingest is killed after the ranks have gone back, the next one finds the same stage slow
     again. Without the refused split in status it would have ranks leave for it."""
     api = an_api()
-
-    async def work() -> None:
-        first = Ingest(api)
-        await first.begin()
-        await first.moves()
-        await first.gone(1, loss=LOSS, finished=first.done)
-        found = status(api).recoveries
-        assert found is not None and [each.layers for each in found.layouts_refused] == [
-            MOVED.layers
-        ]
-        if not refused:
-            api.job["status"]["recoveries"]["layoutsRefused"] = []
-        second = Ingest(api, first.done)
-        second.now += 10_000.0
-        await known(second.store, api.job)
-        await second.looks(1, 1, 1, 1, times=3)
-        await second.looks(1, 1.5, 1, 1, times=6)
-        assert (second.asked == MOVED) is not refused
-
-    asyncio.run(work())
+    first = await Ingest(api).begin()
+    await first.moves()
+    await first.gone(1, loss=LOSS, finished=first.done)
+    found = status(api).recoveries
+    assert found is not None and [each.layers for each in found.layouts_refused] == [MOVED.layers]
+    if not refused:
+        api.job["status"]["recoveries"]["layoutsRefused"] = []
+    second = Ingest(api, first.done)
+    second.now += 10_000.0
+    await known(second.store, api.job)
+    await second.looks(1, 1, 1, 1, times=3)
+    await second.looks(1, 1.5, 1, 1, times=6)
+    assert (second.asked == MOVED) is not refused
 
 
-def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() -> None:
+async def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() -> None:
     api = an_api()
-
-    async def work() -> None:
-        first = Ingest(api)
-        await first.begin()
-        await first.moves()
-        await tell(first.desk, 0, generation=1, launcher="of 0", **RESUMED)
-        await first.looks(1.25, 1.125, 1, 1, times=2)
-        await first.store.persist_generations(*KEY)
-        other = Ingest(api, first.done)
-        await known(other.store, api.job)
-        assert other.controller.layers == MOVED.layers
-        # What stages do beside their layers is in the snapshot.
-        hear(other.store, snapshot="held")
-        other.controller.hand_in(0, Snapshot.read(first.controller.snapshot()), time.time())
-        # The device is well again.
-        await other.looks(1.25, 0.75, 1, 1, times=6)
-        assert other.asked == EVEN
-        told = await other.gone(1, left_for=EVEN, finished=other.done, reached=other.done)
-        assert layouts(told) == (2, FIRST, MOVED)
-        assert other.controller.layers == ()
-
-    asyncio.run(work())
+    first = await Ingest(api).begin()
+    await first.moves()
+    await tell(first.desk, 0, generation=1, launcher="of 0", **RESUMED)
+    await first.looks(1.25, 1.125, 1, 1, times=2)
+    await first.store.persist_generations(*KEY)
+    other = Ingest(api, first.done)
+    await known(other.store, api.job)
+    assert other.controller.layers == MOVED.layers
+    # What stages do beside their layers is in the snapshot.
+    hear(other.store, snapshot="held")
+    other.controller.hand_in(0, Snapshot.read(first.controller.snapshot()), time.time())
+    # The device is well again.
+    await other.looks(1.25, 0.75, 1, 1, times=6)
+    assert other.asked == EVEN
+    told = await other.gone(1, left_for=EVEN, finished=other.done, reached=other.done)
+    assert layouts(told) == (2, FIRST, MOVED)
+    assert other.controller.layers == ()
 
 
-def test_an_ingest_that_takes_over_on_trial_goes_back() -> None:
+async def test_an_ingest_that_takes_over_on_trial_goes_back() -> None:
     api = an_api()
-
-    async def work() -> None:
-        first = Ingest(api)
-        await first.begin()
-        await first.moves()
-        other = Ingest(api, first.done)
-        await known(other.store, api.job)
-        assert other.controller.layers == MOVED.layers
-        told = await other.gone(1, loss=LOSS, finished=other.done)
-        assert layouts(told) == (2, FIRST, None)
-        assert other.controller.layers == ()
-        await other.looks(1, 1.5, 1, 1, times=6)
-        moving = other.store.moving(*KEY)
-        assert moving is not None and moving.moves is not None
-        # Nothing is proposed that generations would refuse.
-        assert other.asked != MOVED and "lack a pod" not in moving.moves.told
-
-    asyncio.run(work())
+    first = await Ingest(api).begin()
+    await first.moves()
+    other = Ingest(api, first.done)
+    await known(other.store, api.job)
+    assert other.controller.layers == MOVED.layers
+    told = await other.gone(1, loss=LOSS, finished=other.done)
+    assert layouts(told) == (2, FIRST, None)
+    assert other.controller.layers == ()
+    await other.looks(1, 1.5, 1, 1, times=6)
+    moving = other.store.moving(*KEY)
+    assert moving is not None and moving.moves is not None
+    # Nothing is proposed that generations would refuse.
+    assert other.asked != MOVED and "lack a pod" not in moving.moves.told

@@ -143,50 +143,46 @@ class SlowApi:
         return obj
 
 
-def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_first() -> None:
-    async def run() -> None:
-        api: Any = SlowApi()
-        store = ClusterStore(api, clock=lambda: 1000.0)
-        op = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
-        for i in range(100):
-            spec = {
-                "parallelism": {"stages": 2},
-                "schedule": {"microbatches": 4, "stageTimes": [op] * 2},
-                "trainer": {"module": "m", "iterations": 1},
-            }
-            metadata = {"name": f"j{i}", "namespace": "d", "uid": f"u{i}", "generation": 1}
-            job = {"metadata": metadata, "spec": spec, "status": {"attempt": 0}}
-            store.changed(("d", f"j{i}"), job)
-        persisted = [asyncio.create_task(store.persist("d", f"j{i}")) for i in range(30)]
+async def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_first() -> (
+    None
+):
+    api: Any = SlowApi()
+    store = ClusterStore(api, clock=lambda: 1000.0)
+    op = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+    for i in range(100):
+        spec = {
+            "parallelism": {"stages": 2},
+            "schedule": {"microbatches": 4, "stageTimes": [op] * 2},
+            "trainer": {"module": "m", "iterations": 1},
+        }
+        metadata = {"name": f"j{i}", "namespace": "d", "uid": f"u{i}", "generation": 1}
+        job = {"metadata": metadata, "spec": spec, "status": {"attempt": 0}}
+        store.changed(("d", f"j{i}"), job)
+    persisted = [asyncio.create_task(store.persist("d", f"j{i}")) for i in range(30)]
+    await asyncio.sleep(0)
+    for i in range(30, 100):
+        await asyncio.wait_for(store.look(("d", f"j{i}")), 5)
+    api.go.set()
+    await asyncio.gather(*persisted)
+    assert sorted(api.applied) == sorted(f"j{i}" for i in range(30)), "progress held them up"
+    assert api.most == MOST_WRITES
+    await store.look(("d", "j50"))
+    assert api.applied[-1] == "j50", "what waited is written when there is room"
+
+
+async def test_what_may_wait_takes_half_of_the_writes_at_a_time() -> None:
+    api: Any = SlowApi()
+    store = ClusterStore(api, clock=lambda: 1000.0)
+    keys = [("d", f"j{i}") for i in range(30)]
+    for _, name in keys:
+        metadata = {"name": name, "namespace": "d", "uid": name, "generation": 1}
+        store.changed(("d", name), JOB | {"metadata": metadata})
+    looks = [asyncio.create_task(store.look(key)) for key in keys]
+    for _ in range(5):
         await asyncio.sleep(0)
-        for i in range(30, 100):
-            await asyncio.wait_for(store.look(("d", f"j{i}")), 5)
-        api.go.set()
-        await asyncio.gather(*persisted)
-        assert sorted(api.applied) == sorted(f"j{i}" for i in range(30)), "progress held them up"
-        assert api.most == MOST_WRITES
-        await store.look(("d", "j50"))
-        assert api.applied[-1] == "j50", "what waited is written when there is room"
-
-    asyncio.run(run())
-
-
-def test_what_may_wait_takes_half_of_the_writes_at_a_time() -> None:
-    async def run() -> None:
-        api: Any = SlowApi()
-        store = ClusterStore(api, clock=lambda: 1000.0)
-        keys = [("d", f"j{i}") for i in range(30)]
-        for _, name in keys:
-            metadata = {"name": name, "namespace": "d", "uid": name, "generation": 1}
-            store.changed(("d", name), JOB | {"metadata": metadata})
-        looks = [asyncio.create_task(store.look(key)) for key in keys]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert api.now == MOST_WRITES // 2
-        api.go.set()
-        await asyncio.wait_for(asyncio.gather(*looks), 5)
-
-    asyncio.run(run())
+    assert api.now == MOST_WRITES // 2
+    api.go.set()
+    await asyncio.wait_for(asyncio.gather(*looks), 5)
 
 
 SPEC: dict[str, Any] = {
@@ -214,67 +210,64 @@ def reported(sequence: int, **more: Any) -> LinkHealthReport:
     return LinkHealthReport.model_validate(about | {"iterations": iterations} | more)
 
 
-def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> None:
-    async def run() -> None:
-        api: Any = SlowApi()
-        api.go.set()
-        now = 1000.0
-        store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
-        store.changed(KEY, JOB)
-        controller: Any = store.lookup(*KEY)
-        views = 0
+async def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> None:
+    api: Any = SlowApi()
+    api.go.set()
+    now = 1000.0
+    store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
+    store.changed(KEY, JOB)
+    controller: Any = store.lookup(*KEY)
+    views = 0
 
-        def view(at: float, seen: Any = controller.view) -> Any:
-            nonlocal views
-            views += 1
-            return seen(at)
+    def view(at: float, seen: Any = controller.view) -> Any:
+        nonlocal views
+        views += 1
+        return seen(at)
 
-        controller.view = view
-        rows = [{"link": 0, "health": "healthy", "wire_time": 0.001, "confidence": 1.0}]
-        controller.report(reported(1, links=rows), now)
-        await store.look(KEY)
-        await store.look(KEY)
-        assert len(api.applied) == 1
-        views = 0
-        for beat in range(2, 5):
-            now += 1
-            controller.report(reported(beat), now)
-            await store.look(KEY)
-        assert (views, len(api.applied)) == (0, 1)
-        now += FLOOR_SECONDS
-        await store.look(KEY)
-        assert (views, len(api.applied)) == (1, 1), "for the metrics alone"
-        now += PROGRESS_SECONDS - FLOOR_SECONDS
-        controller.report(reported(5), now)
-        await store.look(KEY)
-        assert len(api.applied) == 2, "progress is written now and then"
-        now += PROGRESS_SECONDS
-        slow = {
-            "link": 0,
-            "health": "slow",
-            "replica": 0,
-            "direction": "forward",
-            "delay": 0.05,
-            "wire_time": 0.051,
-        }
-        controller.report(reported(6, directions=[slow]), now)
-        await store.look(KEY)
-        assert len(api.applied) == 2, "the directive for it is written with it"
-        now += DECIDING_SECONDS
-        await store.look(KEY)
-        assert len(api.applied) == 3, "but it does not wait for ever"
-        now += FLOOR_SECONDS - 1
-        controller.report(reported(7, applied_plan_version=1, observed_plan_version=1), now)
-        await store.look(KEY)
-        assert len(api.applied) == 3, "what follows at once is written with it"
+    controller.view = view
+    rows = [{"link": 0, "health": "healthy", "wire_time": 0.001, "confidence": 1.0}]
+    controller.report(reported(1, links=rows), now)
+    await store.look(KEY)
+    await store.look(KEY)
+    assert len(api.applied) == 1
+    views = 0
+    for beat in range(2, 5):
         now += 1
+        controller.report(reported(beat), now)
         await store.look(KEY)
-        assert len(api.applied) == 4
-        now += 60
-        await store.look(KEY)
-        assert len(api.applied) == 5, "an agent that is silent is noticed"
-
-    asyncio.run(run())
+    assert (views, len(api.applied)) == (0, 1)
+    now += FLOOR_SECONDS
+    await store.look(KEY)
+    assert (views, len(api.applied)) == (1, 1), "for the metrics alone"
+    now += PROGRESS_SECONDS - FLOOR_SECONDS
+    controller.report(reported(5), now)
+    await store.look(KEY)
+    assert len(api.applied) == 2, "progress is written now and then"
+    now += PROGRESS_SECONDS
+    slow = {
+        "link": 0,
+        "health": "slow",
+        "replica": 0,
+        "direction": "forward",
+        "delay": 0.05,
+        "wire_time": 0.051,
+    }
+    controller.report(reported(6, directions=[slow]), now)
+    await store.look(KEY)
+    assert len(api.applied) == 2, "the directive for it is written with it"
+    now += DECIDING_SECONDS
+    await store.look(KEY)
+    assert len(api.applied) == 3, "but it does not wait for ever"
+    now += FLOOR_SECONDS - 1
+    controller.report(reported(7, applied_plan_version=1, observed_plan_version=1), now)
+    await store.look(KEY)
+    assert len(api.applied) == 3, "what follows at once is written with it"
+    now += 1
+    await store.look(KEY)
+    assert len(api.applied) == 4
+    now += 60
+    await store.look(KEY)
+    assert len(api.applied) == 5, "an agent that is silent is noticed"
 
 
 class LaterPlan:
@@ -288,36 +281,33 @@ class LaterPlan:
         return initial_schedule(spec)
 
 
-def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_planned() -> None:
-    async def run() -> None:
-        api: Any = SlowApi()
-        first = LaterPlan()
-        store = ClusterStore(api, first_plan=first)
-        large = copy.deepcopy(JOB)
-        large["metadata"]["name"] = "large"
-        large["spec"]["parallelism"]["stages"] = 64
-        large["spec"]["schedule"] = {"microbatches": 72}
-        waiting = {
-            name: asyncio.create_task(store.arrival("default", name))
-            for name in ("gpt", "large", "none")
-        }
-        await asyncio.sleep(0)
-        assert not any(each.done() for each in waiting.values())
-        store.changed(KEY, JOB)
-        await asyncio.wait_for(waiting["gpt"], 5)
-        store.changed(("default", "large"), large)
-        store.listed()
-        await asyncio.wait_for(waiting["none"], 5)
-        late = asyncio.create_task(store.arrival("default", "large"))
-        await asyncio.sleep(0)
-        assert not (waiting["large"].done() or late.done())
-        assert store.expected("default", "large") is None
-        first.go.set()
-        await asyncio.wait_for(asyncio.gather(waiting["large"], late), 5)
-        assert store.expected("default", "large") is not None
-        await asyncio.wait_for(store.arrival("default", "another"), 5)
-
-    asyncio.run(run())
+async def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_planned() -> None:
+    api: Any = SlowApi()
+    first = LaterPlan()
+    store = ClusterStore(api, first_plan=first)
+    large = copy.deepcopy(JOB)
+    large["metadata"]["name"] = "large"
+    large["spec"]["parallelism"]["stages"] = 64
+    large["spec"]["schedule"] = {"microbatches": 72}
+    waiting = {
+        name: asyncio.create_task(store.arrival("default", name))
+        for name in ("gpt", "large", "none")
+    }
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in waiting.values())
+    store.changed(KEY, JOB)
+    await asyncio.wait_for(waiting["gpt"], 5)
+    store.changed(("default", "large"), large)
+    store.listed()
+    await asyncio.wait_for(waiting["none"], 5)
+    late = asyncio.create_task(store.arrival("default", "large"))
+    await asyncio.sleep(0)
+    assert not (waiting["large"].done() or late.done())
+    assert store.expected("default", "large") is None
+    first.go.set()
+    await asyncio.wait_for(asyncio.gather(waiting["large"], late), 5)
+    assert store.expected("default", "large") is not None
+    await asyncio.wait_for(store.arrival("default", "another"), 5)
 
 
 def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,15 +127,11 @@ def test_a_write_that_fails_does_not_keep_ranks_waiting(caplog: pytest.LogCaptur
     assert tracked.recovers and tracked.has_news, "the next round writes it"
 
 
-def test_jobs_whose_ranks_are_well_have_no_recoveries() -> None:
+async def test_jobs_whose_ranks_are_well_have_no_recoveries() -> None:
     api = Shared()
     store = an_ingest(api)
     progress(store, 0)
-
-    async def write() -> None:
-        await store.look(KEY)
-
-    asyncio.run(write())
+    await store.look(KEY)
     assert "training" in api.job["status"] and "recoveries" not in api.job["status"]
 
 

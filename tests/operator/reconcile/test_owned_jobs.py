@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fake_api import fake_api
@@ -21,61 +20,48 @@ def job(owner: str = "gpt", **status: Any) -> Any:
     return {"metadata": {"labels": labels}, "status": status}
 
 
-def within(scenario: Callable[[WorkQueue[Key]], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(10):
-            await scenario(WorkQueue())
-
-    asyncio.run(main())
-
-
-def test_a_job_that_went_while_the_watch_was_broken_is_gone(monkeypatch: Any) -> None:
+async def test_a_job_that_went_while_the_watch_was_broken_is_gone(monkeypatch: Any) -> None:
     monkeypatch.setattr(informer, "FIRST_RETRY_SECONDS", 0.001)
-
-    async def scenario(queue: WorkQueue[Key]) -> None:
-        owned = OwnedJobs(queue)
-        async with fake_api() as (api, cluster):
-            api.put("gpt-0", **job(active=2))
-            api.put("gpt-1", **job())
-            task = asyncio.create_task(Informer(cluster, "Job", owned.changed).run())
-            assert await queue.get() == ("team", "gpt")
+    queue: WorkQueue[Key] = WorkQueue()
+    owned = OwnedJobs(queue)
+    async with fake_api() as (api, cluster):
+        api.put("gpt-0", **job(active=2))
+        api.put("gpt-1", **job())
+        task = asyncio.create_task(Informer(cluster, "Job", owned.changed).run())
+        assert await queue.get() == ("team", "gpt")
+        queue.done(("team", "gpt"))
+        api.bookmark()
+        await api.idle()
+        assert [each.active for each in owned.jobs("team", "uid-gpt")] == [2, 0]
+        api.mute = True
+        api.delete("gpt-0")
+        api.mute = False
+        api.forget()
+        while [each.name for each in owned.jobs("team", "uid-gpt")] != ["gpt-1"]:
+            assert await queue.get() == ("team", "gpt"), "its owner is not asked a turn for"
             queue.done(("team", "gpt"))
-            api.bookmark()
-            await api.idle()
-            assert [each.active for each in owned.jobs("team", "uid-gpt")] == [2, 0]
-            api.mute = True
-            api.delete("gpt-0")
-            api.mute = False
-            api.forget()
-            while [each.name for each in owned.jobs("team", "uid-gpt")] != ["gpt-1"]:
-                assert await queue.get() == ("team", "gpt"), "its owner is not asked a turn for"
-                queue.done(("team", "gpt"))
-            task.cancel()
-
-    within(scenario)
+        task.cancel()
 
 
-def test_jobs_are_known_by_their_owner_until_they_are_gone() -> None:
-    async def scenario(queue: WorkQueue[Key]) -> None:
-        owned = OwnedJobs(queue)
+async def test_jobs_are_known_by_their_owner_until_they_are_gone() -> None:
+    queue: WorkQueue[Key] = WorkQueue()
+    owned = OwnedJobs(queue)
 
-        def changed(namespace: str, body: Any) -> None:
-            if body is not None:
-                body["metadata"] |= {"name": "gpt-0", "namespace": namespace, "uid": "u"}
-            owned.changed((namespace, "gpt-0"), body)
+    def changed(namespace: str, body: Any) -> None:
+        if body is not None:
+            body["metadata"] |= {"name": "gpt-0", "namespace": namespace, "uid": "u"}
+        owned.changed((namespace, "gpt-0"), body)
 
-        changed("team", job())
-        changed("other", job(active=1))
-        assert len(owned.jobs("team", "uid-gpt")) == len(owned.jobs("other", "uid-gpt")) == 1
-        changed("team", job(active=2))
-        assert [each.active for each in owned.jobs("team", "uid-gpt")] == [2]
-        # Another owner's, by its labels.
-        changed("team", job("new"))
-        assert owned.jobs("team", "uid-gpt") == []
-        assert len(owned.jobs("team", "uid-new")) == 1
-        changed("team", None)
-        assert owned.jobs("team", "uid-new") == []
-        asked = {await queue.get() for _ in range(3)}
-        assert asked == {("team", "gpt"), ("other", "gpt"), ("team", "new")}
-
-    within(scenario)
+    changed("team", job())
+    changed("other", job(active=1))
+    assert len(owned.jobs("team", "uid-gpt")) == len(owned.jobs("other", "uid-gpt")) == 1
+    changed("team", job(active=2))
+    assert [each.active for each in owned.jobs("team", "uid-gpt")] == [2]
+    # Another owner's, by its labels.
+    changed("team", job("new"))
+    assert owned.jobs("team", "uid-gpt") == []
+    assert len(owned.jobs("team", "uid-new")) == 1
+    changed("team", None)
+    assert owned.jobs("team", "uid-new") == []
+    asked = {await queue.get() for _ in range(3)}
+    assert asked == {("team", "gpt"), ("other", "gpt"), ("team", "new")}

@@ -213,7 +213,6 @@ def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan() -> None:
         planner.go.set()
         await until_async(lambda: store.keys == [KEY], "the store holds the job")
         controller = store.lookup(*KEY)
-        assert controller is not None
         assert controller.attempt == 3, "it is held as it is when it has a plan"
         assert len(planner.asked) == 2
 

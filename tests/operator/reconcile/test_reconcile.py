@@ -234,17 +234,13 @@ def test_what_was_made_before_a_refusal_goes() -> None:
     assert f"/api/v1/namespaces/team/configmaps/{made}" in api.deleted
 
 
-def test_events_are_named_in_their_order() -> None:
+async def test_events_are_named_in_their_order() -> None:
     """As they are shown if one second has several."""
     api = Events()
     job = body()["metadata"]
     told = [Event("Normal", "Running", ""), Event("Normal", "Complete", "")]
-
-    async def both() -> None:
-        for event in told:
-            await emit(api, job, event, "operator")  # type: ignore[arg-type]
-
-    asyncio.run(both())
+    for event in told:
+        await emit(api, job, event, "operator")  # type: ignore[arg-type]
     found = sorted(api.events, key=lambda event: str(event["metadata"]["name"]))
     assert [event["reason"] for event in found] == ["Running", "Complete"]
     assert all(event["metadata"]["name"].startswith("gpt.") for event in found)

@@ -170,19 +170,16 @@ def test_status_names_the_pod_before_its_finalizer_goes() -> None:
     }
 
 
-def test_failed_pods_are_known_by_attempt_until_they_are_replaced() -> None:
+async def test_failed_pods_are_known_by_attempt_until_they_are_replaced() -> None:
     def failed_pod(number: int) -> Any:
         labels = {"pipemorph.io/job-name": "gpt", "pipemorph.io/attempt": str(number)}
         return {"metadata": {"labels": labels}}
 
-    async def scenario() -> None:
-        queue: WorkQueue[tuple[str, str]] = WorkQueue()
-        known = FailedPods(queue)
-        known.changed(("team", "a"), failed_pod(1))
-        known.changed(("team", "a"), failed_pod(1))
-        assert await queue.get() == ("team", "gpt")
-        assert known.any_of("team", "gpt", 1) and not known.any_of("team", "gpt", 0)
-        known.changed(("team", "a"), None)
-        assert not known.any_of("team", "gpt", 1)
-
-    asyncio.run(scenario())
+    queue: WorkQueue[tuple[str, str]] = WorkQueue()
+    known = FailedPods(queue)
+    known.changed(("team", "a"), failed_pod(1))
+    known.changed(("team", "a"), failed_pod(1))
+    assert await queue.get() == ("team", "gpt")
+    assert known.any_of("team", "gpt", 1) and not known.any_of("team", "gpt", 0)
+    known.changed(("team", "a"), None)
+    assert not known.any_of("team", "gpt", 1)

@@ -48,14 +48,6 @@ def run_quickly(scenario: Callable[[WorkQueue[str]], Awaitable[None]], gap: floa
         runner.run(main())
 
 
-def run(scenario: Callable[[WorkQueue[str]], Awaitable[None]], *, gap: float = 0.0) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(10):
-            await scenario(WorkQueue(gap=gap))
-
-    asyncio.run(main())
-
-
 async def nothing_ready(queue: WorkQueue[str]) -> bool:
     try:
         async with asyncio.timeout(0.02):
@@ -65,70 +57,60 @@ async def nothing_ready(queue: WorkQueue[str]) -> bool:
     return False
 
 
-def test_asked_for_often_is_worked_on_once() -> None:
-    async def scenario(queue: WorkQueue[str]) -> None:
-        for _ in range(100):
-            queue.add("a")
-        assert await queue.get() == "a"
-        queue.done("a")
-        assert await nothing_ready(queue)
-
-    run(scenario)
-
-
-def test_asked_for_during_its_turn_gets_another_turn_after_it() -> None:
-    async def scenario(queue: WorkQueue[str]) -> None:
+async def test_asked_for_often_is_worked_on_once() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    for _ in range(100):
         queue.add("a")
-        await queue.get()
-        queue.add("a")
-        assert await nothing_ready(queue), "two turns at a time"
-        queue.done("a")
+    assert await queue.get() == "a"
+    queue.done("a")
+    assert await nothing_ready(queue)
+
+
+async def test_asked_for_during_its_turn_gets_another_turn_after_it() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("a")
+    await queue.get()
+    queue.add("a")
+    assert await nothing_ready(queue), "two turns at a time"
+    queue.done("a")
+    assert await queue.get() == "a"
+    queue.done("a")
+    assert await nothing_ready(queue), "it was asked for once"
+
+
+async def test_a_failure_comes_back_and_holds_up_nobody() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("bad")
+    queue.add("good")
+    assert await queue.get() == "bad"
+    queue.done("bad", failed=True)
+    assert await queue.get() == "good"
+    queue.done("good")
+    assert await queue.get() == "bad"
+
+
+async def test_the_earlier_of_two_times_counts() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add_after("a", 60.0)
+    queue.add_after("a", 0.01)
+    queue.add_after("a", 60.0)
+    assert await queue.get() == "a"
+    queue.done("a")
+    assert await nothing_ready(queue)
+
+
+async def test_turns_of_one_job_keep_a_gap_and_none_is_lost() -> None:
+    queue: WorkQueue[str] = WorkQueue(gap=0.05)
+    clock = asyncio.get_running_loop().time
+    times = []
+    queue.add("a")
+    for _ in range(4):
         assert await queue.get() == "a"
-        queue.done("a")
-        assert await nothing_ready(queue), "it was asked for once"
-
-    run(scenario)
-
-
-def test_a_failure_comes_back_and_holds_up_nobody() -> None:
-    async def scenario(queue: WorkQueue[str]) -> None:
-        queue.add("bad")
-        queue.add("good")
-        assert await queue.get() == "bad"
-        queue.done("bad", failed=True)
-        assert await queue.get() == "good"
-        queue.done("good")
-        assert await queue.get() == "bad"
-
-    run(scenario)
-
-
-def test_the_earlier_of_two_times_counts() -> None:
-    async def scenario(queue: WorkQueue[str]) -> None:
-        queue.add_after("a", 60.0)
-        queue.add_after("a", 0.01)
-        queue.add_after("a", 60.0)
-        assert await queue.get() == "a"
-        queue.done("a")
-        assert await nothing_ready(queue)
-
-    run(scenario)
-
-
-def test_turns_of_one_job_keep_a_gap_and_none_is_lost() -> None:
-    async def scenario(queue: WorkQueue[str]) -> None:
-        clock = asyncio.get_running_loop().time
-        times = []
+        times.append(clock())
         queue.add("a")
-        for _ in range(4):
-            assert await queue.get() == "a"
-            times.append(clock())
-            queue.add("a")
-            queue.done("a")
-        steps = [b - a for a, b in pairwise(times)]
-        assert all(step >= 0.045 for step in steps), steps
-
-    run(scenario, gap=0.05)
+        queue.done("a")
+    steps = [b - a for a, b in pairwise(times)]
+    assert all(step >= 0.045 for step in steps), steps
 
 
 def test_delays_of_failures_double_up_to_a_minute_and_a_success_forgets_them() -> None:
@@ -320,19 +302,16 @@ def test_a_leader_begins_with_all_jobs_and_leaves_no_work_behind() -> None:
     ("error", "stops"),
     [(None, False), (ZeroDivisionError(), True), (asyncio.CancelledError(), False)],
 )
-def test_a_task_without_which_nothing_works_stops_the_process_if_it_fails(
+async def test_a_task_without_which_nothing_works_stops_the_process_if_it_fails(
     error: BaseException | None, stops: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def task() -> None:
         if error is not None:
             raise error
 
-    async def scenario() -> None:
-        stop = asyncio.Event()
-        ended = asyncio.create_task(task())
-        await asyncio.wait([ended])
-        operator._end(stop, ended)
-        assert stop.is_set() is stops
-
-    asyncio.run(scenario())
+    stop = asyncio.Event()
+    ended = asyncio.create_task(task())
+    await asyncio.wait([ended])
+    operator._end(stop, ended)
+    assert stop.is_set() is stops
     assert ("a background task failed; exiting" in caplog.text) is stops

@@ -44,13 +44,11 @@ class Task:
             threading.Thread(target=read, daemon=True).start()
 
     def _read_lines(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.put(line.rstrip("\n"))
         self.lines.put(None)
 
     def _read_errors(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.errors.append(line)
             del self.errors[:-200]
@@ -92,7 +90,6 @@ class Agent:
 
     def op_tell(self, task: int, line: str) -> dict[str, Any]:
         stdin = self.tasks[task].process.stdin
-        assert stdin is not None
         stdin.write(line + "\n")
         stdin.flush()
         return {}

@@ -468,7 +468,6 @@ if helper != 0:
 time.sleep(60)
 """
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert rank.stdout is not None
     agent_pid, helper = json.loads(rank.stdout.readline())
     try:
         until(lambda: ingest.reports, "the agent's first report")
@@ -488,7 +487,6 @@ def test_a_report_that_is_not_of_its_rank_closes_the_line(
 ) -> None:
     zero, one = line(0), line(1)
     right = telemetry(1)
-    assert right.report is not None
     one.publish(replace(right, report=right.report.model_copy(update=fields)))
     until(pumping(one, lambda: one.reconnects), "the end of the line")
     zero.publish(telemetry(0, finished_iteration=finished(0)))

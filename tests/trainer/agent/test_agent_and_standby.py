@@ -37,7 +37,7 @@ async def agent_of(url: str, folder: Path) -> AsyncIterator[None]:
         await asyncio.gather(working, return_exceptions=True)
 
 
-def test_a_standby_is_tried_again_when_it_says_and_is_no_failure(
+async def test_a_standby_is_tried_again_when_it_says_and_is_no_failure(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO, "pipemorph.agent")
@@ -45,22 +45,18 @@ def test_a_standby_is_tried_again_when_it_says_and_is_no_failure(
     ingest.says, ingest.status = {"error": "this replica stands by"}, 503
     # A backoff that grows would reach so many requests after half a minute.
     ingest.headers = {"Retry-After": "0"}
-
-    async def test() -> None:
-        async with (
-            ingest.running(),
-            agent_of(f"http://127.0.0.1:{ingest.port}", tmp_path),
-        ):
-            await until_async(lambda: len(ingest.asked) > 60, "requests", seconds=15)
-            ingest.says, ingest.status = ANSWER, 200
-            await until_async(lambda: "report works again" in caplog.text, "an answer")
-
-    asyncio.run(test())
+    async with (
+        ingest.running(),
+        agent_of(f"http://127.0.0.1:{ingest.port}", tmp_path),
+    ):
+        await until_async(lambda: len(ingest.asked) > 60, "requests", seconds=15)
+        ingest.says, ingest.status = ANSWER, 200
+        await until_async(lambda: "report works again" in caplog.text, "an answer")
     assert "report failed" in caplog.text
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
-def test_the_token_is_sent_to_nobody_without_the_ingests_certificate(
+async def test_the_token_is_sent_to_nobody_without_the_ingests_certificate(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Neither to one of another authority, nor to one that speaks no TLS."""
@@ -70,14 +66,10 @@ def test_the_token_is_sent_to_nobody_without_the_ingests_certificate(
     strangers = PlayedIngest(certificate(tmp_path / "stranger", "localhost")), PlayedIngest(None)
     ingest = PlayedIngest(made)
     ingest.says = ANSWER
-
-    async def test() -> None:
-        for each in strangers:
-            caplog.clear()
-            async with each.running(), agent_of(f"https://localhost:{each.port}", tmp_path):
-                await until_async(lambda: caplog.text.count("failed (") >= 2, "two failures")
-                assert each.asked == []
-        async with ingest.running(), agent_of(f"https://localhost:{ingest.port}", tmp_path):
-            await until_async(lambda: "Bearer secret" in ingest.asked, "a report")
-
-    asyncio.run(test())
+    for each in strangers:
+        caplog.clear()
+        async with each.running(), agent_of(f"https://localhost:{each.port}", tmp_path):
+            await until_async(lambda: caplog.text.count("failed (") >= 2, "two failures")
+            assert each.asked == []
+    async with ingest.running(), agent_of(f"https://localhost:{ingest.port}", tmp_path):
+        await until_async(lambda: "Bearer secret" in ingest.asked, "a report")

@@ -43,7 +43,6 @@ def train(context: TrainerContext, killed: bool) -> list[int]:
                 assert time.monotonic() < deadline, f"no line to agent {losses + 1} within 60 s"
             lost.append(line.reconnects)
             if context.rank == 0 and killed and losses == 0:
-                assert pipe._parts.agent is not None
                 pipe._parts.agent.process.kill()
                 pipe._parts.agent.process.wait(20)
         return lost

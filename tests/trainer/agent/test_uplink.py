@@ -118,7 +118,7 @@ def uplink_of(url: str, token: Path, observer: Observer, trainer: Trainer) -> Up
     )  # fmt: skip
 
 
-def test_an_ingest_that_restarts_is_handed_the_snapshot(
+async def test_an_ingest_that_restarts_is_handed_the_snapshot(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """As under ``pipemorph serve``: both hosts have a Lease of term 0."""
@@ -138,26 +138,23 @@ def test_an_ingest_that_restarts_is_handed_the_snapshot(
     def well() -> bool:
         return all(link.health == "healthy" for link in hosts[0].links(time.time()))
 
-    async def run() -> None:
-        first = server(hosts[0])
-        await first.start()
-        port = int(first.url.rpartition(":")[2])
-        uplink = uplink_of(first.url, token, observer, trainer)
-        working = [asyncio.create_task(uplink.run()), asyncio.create_task(trainer.run(uplink))]
-        try:
-            await trainer.until("healthy links", well)
-            plant.delays[1] = 0.06
-            await trainer.until("a plan", lambda: bool(trainer.directives))
-            await trainer.until("the report of it", lambda: hosts[0].running.version == 1)
-            await first.stop()
-            async with server(hosts[1], port):
-                await trainer.until("its plan at the next ingest", lambda: bool(hosts[1].records))
-        finally:
-            for task in working:
-                task.cancel()
-            await asyncio.gather(*working, return_exceptions=True)
-
-    asyncio.run(run())
+    first = server(hosts[0])
+    await first.start()
+    port = int(first.url.rpartition(":")[2])
+    uplink = uplink_of(first.url, token, observer, trainer)
+    working = [asyncio.create_task(uplink.run()), asyncio.create_task(trainer.run(uplink))]
+    try:
+        await trainer.until("healthy links", well)
+        plant.delays[1] = 0.06
+        await trainer.until("a plan", lambda: bool(trainer.directives))
+        await trainer.until("the report of it", lambda: hosts[0].running.version == 1)
+        await first.stop()
+        async with server(hosts[1], port):
+            await trainer.until("its plan at the next ingest", lambda: bool(hosts[1].records))
+    finally:
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
     directive = trainer.directives[0]
     assert directive.plan_version == 1
     assert hosts[1].records[0].reason == directive.reason

@@ -104,7 +104,6 @@ def test_a_tensor_is_copied_once_and_not_by_the_engine() -> None:
         for microbatch in range(8):
             e.outgoing.send(microbatch, [values(microbatch, COUNT)])
             (came,) = e.take(microbatch)
-            assert came is not None
             same_bits(came, values(microbatch, COUNT))
             address = came.data_ptr()
             assert any(at <= address < at + n for at, n in e.receiver.slot_memory())
@@ -144,7 +143,6 @@ def test_over_sockets_only_the_receiver_is_spared_its_copy() -> None:
         e.granted(4 + 2)
         e.outgoing.send(0, [values(0, COUNT)])
         (came,) = e.take(0)
-        assert came is not None
         same_bits(came, values(0, COUNT))
         out, into = e.copied()
         # What was read together with the header is stored once more.
@@ -196,7 +194,6 @@ def test_tensors_that_are_kept_do_not_hold_up_those_that_follow() -> None:
             kept += e.take(microbatch)
         assert e.copied()[1] == 6 * NBYTES
         for microbatch, tensor in enumerate(kept):
-            assert tensor is not None
             same_bits(tensor, values(microbatch, COUNT), f"microbatch {microbatch}")
         del kept, tensor
         e.granted(4)
@@ -211,7 +208,6 @@ def test_messages_go_through_the_last_slot_while_others_are_leased() -> None:
         for microbatch in range(3):
             e.outgoing.send(microbatch, [values(microbatch, COUNT)])
             (came,) = e.take(microbatch)
-            assert came is not None
             same_bits(came, values(microbatch, COUNT))
         assert e.copied() == (3 * NBYTES, 3 * NBYTES)
         del lease  # Given back unsent, as by an iteration that is given up.
@@ -251,7 +247,6 @@ def test_whatever_a_tensor_is_its_elements_arrive(tensor: Tensor) -> None:
         e.granted(7 if meta.nbytes >= LARGE_BYTES else 5)
         e.outgoing.send(0, [tensor])
         (came,) = e.take(0)
-        assert came is not None
         assert (came.dtype, came.shape, came.requires_grad) == (tensor.dtype, tensor.shape, False)
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = values(1, COUNT)
@@ -308,7 +303,6 @@ def test_many_messages_of_changing_sizes(transport: str) -> None:
                 if len(ahead) > microbatch % 4:
                     which, tensors = ahead.pop(0)
                     for k, tensor in enumerate(tensors):
-                        assert tensor is not None
                         same_bits(tensor, values(20 * which + k, count), f"{iteration}, {which}")
             ahead.clear()
             del tensors, tensor

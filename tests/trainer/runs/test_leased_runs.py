@@ -41,7 +41,6 @@ def lease_and_count(context: TrainerContext, job: Job) -> tuple[Record, list[Tra
     refresh, close = LinkEnd.refresh_clock, LinkEnd.close
 
     def stats(end: LinkEnd) -> Any:
-        assert end.engine_link is not None
         return end.engine_link.stats()
 
     def look(self: LinkEnd) -> None:

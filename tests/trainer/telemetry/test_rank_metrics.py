@@ -251,7 +251,6 @@ def test_they_are_served_over_http_and_a_taken_port_is_a_warning(
     assert f"port {port}" in caplog.text
     assert "spec.trainer.metricsPort" in caplog.text
     metrics = serve("gpt", 1, 0, port, "0.0.0.0")
-    assert metrics is not None
     metrics.hear(telemetry(9))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()

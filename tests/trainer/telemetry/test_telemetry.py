@@ -176,7 +176,6 @@ def test_profiles_and_iterations() -> None:
     assert [f.loss for f in finished] == pytest.approx(told[0][1])
     busy = MICROBATCHES * sum(TIMES)
     for sample in finished:
-        assert sample.ops_seconds is not None
         assert busy <= sample.ops_seconds <= sample.seconds
         assert 0.0 < sample.bubble_fraction <= 1.0
     assert median_low(sample.bubble_fraction for sample in finished) < 0.8
@@ -244,7 +243,6 @@ def fourth_forward(context: TrainerContext, route: str) -> float:
     ) as pipe:
         for _ in range(1 if route == "direct" else 2):
             pipe.step()
-    assert context.trace_dir is not None
     trace = (context.trace_dir / f"ops-rank{context.rank}.jsonl").read_text()
     forwards = [op for op in json.loads(trace.splitlines()[-1])["ops"] if op[0] == "F"]
     return float(forwards[3][2] - forwards[0][3])

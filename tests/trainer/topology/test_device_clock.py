@@ -59,7 +59,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 def test_the_clock_and_what_holds_it_down(nvml: Nvml) -> None:
     reader = device_clock_reader(CUDA)
-    assert reader is not None
     assert reader._handle == "GPU-8a7b"
     assert reader.read() == DeviceClock(mhz=1005, most_mhz=1980, held_by=("power cap",))
 
@@ -67,7 +66,6 @@ def test_the_clock_and_what_holds_it_down(nvml: Nvml) -> None:
 def test_heat_is_said_once_and_being_idle_not_at_all(nvml: Nvml) -> None:
     nvml.bits = 0x01 | 0x02 | 0x20 | 0x40 | 0x80
     found = DeviceClockReader(nvml, "GPU-8a7b").read()
-    assert found is not None
     assert found.held_by == ("heat", "power brake")
 
 

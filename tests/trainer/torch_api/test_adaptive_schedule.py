@@ -62,7 +62,6 @@ class Part(nn.Module):
         if self.first:
             mask = (x % 2).to(torch.int32)
             x = self.embedding(x)
-        assert mask is not None
         hidden = nn.functional.gelu(self.up(self.norm(x))) * (1 + mask.unsqueeze(-1))
         x = x + self.drop(self.down(hidden)) * scale.mean()
         return self.head(x) if self.last else (x, mask)

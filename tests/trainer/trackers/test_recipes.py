@@ -39,7 +39,6 @@ def recipe(title: str) -> str:
     """The code block below the paragraph that begins with ``title``."""
     text = PAGE.read_text()
     block = re.search(r"```python\n(.*?)```", text[text.index(f"**{title}") :], re.DOTALL)
-    assert block is not None
     return block[1]
 
 
