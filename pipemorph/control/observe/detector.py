@@ -113,6 +113,8 @@ class _Base:
     value: float
     noise: float = 0.0
     exact: bool = True
+    low: float = 0.0
+    """If it is not exact, an upper bound: the least that it can be."""
     guessed: bool = False
     """The route was first used while the link was slow, so no healthy window was seen on it."""
 
@@ -132,7 +134,7 @@ class DelayDetector:
         """Mark of the first window of the current level: the one after the last window that showed
         the previous level."""
         self._bases: dict[str, _Base] = {}
-        self._learning: list[tuple[float, bool]] = []
+        self._learning: list[tuple[Within, bool]] = []
         self._first: int | None = None
         """Mark of the first window of all."""
         self._learned_at: int | None = None
@@ -181,6 +183,12 @@ class DelayDetector:
         """Whether any arrival was observed exactly. If not, the base is an upper bound."""
         known = self._bases.get(self.route) if self.route is not None else None
         return known is not None and known.exact
+
+    @property
+    def least_base(self) -> float:
+        """The least that the base can be."""
+        known = self._bases.get(self.route) if self.route is not None else None
+        return 0.0 if known is None else known.value if known.exact else known.low
 
     @property
     def threshold(self) -> float:
@@ -329,13 +337,13 @@ class DelayDetector:
         known = self._bases.get(route)
         if known is not None and self.changed_at is None:
             self.changed_at = mark  # After a restore, the earlier time is unknown.
+        within = Within.exactly(value) if exact else Within(max(0.0, value - slack), value)
         if known is None:
-            self._learn(value, exact, mark)
+            self._learn(within, exact, mark)
             return
         if exact and not known.exact and not follows_base:
             # The base was an upper bound. The first exact value may lower it.
             known.exact, known.value = True, min(known.value, value)
-        within = Within.exactly(value) if exact else Within(max(0.0, value - slack), value)
         self._remember(within, known.value)
         if not exact:
             expected = self.wire_time
@@ -364,24 +372,28 @@ class DelayDetector:
         the link was moved there since its route broke, not since this one is quick."""
         self._expected = base
 
-    def lower_base(self, base: float) -> bool:
+    def lower_base(self, base: float, late: float = 0.0) -> bool:
         """Use ``base``, from the link's peers, as the normal wire time if it is much lower.
 
-        For a link that was slow before its base was learned. Returns whether it was used.
+        For a link that was slow before its base was learned. ``late``: how much longer its notes
+        take than those of its peers. Returns whether it was used.
         """
         # Receivers that compute may need iterations to learn it, of which the last ones were slow.
-        return self._lower(base, self._learned_at)
+        return self._lower(base, self._learned_at, late)
 
-    def _lower(self, base: float, since: int | None) -> bool:
+    def _lower(self, base: float, since: int | None, late: float = 0.0) -> bool:
         known = self._bases.get(self.route) if self.route is not None else None
-        if known is None or not known.exact or self.level is not Level.HEALTHY:
+        if known is None or self.level is not Level.HEALTHY:
             return False
         limit = self.thresholds.of(base, known.noise)
+        low, high = self.least_base, known.value
+        if late and not known.exact:
+            low = high = max(low, base + late)
         # Twice the threshold, since healthy links of a job differ somewhat.
-        if known.value - base < 2 * limit:
+        if low - base < 2 * limit:
             return False
-        self._since = deque([Within.exactly(known.value)] * LEARN, RECENT)
-        known.value = base
+        self._since = deque([Within(low, high)] * LEARN, RECENT)
+        known.value, known.low = base, min(base, known.low)
         self._become(Level.SLOW, since)
         return True
 
@@ -426,7 +438,7 @@ class DelayDetector:
         self._side, self._stepped = 0, 0.0
         self._step.clear()
 
-    def _learn(self, value: float, exact: bool, mark: int) -> None:
+    def _learn(self, within: Within, exact: bool, mark: int) -> None:
         assert self.route is not None
         if self._first is None:
             self._first = mark
@@ -436,8 +448,8 @@ class DelayDetector:
             self._learning.clear()
         if not self._learning:
             self._suspected_at = mark
-        self._learning.append((value, exact))
-        true = [v for v, was_exact in self._learning if was_exact]
+        self._learning.append((within, exact))
+        true = [seen.high for seen, was_exact in self._learning if was_exact]
         enough = LEARN
         if first:
             enough = 4 * LEARN  # Those are few among the windows of a long iteration.
@@ -445,8 +457,9 @@ class DelayDetector:
             enough = 2 * LEARN  # The delay may vary: enough windows to see several values of it.
         if len(true) < enough and len(self._learning) < 4 * LEARN:
             return
-        values = sorted(true or (v for v, _ in self._learning))
-        level = median(true) if true else min(v for v, _ in self._learning)
+        values = sorted(true or (seen.high for seen, _ in self._learning))
+        level = median(true) if true else values[0]
+        low = min(level, median(seen.low for seen, _ in self._learning))
         self._learning.clear()
         if self.level is Level.SLOW:
             # Another route of a slow link. Either it avoids the fault, and its whole wire time is
@@ -454,7 +467,8 @@ class DelayDetector:
             usual, delay, noise, _ = self._carried
             came_along = values[int(0.8 * len(values))] - usual > delay / 4
             base = max(min(usual, level), level - delay) if came_along else level
-            self._bases[self.route] = _Base(base, noise, exact=bool(true), guessed=came_along)
+            low = min(base, low)
+            self._bases[self.route] = _Base(base, noise, bool(true), low, guessed=came_along)
             self._since = deque([Within.exactly(level)] * LEARN, RECENT)
             if came_along and self.is_doubtful:
                 # Most windows are as usual, and some are late: their mean is the delay.
@@ -468,7 +482,7 @@ class DelayDetector:
             if self._bases and values[-1] - values[0] > self.thresholds.of(values[0], 0.0):
                 # The route was changed for the other direction, and this one is slow now and then.
                 level, spread = values[0], self._carried[2]
-            self._bases[self.route] = _Base(level, spread, exact=bool(true))
+            self._bases[self.route] = _Base(level, spread, bool(true), min(level, low))
             self.changed_at, self._learned_at = self._suspected_at, mark
             self.level = Level.HEALTHY
             if self._expected is not None:

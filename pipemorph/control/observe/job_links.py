@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.series import Key
+from pipemorph.control.observe.series import NOTES, Key
 from pipemorph.wire import Health, LinkState
 from pipemorph.wire.ranks import RankReport, receiver
 
@@ -80,6 +80,12 @@ class JobLinks:
         return judged >= FEW_LINKS and 2 * len(self._late) > judged
 
     @property
+    def all_known(self) -> bool:
+        """Whether each link has a direction that is well, or slow."""
+        slow = {key[0] for key in self._slow}
+        return all(well or link in slow for link, well in enumerate(self._well))
+
+    @property
     def any_slow(self) -> bool:
         return bool(self._slow)
 
@@ -113,14 +119,15 @@ class JobLinks:
         )
 
     def compare(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Usual wire time per route: the lower quartile of what is normal on its directions, since
-        several may be slow at once; of routes with enough directions, and of the others. Walks all
-        of them."""
+        """Usual wire time per route, and of notes: the lower quartile of what is normal on its
+        directions, since several may be slow at once; of routes with enough directions, and of the
+        others. Walks all of them."""
         known: dict[str, list[float]] = {}
         for rows in self._rows:
             for row in rows.values():
-                if (base := row.bases.get(row.route)) is not None:
-                    known.setdefault(row.route, []).append(base)
+                for route in (row.route, NOTES):
+                    if (base := row.bases.get(route)) is not None:
+                        known.setdefault(route, []).append(base)
         usual: dict[str, float] = {}
         rare: dict[str, float] = {}
         for route, bases in known.items():

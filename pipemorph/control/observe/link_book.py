@@ -18,7 +18,7 @@ from pipemorph.control.observe.detector import (
     Thresholds,
     alarm_level,
 )
-from pipemorph.control.observe.series import Key, Series, Window
+from pipemorph.control.observe.series import NOTES, Key, Series, Window
 from pipemorph.wire import Health, LinkSample, LinkState
 
 DOUBTED_WEIGHT = 1 / 8
@@ -161,7 +161,7 @@ class LinkBook:
             hold=self.connected and self._is_unanswered(now),
         )
         series.take(window)
-        self._lower(series)
+        series.lower(self._usual)
         if late and detector.suspicion >= SUSPECT:
             link = series.key[0]
             if link not in self._late_at:
@@ -233,12 +233,7 @@ class LinkBook:
         directions for that."""
         self._usual, self._rare, self.changed = usual, rare, True
         for series in self._series.values():
-            self._lower(series)
-
-    def _lower(self, series: Series) -> None:
-        usual = self._usual.get(series.detector.route or "")
-        if usual is not None:
-            series.detector.lower_base(usual)
+            series.lower(usual)
 
     def states(self, now: float) -> list[LinkState]:
         """The states of all directions with windows."""
@@ -263,7 +258,7 @@ class LinkBook:
             direction=direction,
             recent=tuple(round(each, DIGITS) for each in found.recent),
             failed_over=series.failed_over,
-            bases={route: round(base, DIGITS) for route, base in found.bases().items()},
+            bases={route: round(base, DIGITS) for route, base in series.bases.items()},
             route=found.route or "",
             transport=series.transport,
         )
@@ -279,6 +274,8 @@ class LinkBook:
                 continue
             series = self._add(row.key)
             series.seen_at = now
-            for route, base in row.bases.items():
+            bases = dict(row.bases)
+            series.first = bases.pop(NOTES, None)
+            for route, base in bases.items():
                 series.detector.restore_base(route, base)
             series.detector.restore_slow(row.delay)

@@ -197,6 +197,9 @@ class Observer:
         turned, links.turned = links.turned, {}
         for link in turned:
             news.links.put(links.rest(link))
+        if turned and links.all_known:
+            # A link that was slow from the start is told from its peers as soon as these are known.
+            self._compare_links()
         if moved or turned or links.any_slow:
             self._attend()
         if refresh or self._attentive:
@@ -223,14 +226,18 @@ class Observer:
         for link in changed:
             self._news.links.put(self._links.rest(link))
         if changed:
-            usual = self._links.compare()
-            if any(map(unlike, usual, self._usual, repeat(USUAL_MOVED))):
-                self._usual = usual
-                self._to_answer |= dict.fromkeys(self._ranks, True)
+            self._compare_links()
         self._news.rails.put(self._rails.view(now))
         self._news.transports.put(self._transports.view())
         self._stragglers.compare(now, self._iteration)
         self._news.stragglers.put(self._stragglers.view())
+
+    def _compare_links(self) -> None:
+        """Find what is usual, and send it to ranks if it has moved."""
+        usual = self._links.compare()
+        if any(map(unlike, usual, self._usual, repeat(USUAL_MOVED))):
+            self._usual = usual
+            self._to_answer |= dict.fromkeys(self._ranks, True)
 
     def answers(self, connected: Collection[int]) -> list[tuple[list[int], RankAnswer]]:
         """What there is to send to ``connected`` ranks: ranks, and the answer for all of them."""

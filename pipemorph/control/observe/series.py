@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
@@ -23,8 +24,11 @@ UNSURE = 12
 """Most windows after a step of its delay in which it is not said whether a link that was narrow
 still is. Spacings of before and after make the link narrow when it is not, or the other way."""
 HIDDEN = 0.1
-"""Part of an op that a wire time is assumed to take if ops always hide it."""
+"""Part of an op that a wire time is assumed to take at least if ops always hide it."""
 LEAST_BASE = 1e-7
+
+NOTES = "notes"
+"""Beside routes: the notes that leave with direct messages."""
 
 Key = tuple[int, int, Direction]
 """link, column, direction"""
@@ -50,6 +54,8 @@ class Series:
     """Of the receiver, which hid the newest arrival that was not seen as it happened."""
     well: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Latencies while healthy."""
+    first: float | None = None
+    """Their median when the base was learned."""
     steps: int = 0
     """Of the detector, at the newest window."""
     narrow: bool = False
@@ -83,14 +89,20 @@ class Series:
         return min(transfer, wire) if transfer >= NARROW * wire else 0.0
 
     @property
+    def bases(self) -> dict[str, float]:
+        """What is normal by route, and of the notes."""
+        return self.detector.bases() | ({} if self.first is None else {NOTES: self.first})
+
+    @property
     def plannable(self) -> float:
-        """One-way time for the planner. A base that is only an upper bound counts as a small part
-        of the op that hides it: as a whole, every busy receiver would look like a slow link; as
-        nothing, plans would have no room for the little time that every message takes."""
-        if self.detector.base_is_exact:
-            return self.detector.wire_time
-        base = self.detector.base or 0.0
-        return self.detector.delay + min(base, HIDDEN * self.op)
+        """One-way time for the planner. Of a base that is known within bounds, what is sure, and at
+        least a small part of the op that hides it: as a whole, every busy receiver would look like
+        a slow link; as nothing, plans would have no room for the little time that every message
+        takes."""
+        base, low = self.detector.base or 0.0, self.detector.least_base
+        if self.well:
+            low = max(low, min(base, median(self.well)))
+        return self.detector.delay + min(base, max(low, HIDDEN * self.op))
 
     @property
     def in_doubt(self) -> bool:
@@ -117,6 +129,8 @@ class Series:
             self.transfers.clear()
             if latency is not None:
                 self.well.append(latency)
+            if self.first is None and self.well and self.detector.base is not None:
+                self.first = median(self.well)
         elif latency is not None:
             beyond = window.value - latency
             self.transfers.append((beyond - window.slack, beyond))
@@ -128,6 +142,16 @@ class Series:
             self.narrow = transfer > 0.0
             if self.narrow:
                 self.share = transfer / self.detector.wire_time
+
+    def lower(self, usual: Mapping[str, float]) -> None:
+        """Compare with what is ``usual`` on its route, and of notes, see
+        :meth:`LinkBook.compare`."""
+        base, note = usual.get(self.detector.route or ""), usual.get(NOTES)
+        if base is None:
+            return
+        late = 0.0 if note is None or self.first is None else self.first - note
+        if self.detector.lower_base(base, late) and note is not None:
+            self.well = deque([note], maxlen=RECENT)
 
     def refined(self, low: float, high: float, latency: float | None) -> float | None:
         """The wire time from its bounds and the latency, which is exact even if the receiver

@@ -184,6 +184,23 @@ def test_the_first_iteration_of_new_processes_tells_nothing_if_others_do() -> No
     assert not detector.lower_base(BASE)
 
 
+@pytest.mark.parametrize(
+    ("hides", "late", "delay"),
+    [(0.016, 0.0, 0.031), (0.045, 0.0, None), (0.045, 0.038, 0.038), (0.045, 0.003, None)],
+    ids=["longer than an op", "hidden by an op", "its notes are late", "as notes of peers"],
+)
+def test_one_that_never_showed_an_arrival_is_known_by_what_is_sure(
+    hides: float, late: float, delay: float | None
+) -> None:
+    """Messages seen 39 to 47 ms after they were sent, since the receiver computed."""
+    detector = DelayDetector()
+    for k in range(20):
+        value = 0.039 + 0.008 * k / 19
+        detector.observe(value, mark=0, route="direct", exact=False, slack=hides)
+    assert detector.lower_base(0.001, late) is (delay is not None)
+    assert detector.delay == (0.0 if delay is None else pytest.approx(delay, abs=0.003))
+
+
 def test_in_a_long_first_iteration_most_windows_tell_what_is_normal() -> None:
     detector = DelayDetector()
     for value in [0.095] * 6 + [BASE] * 14:

@@ -351,7 +351,9 @@ def test_a_latency_does_not_make_a_bound_of_the_wire_time_exact() -> None:
 
     job = Hidden()
     job.run(60)
-    assert {state.wire_time for state in job.states()} == {0.1 * LONGEST_OP}
+    wires = [state.wire_time for state in job.states()]
+    assert min(wires) > 0.1 * LONGEST_OP, "what is sure counts"
+    assert max(wires) < BASE
     job.until_slow({3}, lambda link: 0.04 * (link == 3), 40)
     assert job.states()[3].delay == pytest.approx(0.04, abs=0.002), "it is as late as it is"
 

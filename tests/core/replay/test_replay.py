@@ -54,6 +54,21 @@ def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     assert last.iteration >= 53
 
 
+@pytest.mark.parametrize("telemetry", get_args(Telemetry))
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_link_that_is_slow_from_the_start_is_told_from_its_peers(
+    telemetry: Telemetry, begins: int
+) -> None:
+    trace = f'{{"at_iteration": {begins}, "links": {{"1": {{"delay_ms": 40}}}}}}'
+    found = replay(PROBLEM, parse_trace(trace, 3), telemetry=telemetry, iterations=12)
+    change = found.changes[0]
+    assert "link 1 is slow" in change.reason
+    assert change.iteration is not None
+    assert change.iteration <= begins + 4
+    assert change.measured is not None
+    assert change.measured > 0.1
+
+
 @pytest.mark.parametrize(
     ("phase", "link"),
     [(8, 3), (10, 6), pytest.param(8, 6, marks=FULL), pytest.param(10, 3, marks=FULL)],
