@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from pipemorph_trainer._engine import Engine, Link
 from pipemorph_trainer.bench import transfers
-from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock
 
 TIMEOUT = 120.0
 LATENCY_BYTES = 4096

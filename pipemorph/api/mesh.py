@@ -189,15 +189,15 @@ class Coordinate:
         """The place of one of the stages."""
         return self if self.held == (stage,) else replace(self, stage=stage, alone=True)
 
-    @property
+    @cached_property
     def first(self) -> bool:
         return self.held[0] == 0
 
-    @property
+    @cached_property
     def last(self) -> bool:
         return self.held[-1] == self.mesh.stages - 1
 
-    @property
+    @cached_property
     def column(self) -> int:
         """Number of the rank's pipeline column, see :class:`MeshShape`."""
         column = 0

@@ -22,7 +22,7 @@ from pipemorph.api.sections.schedule import ONE_ORDER_IN_LOCKSTEP, Adaptation, S
 from pipemorph.api.sections.template import check_template
 from pipemorph.api.sections.trainer import Checkpoint, Emulation, Trainer
 from pipemorph.api.sections.transport import Transport
-from pipemorph.planning.ir import Policy
+from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.problem import MAX_CELLS
 
 API_GROUP = "pipemorph.io"
@@ -156,7 +156,7 @@ class JobSpec(SpecModel):
 
     def _check_dispatch(self) -> None:
         dispatch = self.schedule.dispatch_kind
-        if dispatch.varies and self.parallelism.mesh.lockstep > 1:
+        if dispatch is Dispatch.GUIDED and self.parallelism.mesh.lockstep > 1:
             raise FieldError("schedule.dispatch", f"is {dispatch}; {ONE_ORDER_IN_LOCKSTEP}")
 
     def _check_topology(self) -> None:

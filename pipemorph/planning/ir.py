@@ -63,17 +63,12 @@ class Dispatch(StrEnum):
     """How a stage picks its next op.
 
     STATIC keeps the plan's order. GUIDED runs, of the ready ops, the first in the plan's order, so
-    that a late message does not block ready ops; see
+    that the order varies with arrivals and a late message does not block ready ops; see
     :mod:`pipemorph.planning.simulation.core`.
     """
 
     STATIC = "static"
     GUIDED = "guided"
-
-    @property
-    def varies(self) -> bool:
-        """Whether the order depends on when messages arrive."""
-        return self is not Dispatch.STATIC
 
 
 class Route(StrEnum):

@@ -12,12 +12,11 @@ from simulated_device import SimulatedDevice
 from torch import Tensor
 from waiting import until
 
-from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.engine import engine_module
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock
 
 TIMEOUT = 60.0
 SECRET = b"a secret of the test"

@@ -26,6 +26,7 @@ from pipemorph.planning import OpKind, Route
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
+from pipemorph_trainer.executor.device_times import TimedCopy, TimedOp
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.executor.inputs import signature, split
 from pipemorph_trainer.executor.local_stage import OwnStage, StageMemory
@@ -38,10 +39,8 @@ from pipemorph_trainer.executor.stage_profile import (
     stage_profile,
 )
 from pipemorph_trainer.executor.stages.emulated import Accelerator, EmulatedStage
-from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels.arrival import PeerClock, record_arrival
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
@@ -54,7 +53,7 @@ from pipemorph_trainer.links.message import (
     TensorMeta,
 )
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock, record_arrival
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology import addresses

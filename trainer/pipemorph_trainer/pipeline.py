@@ -162,16 +162,20 @@ class Pipeline:
             self._parts, self._saving, context,
             describe=self.current_wait, last=self._leave_traces,
         )  # fmt: skip
-        self._saving.mark(self.iteration)
+        self._saves = self._parts.keeper is not None or self._parts.checkpoints is not None
+        self._mark()
         if not resumed.from_memory:
             self._saving.keep(self.iteration)
         self._parts.meet_neighbours()
-        self._progress = Progress(context.progress_dir, context.rank, self.iteration)
+        self._progress: Progress | None = None
+        if context.progress_dir is not None:
+            self._progress = Progress(context.progress_dir, context.rank, self.iteration)
         sys.setswitchinterval(SWITCH_SECONDS)
         self._leaving.install()
         self._parts.reporter.publish(message=self._told(resumed))
         self._word = self._word_of(resumed)
-        self._word.finished(self.iteration)
+        if self._word is not None:
+            self._word.finished(self.iteration)
 
     # --- public methods -----------------------------------------------------------------
 
@@ -229,19 +233,27 @@ class Pipeline:
             )
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
         with self._ending.failing():
-            self._keep()
+            if self._saves:
+                self._keep()
             self._calls.end_iteration(self.iteration, monotonic())
-            self._saving.save_if_due(self.iteration)
-            self._leave(self._leaving.saved_to_end(self.iteration))
-            self._leave(self._leaving.sealed_to_move(self.iteration))
+            if self._saves:
+                self._saving.save_if_due(self.iteration)
+            leaving = self._leaving
+            if leaving.ending or leaving.moving:
+                self._leave(leaving.saved_to_end(self.iteration))
+                self._leave(leaving.sealed_to_move(self.iteration))
             loss, inputs = self._calls.run(
                 self._parts.iterations.run, self.iteration, given, return_outputs=return_outputs
             )
             self.iteration += 1
-            self._progress.finished(self.iteration)
-            self._word.finished(self.iteration)
-            self._saving.synchronized = self._parts.iterations.synchronizes
-            self._leaving.hear()
+            if self._progress is not None:
+                self._progress.finished(self.iteration)
+            if self._word is not None:
+                self._word.finished(self.iteration)
+            iterations = self._parts.iterations
+            self._saving.synchronized = iterations.synchronizes
+            if iterations.leaving or iterations.moving or leaving.moving:
+                leaving.hear()
             self._mark()
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
@@ -442,7 +454,8 @@ class Pipeline:
             self._leave(self._leaving.saved_to_end(self.iteration))
             self._saving.finish_writing()
             self._parts.iterations.reports.finish()
-            self._word.leave()
+            if self._word is not None:
+                self._word.leave()
         wanted = self.context.iterations
         early = ""
         if self.iteration < wanted:
@@ -473,7 +486,8 @@ class Pipeline:
 
     def _mark(self) -> None:
         leaving = self._leaving
-        self._saving.mark(self.iteration, leaving=leaving.ending, moving=leaving.moving)
+        if self._saves:
+            self._saving.mark(self.iteration, leaving=leaving.ending, moving=leaving.moving)
 
     def _keep(self) -> None:
         self._saving.keep(self.iteration, moving=self._leaving.moving)
@@ -487,13 +501,12 @@ class Pipeline:
             log.info("%s", resumed)
         return str(resumed)
 
-    def _word_of(self, resumed: Resumed) -> Word:
+    def _word_of(self, resumed: Resumed) -> Word | None:
         context, keeper = self.context, self._parts.keeper
-        says = self.coordinate.rank == 0 and context.generation > 0
-        return Word(
-            context.kept_dir if says else None, context.generation, resumed,
-            -1 if keeper is None else keeper.counts_from,
-        )  # fmt: skip
+        if self.coordinate.rank != 0 or context.generation == 0 or context.kept_dir is None:
+            return None
+        counts_from = -1 if keeper is None else keeper.counts_from
+        return Word(context.kept_dir, context.generation, resumed, counts_from)
 
     # --- taking down --------------------------------------------------------------------------
 
@@ -510,6 +523,7 @@ class Pipeline:
 
     def _release(self, goodbye: bool) -> None:
         self._parts.close(goodbye=goodbye, iterations=self.iteration)
-        self._progress.close()
+        if self._progress is not None:
+            self._progress.close()
         self._leaving.remove()
         sys.setswitchinterval(self._switch_interval)

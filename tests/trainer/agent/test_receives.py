@@ -34,7 +34,6 @@ from pipemorph.planning import (
 from pipemorph_trainer.agent import receives
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels import direct
-from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
@@ -45,7 +44,7 @@ from pipemorph_trainer.links.message import (
     TensorMeta,
 )
 from pipemorph_trainer.links.peer_socket import ArrivedNote
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, OpClock, PeerClock
 
 META = TensorMeta((1,), torch.float32)
 

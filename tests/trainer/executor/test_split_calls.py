@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from pipemorph_trainer import register_function
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import StageRunner, calls
+from pipemorph_trainer.executor.split.flight import run_weight_work
 from pipemorph_trainer.executor.split.sinks import Sink
-from pipemorph_trainer.executor.split.splitters import run_weight_work
 
 torch.set_num_threads(1)
 

@@ -29,7 +29,7 @@ from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.split.compiled import backends, private
-from pipemorph_trainer.executor.split.splitters import run_weight_work
+from pipemorph_trainer.executor.split.flight import run_weight_work
 from pipemorph_trainer.topology.mesh import join_process_group
 
 DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"

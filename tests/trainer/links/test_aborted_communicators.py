@@ -22,13 +22,12 @@ from waiting import until
 
 from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.channels import direct
-from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.links.channels.failover import Failover
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, OpClock, PeerClock
 from pipemorph_trainer.topology import groups
 
 META = TensorMeta((16,), torch.float32)

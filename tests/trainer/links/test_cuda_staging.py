@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from waiting import until
 
 from pipemorph.planning import OpKind
-from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
-from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy, TimedOp
 from pipemorph_trainer.links.message import TensorMeta
 from pipemorph_trainer.topology.accelerator import CudaAccelerator
 

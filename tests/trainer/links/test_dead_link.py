@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
 from pipemorph_trainer.links.engine import engine_module
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock
 
 pytestmark = pytest.mark.needs_engine
 

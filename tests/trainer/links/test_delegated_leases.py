@@ -21,7 +21,6 @@ from waiting import until
 from pipemorph.discovery import host
 from pipemorph.planning.ir import Route
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import (
     LARGE_BYTES,
     DelegatedIncoming,
@@ -29,7 +28,7 @@ from pipemorph_trainer.links.channels.delegated import (
 )
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock
 
 pytestmark = pytest.mark.needs_engine
 COUNT = LARGE_BYTES // 2

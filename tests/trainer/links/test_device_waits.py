@@ -36,7 +36,6 @@ from pipemorph_trainer.executor import dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
 from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.links.channels import direct, edges
-from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.links.faults import FaultTrace, LinkFaults
@@ -49,7 +48,7 @@ from pipemorph_trainer.links.message import (
     TensorMeta,
 )
 from pipemorph_trainer.links.peer_socket import ArrivedNote
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, OpClock, PeerClock
 from pipemorph_trainer.plans.arriving import ArrivingPlans
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.steps import iteration
@@ -156,7 +155,7 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
         assert had, "the first plan has slots"
         receive = device.post_receive("F of microbatch 3")
         arrived: list[RankPlan] = []
-        told: Any = SimpleNamespace(prepared=0)
+        told: Any = SimpleNamespace(prepared=0, listened_to=True)
         control: Any = SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None)
         arriving = ArrivingPlans(
             coordinate=mesh.coordinate(1), ends=[], plans=book, agreements=(), control=control,
@@ -282,7 +281,7 @@ def sending(
     """``asks``: as on a device. ``taken``: what the neighbour says that it has used."""
     monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
     sends: list[Send] = []
-    blocked: list[tuple[int, int]] = []
+    blocked: list[tuple[str, int]] = []
 
     def send(tensors: list[Tensor], peer: int, tag: int) -> Send:
         sends.append(Send())
@@ -293,7 +292,7 @@ def sending(
     outgoing = DirectOutgoing(
         group=group, peer=1, direction=Direction.FORWARD, socket=socket,
         hold=LinkFaults([], Direction.FORWARD).hold,
-        on_block=lambda iteration, microbatch: blocked.append((iteration, microbatch)),
+        on_block=lambda call, microbatch: blocked.append((call, microbatch)),
         on_unblock=lambda: None, deadline=deadline, device=torch.device("cpu"),
         max_outstanding=most, departures=Departures(SimulatedDevice()) if asks else None,
     )  # fmt: skip
@@ -331,7 +330,7 @@ def test_sends_do_not_hold_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -
         assert [sent.microbatch for sent in outgoing._outstanding] == [1, 2, 3]
         threading.Timer(0.05, lambda: setattr(sends[1], "complete", True)).start()
         outgoing.send(4, [torch.ones(16)])
-        assert blocked == [(7, 1)], "the host waits where as many are kept as may be"
+        assert blocked == [("iteration 7", 1)], "the host waits where as many are kept as may be"
         for send in sends:
             send.complete = True
         outgoing.close()

@@ -13,8 +13,8 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_trainer import TrainerContext, settings
 from pipemorph_trainer.links import engine, rendezvous
-from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.links.recorder import OpClock
 from pipemorph_trainer.topology.groups import Groups
 
 

@@ -22,9 +22,8 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links.peer_socket import StepToken
-from pipemorph_trainer.plans.agreement import CANDIDATES, Agreement
 from pipemorph_trainer.plans.book import PlanBook
-from pipemorph_trainer.plans.token import TokenPass
+from pipemorph_trainer.plans.token import CANDIDATES, Agreement, TokenPass
 
 STAGES = 4
 FIRST = make_plan(Job(STAGES, 4), 0, "1f1b")

@@ -23,8 +23,13 @@ from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Route
 from pipemorph_trainer import TrainerContext, pipeline, start
 from pipemorph_trainer.devices import own_device
-from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
-from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.executor.device_times import (
+    LAUNCHED_AHEAD,
+    DeviceTimes,
+    LossCopy,
+    TimedCopy,
+    TimedOp,
+)
 from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.links.channels.direct import DirectIncoming
 from pipemorph_trainer.start import Start

@@ -24,7 +24,7 @@ from pipemorph.wire.ranks import RankAnswer
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
-from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.executor.device_times import TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.telemetry import reporter
 from pipemorph_trainer.telemetry.rounds import Rounds
@@ -265,7 +265,7 @@ def begun_apart(context: TrainerContext) -> list[int]:
     """Rank 1 begins iteration 1 long after rank 0."""
     join_process_group(context, torch.device("cpu"))
     groups = Groups()
-    world = SimpleNamespace(group=lambda names: dist.GroupMember.WORLD, columns=None)
+    world = SimpleNamespace(column=dist.GroupMember.WORLD, columns=None)
     wait = CollectiveWait(Waiting(f"rank {context.rank}"), 30.0)
     told: list[IterationSample] = []
     rounds = Rounds(world=cast(World, world), wait=wait, report=told.append)

@@ -148,7 +148,7 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
             f" this job has them on {list(mesh.placed)}"
         )
     has = f"plan {plan.version} has dispatch {plan.dispatch}"
-    if plan.dispatch.varies and mesh.lockstep > 1:
+    if plan.dispatch is Dispatch.GUIDED and mesh.lockstep > 1:
         raise InputError(f"{has}; {ONE_ORDER_IN_LOCKSTEP}")
     validate(schedule, plan.in_flight_limits, plan.device_limits)
     validate_waits(schedule, plan.waits)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
-from pipemorph.planning import OpKind, Plan, Schedule
+from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 
 OpsBefore = dict[tuple[int, bool], tuple[int, ...]]
 """See :func:`after_ops`."""
@@ -98,7 +98,7 @@ def windows(plan: Plan) -> tuple[int, ...]:
     bounds the number of messages in both directions, so that no send waits.
     """
     links = plan.schedule.stage_count - 1
-    if plan.dispatch.varies:
+    if plan.dispatch is Dispatch.GUIDED:
         slack = tuple(accumulate(plan.schedule.in_flight_peak()[:links], min))
     else:
         ahead = zip(plan.warmup, plan.warmup[1:], strict=False)

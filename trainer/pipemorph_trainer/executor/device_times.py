@@ -1,4 +1,5 @@
-"""Times of ops on a device. The host only launches ops, and is done long before the device."""
+"""Ops and copies with their times, and how those of a device are found: the host only launches ops,
+and is done long before the device."""
 
 from __future__ import annotations
 
@@ -10,12 +11,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph.planning.ir import OpKind
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 LAUNCHED_AHEAD = 1
 """Ops that may be queued on the device behind the running one, under guided dispatch: enough that
 the device never waits for the host, and few enough that the next op is chosen late."""
+
+
+class TimedOp(NamedTuple):
+    """One op that ran. Wall-clock seconds."""
+
+    kind: OpKind
+    microbatch: int
+    start: float
+    end: float
+
+
+class TimedCopy(NamedTuple):
+    """A copy of activations to host memory, as part of an F, or back, as part of a B or BW; or
+    (``again``) a forward that ran again in place of the copy back. Wall-clock seconds. On CUDA the
+    time on the compute stream: none for a copy on a side stream."""
+
+    kind: OpKind
+    microbatch: int
+    start: float
+    end: float
+    nbytes: int
+    again: bool = False
+
+    @property
+    def out(self) -> bool:
+        return self.kind is OpKind.F
 
 
 class _Mark(NamedTuple):

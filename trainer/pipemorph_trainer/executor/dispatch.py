@@ -9,9 +9,10 @@ bitwise equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -20,15 +21,11 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Op, OpKind
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
-from pipemorph_trainer.executor.call import AS_BEFORE, FIRST, Generations, Start, name_call
-from pipemorph_trainer.executor.device_times import DeviceTimes
-from pipemorph_trainer.executor.limited import LimitedOps
-from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.device_times import DeviceTimes, TimedCopy, TimedOp
+from pipemorph_trainer.executor.mailbox import Mailbox, name_call
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
-from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
-from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.message import (
     RECEIVE_ALL,
@@ -40,9 +37,40 @@ from pipemorph_trainer.links.message import (
     new_tuple,
     words,
 )
+from pipemorph_trainer.links.recorder import OpClock
 from pipemorph_trainer.profiling import profiling
 
 NEVER = float("inf")
+UNLIMITED = Residency(None)
+
+
+class Start(NamedTuple):
+    """What a stage knows at the beginning of a call.
+
+    ``shapes_from_above``, ``shapes_to_below``: whether shapes are exchanged with this neighbour.
+    ``refused``: the batch of this stage or of a stage above does not fit. ``cut_off``: a stage
+    above refused, so that nothing comes from above.
+    """
+
+    shapes_from_above: bool = False
+    shapes_to_below: bool = False
+    refused: bool = False
+    cut_off: bool = False
+
+
+AS_BEFORE = Start()
+"""Nothing has changed since the last call."""
+
+
+class Generations(NamedTuple):
+    """Number of shape exchanges so far with each neighbour."""
+
+    above: int = 0
+    below: int = 0
+
+
+FIRST = Generations()
+"""No shapes were exchanged."""
 
 
 @dataclass
@@ -168,7 +196,7 @@ class Executor:
         self._structure = SINGLE
         self._shapes_known = False
         self._outcome = Outcome()
-        self.residency = Residency(None)
+        self.residency = UNLIMITED
         """What is on the device of the stage."""
         self._limited: LimitedOps | None = None
         self._computes: dict[OpKind, Callable[..., Any]] = {}
@@ -227,7 +255,7 @@ class Executor:
         """Put together what computes the ops of this iteration."""
         now, runner = self._now, self._runner
         limit = None if now.evaluation else now.device_limit
-        self.residency, self._limited = Residency(limit), None
+        self.residency, self._limited = UNLIMITED, None
         computes: dict[OpKind, Callable[..., Any]] = {
             OpKind.F: runner.evaluate if now.evaluation else runner.forward,
             OpKind.B: runner.backward_input,
@@ -235,6 +263,7 @@ class Executor:
             OpKind.W: runner.backward_weight,
         }
         if limit is not None:
+            self.residency = Residency(limit)
             self._limited = LimitedOps(
                 runner, self.residency, self._outcome.copies, self._shared.device_times,
                 recompute=now.recompute,
@@ -527,6 +556,82 @@ class Executor:
                 Structure.decode(found.structure), [meta.gradient for meta in found.metas]
             )
             self._shared.reserve(end, found.metas)
+
+
+class LimitedOps:
+    """Computes the ops of one iteration of a stage whose plan limits the activations on its device.
+
+    ``residency``: says what leaves; ``copies``: gets each copy, and each forward that runs again;
+    ``recompute``: what leaves is dropped and computed again, else it moves to host memory and back.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        residency: Residency,
+        copies: list[TimedCopy],
+        device_times: DeviceTimes | None,
+        *,
+        recompute: bool,
+    ) -> None:
+        self._runner, self._residency, self._copies = runner, residency, copies
+        self._device_times, self._recompute = device_times, recompute
+        self._leaves = False
+        self.computes: dict[OpKind, Callable[..., Any]] = {
+            OpKind.F: self._forward,
+            OpKind.B: self._returning(OpKind.B, runner.backward_input),
+            OpKind.BW: self._returning(OpKind.BW, runner.backward),
+            OpKind.W: self._weight,
+        }
+        """What computes each kind of op."""
+
+    def before_forward(self, microbatch: int) -> None:
+        """Prepare for an F, before it starts, so that this wait is not part of its time."""
+        self._leaves = self._residency.run(OpKind.F, microbatch)
+        if self._leaves and not self._recompute:
+            self._runner.reclaim()
+
+    def _forward(self, microbatch: int, args: Any, kwargs: Any, target: Any) -> Any:
+        leaves, again = self._leaves, self._recompute
+        return self._runner.forward(
+            microbatch, args, kwargs, target,
+            offload=leaves and not again, recompute=leaves and again,
+        )  # fmt: skip
+
+    def after_forward(self, microbatch: int) -> None:
+        """Move the activations of an F to host memory, if they leave, at the end of the op. Its
+        arguments must have no other references."""
+        if self._leaves and not self._recompute:
+            self._copy(OpKind.F, microbatch, self._runner.offload)
+
+    def _returning(self, kind: OpKind, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """A backward that begins with the return of what has left."""
+
+        def run(microbatch: int, grads: Any) -> Any:
+            if self._residency.run(kind, microbatch):
+                if self._recompute:
+                    self._copy(kind, microbatch, self._run_again)
+                else:
+                    self._copy(kind, microbatch, self._runner.fetch)
+            return backward(microbatch, grads)
+
+        return run
+
+    def _weight(self, microbatch: int) -> None:
+        self._residency.run(OpKind.W, microbatch)
+        self._runner.backward_weight(microbatch)
+
+    def _run_again(self, microbatch: int) -> int:
+        self._runner.recompute(microbatch)
+        return 0
+
+    def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
+        """Copy activations, or run a forward again, as part of an op."""
+        start = time()
+        with nullcontext() if self._device_times is None else self._device_times.copy():
+            nbytes = copy(microbatch)
+        again = self._recompute
+        self._copies.append(TimedCopy(kind, microbatch, start, time(), nbytes, again=again))
 
 
 def _ranged(stage: int, kind: OpKind, compute: Callable[..., Any]) -> Callable[..., Any]:

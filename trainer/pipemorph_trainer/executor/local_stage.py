@@ -17,6 +17,7 @@ from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.removed import SPLITS, removal
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.agent.rank_plan import RankPlan
+from pipemorph_trainer.executor.device_times import TimedCopy, TimedOp
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, of_stage, signature
 from pipemorph_trainer.executor.offload import ActivationStore
@@ -32,7 +33,6 @@ from pipemorph_trainer.executor.stage_profile import (
 )
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage, Runner
-from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.torch_private import holders_unknown
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.device_clock import device_clock_reader

@@ -36,9 +36,9 @@ class SharedLoss:
         self._copy: LossCopy | None = None
         self.refused = False
         """Whether a replica refused the step. Valid after :meth:`wait`."""
-        self.asked: Callable[[], bool] = lambda: False
+        self.asked: Callable[[], bool] | None = None
         """Whether this rank is asked to end."""
-        self.asked_to_move: Callable[[], bool] = lambda: False
+        self.asked_to_move: Callable[[], bool] | None = None
         self.leaving = False
         """Whether a rank was asked to end when it shared its loss, the same on all ranks. Stays
         True. Valid after :meth:`wait`."""
@@ -93,8 +93,8 @@ class SharedLoss:
         total = 0.0
         for loss in losses:
             total += loss
-        self._loss = torch.tensor(
-            [total / self._divisor, refused, self.asked(), self.asked_to_move()],
-            dtype=torch.float64,
-        )
+        leaves = self.asked is not None and self.asked()
+        moves = self.asked_to_move is not None and self.asked_to_move()
+        values = [total / self._divisor, refused, leaves, moves]
+        self._loss = torch.tensor(values, dtype=torch.float64)
         self._sum = self._world.everyone.all_reduce(self._loss)

@@ -7,7 +7,6 @@ link.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from time import monotonic, time
 from typing import Any, TypeVar
@@ -28,6 +27,13 @@ LONGEST_NAP = 0.25
 QUIET_SECONDS = 0.002
 """Begin of a wait for a message in which news on control sockets do not wake the stage: the note of
 a message comes before it, and would wake it once more."""
+
+
+def name_call(iteration: int, evaluation: bool) -> str:
+    """Name of a call of ``step`` or ``evaluate`` for messages."""
+    return (
+        f"the evaluation before iteration {iteration}" if evaluation else f"iteration {iteration}"
+    )
 
 
 class Mailbox:
@@ -74,7 +80,7 @@ class Mailbox:
             poller.awaited = False
             return None
         began, since = time(), monotonic()
-        self._waiting.begin(partial(self.message, end, word, microbatch))
+        self._waiting.begin(self.message, end, word, microbatch)
         deadline, loud, hears = since + self._deadline, since + QUIET_SECONDS, False
         while True:
             self.sleep(at, deadline, hears=hears)

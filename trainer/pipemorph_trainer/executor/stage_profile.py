@@ -13,8 +13,8 @@ import torch
 from pipemorph.planning.ir import OpKind
 from pipemorph.wire import DeviceClock, StageProfile
 from pipemorph_trainer.agent.messages import Offloaded
+from pipemorph_trainer.executor.device_times import TimedCopy, TimedOp
 from pipemorph_trainer.executor.split.measured import Measurements
-from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 
 
 @dataclass(frozen=True)

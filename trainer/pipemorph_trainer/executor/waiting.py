@@ -23,12 +23,12 @@ class Waiting:
 
     def __init__(self, who: str) -> None:
         self._who = who
-        self._stack: list[tuple[str | Callable[[], str], float]] = []
+        self._stack: list[tuple[str | Callable[..., str], tuple[Any, ...], float]] = []
 
-    def begin(self, what: str | Callable[[], str]) -> None:
-        """Begin a wait. ``what``: its description, or what returns it, in any thread: most waits
-        are over before somebody asks."""
-        self._stack.append((what, time.monotonic()))
+    def begin(self, what: str | Callable[..., str], *args: Any) -> None:
+        """Begin a wait. ``what``: its description, or what returns it for ``args``, in any thread:
+        most waits are over before somebody asks."""
+        self._stack.append((what, args, time.monotonic()))
 
     def end(self) -> None:
         self._stack.pop()
@@ -42,8 +42,8 @@ class Waiting:
         stack = self._stack[-1:]  # Atomic, since the main thread may pop meanwhile.
         if not stack:
             return f"{self._who} was not waiting for a message"
-        what, since = stack[0]
-        text = what if isinstance(what, str) else what()
+        what, args, since = stack[0]
+        text = what if isinstance(what, str) else what(*args)
         return f"{self._who} waited {time.monotonic() - since:.1f} s for {text}"
 
 

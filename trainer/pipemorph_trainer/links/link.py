@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipemorph.planning import Route
-from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
 from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import DirectOutgoing
@@ -15,7 +14,7 @@ from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgo
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Direction, Incoming, Outgoing
 from pipemorph_trainer.links.peer_socket import PeerSocket
-from pipemorph_trainer.links.recorder import LinkRecorder, Transport
+from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock, Transport
 
 if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine
@@ -160,7 +159,8 @@ class LinkEnd:
         return f"{self}: {said}" if said else ""
 
     def taking(self, call: str, microbatch: int) -> str:
-        """Description of a sender's wait. ``call``: such as ``iteration 7``."""
+        """Description of a sender's wait, on the direct route for the send two messages before.
+        ``call``: such as ``iteration 7``."""
         return (
             f"stage {self.peer_stage} to take {self.sends.letter} of microbatch {microbatch} of "
             f"{call} on {self}"

@@ -21,7 +21,6 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Route
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.channels.direct import (
@@ -40,6 +39,7 @@ from pipemorph_trainer.links.link import LinkEnd, Links, Neighbourhood
 from pipemorph_trainer.links.message import Direction, SenderLoad
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.links.recorder import OpClock
 from pipemorph_trainer.links.within import join_within
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of, too_few_queues
@@ -58,7 +58,8 @@ class LinkConfig:
     """Configuration shared by all links of a rank.
 
     ``secret``: what both ends of a connection have to know. ``deadline``: longest wait for one
-    message, seconds. ``begin_wait(what)`` and ``end_wait()`` are called around a send that waits.
+    message, seconds. ``begin_wait(what, *args)`` and ``end_wait()`` are called around a send that
+    waits for ``what(*args)``.
     ``load``: of this rank. ``max_sends``: of a direct route, outstanding at a time; None: as few as
     is usual. ``engine``: how to make the engine; None: there is none.
 
@@ -70,7 +71,7 @@ class LinkConfig:
     deadline: float
     poller: Poller
     op_clock: OpClock
-    begin_wait: Callable[[Callable[[], str]], None]
+    begin_wait: Callable[..., None]
     end_wait: Callable[[], None]
     faults: FaultTrace = field(default_factory=FaultTrace)
     load: SenderLoad = field(default_factory=SenderLoad)
@@ -99,13 +100,10 @@ class LinkConfig:
         )
 
     def told_of_sends(self, end: LinkEnd) -> dict[str, Callable[..., None]]:
-        """Callbacks of a channel around a send that waits. On the direct route it waits for the
-        send two messages before."""
-
-        def on_block(iteration: int, microbatch: int) -> None:
-            self.begin_wait(lambda: end.taking(f"iteration {iteration}", microbatch))
-
-        return {"on_block": on_block, "on_unblock": self.end_wait}
+        """Callbacks of a channel around a send that waits."""
+        return {
+            "on_block": partial(self.begin_wait, end.taking), "on_unblock": self.end_wait,
+        }  # fmt: skip
 
     def direct_channels(
         self,

@@ -11,8 +11,8 @@ from pipemorph.planning import Plan
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.plans.agreement import Agreement
 from pipemorph_trainer.plans.book import PlanBook
+from pipemorph_trainer.plans.token import Agreement
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.trackers.listeners import Listeners
 
@@ -64,7 +64,7 @@ class ArrivingPlans:
         """
         for end in self._ends:
             end.socket.pump()
-        plan = self._control.newest_plan()
+        plan = self._control.newest_plan() if self._reporter.listened_to else None
         if plan is not None:
             self._listeners.heard(plan)
             self._postponed = plan

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from pipemorph.api.mesh import DATA, Dimension
 from pipemorph.planning.ir import OpKind
-from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
-from pipemorph_trainer.executor.stages.written import Watch
+from pipemorph_trainer.executor.grad_form import Watch, grad_dtype, zero_grad
 from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.topology.accelerator import Accelerator, Event, Stream
 from pipemorph_trainer.topology.placement import local, misplaced

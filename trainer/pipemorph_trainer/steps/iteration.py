@@ -22,22 +22,20 @@ from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
-from pipemorph_trainer.executor.call import name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, OpContext, Outcome
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
-from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.mailbox import Mailbox, name_call
 from pipemorph_trainer.executor.split import SplitReport, StageRunner
 from pipemorph_trainer.executor.stage_profile import offloaded
 from pipemorph_trainer.executor.waiting import CollectiveWait
-from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Links
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.plans.agreement import Agreement
+from pipemorph_trainer.links.recorder import OpClock
 from pipemorph_trainer.plans.arriving import ArrivingPlans
 from pipemorph_trainer.plans.book import PlanBook
-from pipemorph_trainer.plans.token import TokenPass
+from pipemorph_trainer.plans.token import Agreement, TokenPass
 from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.state.reduction import Reducer
@@ -69,11 +67,11 @@ class RankContext:
     gradients; that of ``replicas``, or of emulated stages. ``ring``: measures the edges of the ring
     in which it does so; None: nobody wants to know. ``tied``: sums the gradients of weights that
     other stages hold, too; None without any. ``plans``: of this rank; those from ``control`` are
-    added to it. ``reporter``, ``traces``: report each iteration, and write its trace, by stage.
-    ``listeners``: told of each iteration that is reported, on rank 0. ``failures``: of ranks, which
-    others tell. ``poller``: waits for events. ``op_clock``: tells the links when ops run. ``wait``:
-    waits for collectives, and describes the wait. ``deadline``: longest wait for one message,
-    seconds. ``slowed``: makes ops longer, see
+    added to it. ``reporter``, ``traces``: report each iteration, and write its trace, by stage;
+    none if no traces are wanted. ``listeners``: told of each iteration that is reported, on rank 0.
+    ``failures``: of ranks, which others tell. ``poller``: waits for events. ``op_clock``: tells the
+    links when ops run. ``wait``: waits for collectives, and describes the wait. ``deadline``:
+    longest wait for one message, seconds. ``slowed``: makes ops longer, see
     :class:`~pipemorph_trainer.executor.dispatch.OpContext`.
     """
 
@@ -110,12 +108,15 @@ class Iterations:
         self._rank, self._world, self._coordinate = rank, world, world.coordinate
         self._ends, self._stages, self._plans = links.ends, rank.stages, rank.plans
         self._cutting = [end.faults for end in links.ends if end.faults.cuts]
+        self._faulty = [end.faults for end in links.ends if end.faults.cuts or end.faults.holds]
         self._on_device = links.ends if links.departures is not None else []
         first = next(iter(rank.stages.values()))
         self._several = len(rank.stages) > 1
+        self._in_lockstep = world.group(LOCKSTEP) is not None
         self._microbatches = first.microbatches
         self._replicas, self._reducer = rank.replicas, rank.reducer
         self._tied, self._reporter = rank.tied, rank.reporter
+        self._reports = rank.reporter.listened_to
         self._waiting, self._wait_for = rank.wait.waiting, rank.wait
         self._device_times: DeviceTimes | None = None
         if first.accelerator is not None:
@@ -291,9 +292,10 @@ class Iterations:
         plan = self._plans.in_force
         for end in self._ends:
             end.select(plan.by_link[end.link].route)
-            end.faults.begin(iteration, self._training_began or time())
             # Messages may have other sizes than those of the training.
             end.recorder.paused = True
+        for faults in self._faulty:
+            faults.begin(iteration, self._training_began or time())
         self._allow(self._rank.deadline * (1 if self._evaluated else self._coordinate.stages))
         try:
             call = self._mail.call = name_call(iteration, evaluation=True)
@@ -313,7 +315,7 @@ class Iterations:
             self._turns.end_uncounted()
         finally:
             for end in self._ends:
-                end.recorder.paused = False
+                end.recorder.paused = not self._reports
             if self._device_times is not None:
                 self._device_times.forget()
         self._evaluated = True
@@ -323,9 +325,9 @@ class Iterations:
     def _any_refuses(self, call: str, refuses: bool) -> bool:
         """Whether a rank refuses that runs collectives with this one: then none begins an op, in
         which they would wait for it."""
-        group = self._world.group(LOCKSTEP)
-        if group is None:
+        if not self._in_lockstep:
             return refuses
+        group = self._world.group(LOCKSTEP)
         found = torch.tensor([float(refuses)])
         work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._wait_for(work, f"the other ranks of the stage to begin {call}")
@@ -351,8 +353,7 @@ class Iterations:
     def _weigh(self, inputs: Inputs) -> None:
         """Divide by the weight of the batches of all ranks with other data, where one was given.
         The mean over these ranks follows."""
-        group = self._world.group(DATA)
-        if inputs.divisor is None or group is None:
+        if inputs.divisor is None or (group := self._world.group(DATA)) is None:
             return
         total = torch.tensor([inputs.divisor], dtype=torch.float64)
         work = dist.all_reduce(total, group=group, async_op=True)
@@ -382,11 +383,13 @@ class Iterations:
         plan = self._plans.in_force
         for end in self._ends:
             end.select(plan.by_link[end.link].route)
-            end.faults.begin(iteration, self._training_began)
+        for faults in self._faulty:
+            faults.begin(iteration, self._training_began)
         for own in self._stages.values():
             own.prepare(plan)
         self._reporter.state = "training"
-        self._reporter.begin_iteration(iteration, plan.version)
+        if self._reports:
+            self._reporter.begin_iteration(iteration, plan.version)
         return plan
 
     def _end(self, iteration: int, plan: RankPlan, origin: float, loss: float) -> None:
@@ -416,26 +419,34 @@ class Iterations:
             # Code that is compiled at first takes different times. After this, waits are short.
             work = dist.barrier(self._world.control, async_op=True)
             self._wait_for(work, "all ranks to finish the first iteration")
-        host_bytes = sum(own.host_bytes for own in self._stages.values())
         for stage, outcome in outcomes.items():
-            own, first = self._stages[stage], stage == self._coordinate.stage
-            self._reporter.publish(
-                # Ops of the first iteration are slower than later ones.
-                profile=(
-                    own.profile(outcome.ops, outcome.copies)
-                    if self._warm and not own.measures
-                    else None
-                ),
-                offloaded=offloaded(outcome.copies, host_bytes),
-                reduction=self._reduction_sample() if self._warm and first else None,
-                ops=self._asked_ops(stage, iteration, plan.version, origin, outcome),
-            )
-            self._rank.traces[stage].iteration(
-                iteration, plan.version, origin, outcome, reduction if first else None
-            )
+            first = stage == self._coordinate.stage
+            if self._reports:
+                self._publish(stage, iteration, plan.version, origin, outcome)
+            if (trace := self._rank.traces.get(stage)) is not None:
+                trace.iteration(
+                    iteration, plan.version, origin, outcome, reduction if first else None
+                )
         if not self._warm:
             self._warm = self.arriving.warm = True
             self._allow(self._rank.deadline)
+
+    def _publish(
+        self, stage: int, iteration: int, version: int, origin: float, outcome: Outcome
+    ) -> None:
+        """Report what a stage has measured in an iteration."""
+        own = self._stages[stage]
+        host_bytes = sum(each.host_bytes for each in self._stages.values())
+        # Ops of the first iteration are slower than later ones.
+        profiled = self._warm and not own.measures
+        self._reporter.publish(
+            profile=own.profile(outcome.ops, outcome.copies) if profiled else None,
+            offloaded=offloaded(outcome.copies, host_bytes),
+            reduction=(
+                self._reduction_sample() if self._warm and stage == self._coordinate.stage else None
+            ),
+            ops=self._asked_ops(stage, iteration, version, origin, outcome),
+        )
 
     def _asked_ops(
         self, stage: int, iteration: int, version: int, origin: float, outcome: Outcome
@@ -474,7 +485,8 @@ class Iterations:
                 self._report_split(stage, own.runner.report())
 
     def _report_split(self, stage: int, report: SplitReport) -> None:
-        self._rank.traces[stage].split(report.record())
+        if stage in self._rank.traces:
+            self._rank.traces[stage].split(report.record())
         coordinate = self._coordinate.of(stage)
         if coordinate.column == 0:
             # Printed, since few users configure logging.
@@ -499,11 +511,12 @@ class Iterations:
         self._loss.between_ops()
         self._rounds.advance()
         self.arriving.take(page_lock=False)
-        self._reporter.between_ops()
+        if self._reports:
+            self._reporter.between_ops()
 
-    def ask(self, asked: Callable[[], bool], to_move: Callable[[], bool]) -> None:
+    def ask(self, asked: Callable[[], bool] | None, to_move: Callable[[], bool] | None) -> None:
         """Have ``asked`` tell whether this rank is asked to end, see :attr:`leaving`, and
-        ``to_move`` whether to leave for another place, see :attr:`moving`."""
+        ``to_move`` whether to leave for another place, see :attr:`moving`; None: it never is."""
         self._loss.asked, self._loss.asked_to_move = asked, to_move
 
     @property

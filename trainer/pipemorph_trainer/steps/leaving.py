@@ -47,9 +47,10 @@ class Leaving:
         saves = parts.checkpoints is not None
         self._last_word = LastWord(describe, last, context.grace_seconds if saves else 0.0)
         kept, generation = context.kept_dir, context.generation
-        leave = self._leave = None if kept is None else kept / leave_file(generation)
+        self._leave = None if kept is None else kept / leave_file(generation)
         parts.iterations.ask(
-            lambda: self._last_word.asked, lambda: leave is not None and leave.exists()
+            (lambda: self._last_word.asked) if saves else None,
+            None if self._leave is None else self._leave.exists,
         )
         self.ending = False
         """Whether all ranks save before the next iteration and end."""

@@ -25,11 +25,11 @@ from pipemorph_trainer.executor.local_stage import OwnStage, device_of
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import SenderLoad
 from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.links.recorder import OpClock
 from pipemorph_trainer.links.rendezvous import LinkConfig, meet
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.preparation import (
@@ -211,14 +211,16 @@ class Parts:
             crowding=crowding(context.local_world_size) if computes else None,
             load=self.load,
         )  # fmt: skip
+        folder = context.trace_dir
         self.traces = {
             number: TraceWriter(
-                context.trace_dir,
+                folder,
                 self.coordinate.of(number),
                 emulated=each.emulated,
                 limit=context.trace_bytes,
             )
             for number, each in self.stages.items()
+            if folder is not None
         }
         job = context.job
         moves = job is not None and job.spec.adaptation.relayout

@@ -19,12 +19,12 @@ from time import time
 from typing import Any
 
 from pipemorph.api.mesh import Coordinate, MeshShape
-from pipemorph.planning import Op, OpKind, Schedule
+from pipemorph.planning import Dispatch, Op, OpKind, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.agent.choosers import Candidate, Chooser
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankReceives, RankStage
 from pipemorph_trainer.agent.receives import forward_ops, forward_window
-from pipemorph_trainer.executor.call import Start
+from pipemorph_trainer.executor.device_times import TimedCopy, TimedOp
 from pipemorph_trainer.executor.dispatch import (
     NEVER,
     Executor,
@@ -32,9 +32,9 @@ from pipemorph_trainer.executor.dispatch import (
     LastOp,
     Outcome,
     StageIteration,
+    Start,
 )
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 from pipemorph_trainer.plans.token import TokenPass
@@ -128,7 +128,7 @@ class Turns:
         """
         self._plan, self._microbatches = plan, plan.microbatches
         self._orders = plan.orders
-        if plan.dispatch.varies:
+        if plan.dispatch is Dispatch.GUIDED:
             self._run_ready(Chooser(plan))
         else:
             self._run(plan.order)

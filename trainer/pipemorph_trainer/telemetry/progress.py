@@ -15,16 +15,14 @@ _STDERR = 2
 
 
 class Progress:
-    """A count in a file in ``folder``; None: nobody reads it. From now on this process prints the
+    """A count in a file in ``folder``. From now on this process prints the
     stacks of its threads on SIGQUIT, unless the script handles that.
 
     Raises :class:`InputError` if the file cannot be made.
     """
 
-    def __init__(self, folder: Path | None, rank: int, finished: int) -> None:
-        self._file, self._first = -1, finished
-        if folder is None:
-            return
+    def __init__(self, folder: Path, rank: int, finished: int) -> None:
+        self._first = finished
         path = folder / progress_file(rank)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -38,8 +36,7 @@ class Progress:
             faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True)
 
     def finished(self, iterations: int) -> None:
-        if self._file >= 0:
-            os.pwrite(self._file, progress_bytes(iterations, self._first), 0)
+        os.pwrite(self._file, progress_bytes(iterations, self._first), 0)
 
     def close(self) -> None:
         """The count stays as it is. Idempotent."""

@@ -111,8 +111,10 @@ class Reporter:
         load: SenderLoad | None = None,
     ) -> None:
         self._coordinate, self._control, self._ends = coordinate, control, ends
-        # Under torchrun alone, with no metrics either: to make reports would only take time.
-        self._nobody_listens = type(control) is NoControl
+        # Not under torchrun alone, with no metrics either: to make reports would only take time.
+        self.listened_to = type(control) is not NoControl
+        for end in ends:
+            end.recorder.paused = not self.listened_to
         self._monitor = RankMonitor(coordinate.mesh, coordinate.rank)
         self._connections = 0
         self._left_over: list[LinkSample] = []
@@ -144,7 +146,7 @@ class Reporter:
 
     def between_ops(self) -> None:
         """Judge new link samples, at most every :data:`PUBLISH_SECONDS`."""
-        if not self._nobody_listens and monotonic() - self._published_at >= PUBLISH_SECONDS:
+        if self.listened_to and monotonic() - self._published_at >= PUBLISH_SECONDS:
             self.publish()
 
     def wants_ops(self, iteration: int) -> bool:
@@ -163,12 +165,10 @@ class Reporter:
         lost_checkpoint: bool = False,
     ) -> None:
         """Judge all link samples so far, and publish what has changed."""
+        if not self.listened_to:
+            return
         now = self._published_at = monotonic()
         windows, self._left_over = self._left_over, []
-        if self._nobody_listens:
-            for end in self._ends:
-                end.recorder.drain()
-            return
         waited = self._run_queue.waited()
         for end in self._ends:
             if not end.recorder:

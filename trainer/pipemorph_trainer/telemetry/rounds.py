@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.wire import IterationSample
-from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.executor.device_times import TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.topology.world import World
@@ -136,7 +136,7 @@ class Rounds:
         """Begin to reduce an iteration over the column."""
         found = self._open.get(iteration)
         if found is not None and found.mine is not None and found.column is None:
-            found.column = Reduction(found.mine, self._world.group(("pp",)))
+            found.column = Reduction(found.mine, self._world.column)
 
     def _share(self, iteration: int) -> None:
         """Wait for a column's summary, and begin to reduce it over the columns. In order of
@@ -255,5 +255,7 @@ class IterationReports:
             self._tell(sample)
 
     def _tell(self, sample: IterationSample) -> None:
-        self._reporter.publish(finished=sample)
-        self._listeners.finished(sample)
+        if self._reporter.listened_to:
+            self._reporter.publish(finished=sample)
+        if self._listeners.any:
+            self._listeners.finished(sample)

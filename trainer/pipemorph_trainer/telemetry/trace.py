@@ -39,14 +39,14 @@ log = logging.getLogger("pipemorph.trainer")
 
 
 class TraceWriter:
-    """Writes the traces of one stage. Does nothing without a folder.
+    """Writes the traces of one stage to a folder.
 
     ``limit``: largest size of the trace of ops in bytes.
     """
 
     def __init__(
         self,
-        folder: Path | None,
+        folder: Path,
         coordinate: Coordinate,
         *,
         emulated: bool,
@@ -60,10 +60,9 @@ class TraceWriter:
         self._whose = f"rank{coordinate.rank}"
         if coordinate.stage != coordinate.mesh.coordinate(coordinate.rank).stage:
             self._whose += f"-stage{coordinate.stage}"
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._path = folder / f"ops-{self._whose}.jsonl"
-            self._open(self._path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"ops-{self._whose}.jsonl"
+        self._open(self._path)
 
     def _open(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -156,7 +155,7 @@ class TraceWriter:
 
     def close(self, faults: Sequence[dict[str, Any]], iterations: int = 0) -> None:
         """Write the effects of the fault trace and the number of iterations. Idempotent."""
-        if self._folder is None or self._closed:
+        if self._closed:
             return
         self._closed = True
         if self._file is not None:
@@ -167,8 +166,6 @@ class TraceWriter:
         self._write("faults", record, "the fault trace")
 
     def _write(self, kind: str, record: dict[str, Any], what: str) -> None:
-        if self._folder is None:
-            return
         whose = {
             "rank": self._coordinate.rank,
             "stage": self._coordinate.stage,

@@ -27,9 +27,10 @@ ever. There the collectives of :class:`Hierarchy` go round one ring."""
 @dataclass(eq=False)
 class World:
     """The groups of a job. ``control``: all ranks, at the start, at checkpoints and after failures;
-    ``everyone``: the same, for the small collectives of every iteration. ``columns``: the first
-    stages of all pipelines; None on other stages, and for one pipeline. ``together``: those of them
-    whose pipelines must run one plan; None if each may differ.
+    ``everyone``: the same, for the small collectives of every iteration. ``column``: the ranks of
+    this pipeline; None if it has one. ``columns``: the first stages of all pipelines; None on other
+    stages, and for one pipeline. ``together``: those of them whose pipelines must run one plan;
+    None if each may differ.
 
     No group is shared with the user, so that neither delays or reorders the other's collectives:
     ``owns_mesh`` says whether the groups of ``mesh`` are the pipeline's.
@@ -41,6 +42,8 @@ class World:
     control: dist.ProcessGroup
     secret: bytes
     owns_mesh: bool = True
+    everyone: Hierarchy = field(init=False)
+    column: dist.ProcessGroup | None = field(default=None, init=False)
     columns: dist.ProcessGroup | None = field(default=None, init=False)
     together: dist.ProcessGroup | None = field(default=None, init=False)
     _made: dict[tuple[Dimension, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -65,11 +68,6 @@ class World:
         for names in dict.fromkeys(map(self._several, wanted)):
             if names and names not in self._made:
                 self._made[names] = self._make(names)
-
-    @property
-    def everyone(self) -> Hierarchy:
-        """All ranks. :meth:`make_hierarchies` has made it."""
-        return self._hierarchies[self._several(DIMENSIONS)]
 
     def hierarchy(self, names: Iterable[Dimension]) -> Hierarchy | None:
         """As :meth:`group`, for small collectives in every iteration. :meth:`make_hierarchies` has
@@ -102,6 +100,7 @@ class World:
                     for number, each in enumerate(rounds)
                 ]  # fmt: skip
             self._hierarchies[names] = Hierarchy(found)
+        self.everyone = self._hierarchies[self._several(DIMENSIONS)]
 
     def _several(self, names: Iterable[Dimension]) -> tuple[Dimension, ...]:
         """Those of ``names`` with more than one rank, in the order of the dimensions."""
@@ -128,7 +127,9 @@ class World:
         )
 
     def connect_first_stages(self) -> None:
-        """Make :attr:`columns` and :attr:`together`. Collective over all ranks."""
+        """Make :attr:`columns` and :attr:`together`, and set :attr:`column`, which
+        :meth:`make_groups` has made. Collective over all ranks."""
+        self.column = self.group(("pp",))
         shape = self.coordinate.mesh
         of_columns = [shape.rank(0, column) for column in range(shape.columns)]
         found = [of_columns] if len(of_columns) > 1 else []
@@ -165,5 +166,5 @@ class World:
             # The last references: dropping them waits for gloo's threads.
             self._made.clear()
             self._hierarchies.clear()
-            self.columns = self.together = None
-            del self.mesh, self.control
+            self.column = self.columns = self.together = None
+            del self.mesh, self.control, self.everyone

@@ -56,6 +56,8 @@ class Listeners:
         self, listeners: Sequence[OnIteration], *, version: int = 0, total: int | None = None
     ) -> None:
         self._listeners, self._version, self._total = tuple(listeners), version, total
+        self.any = bool(listeners)
+        """Whether there are some."""
         self._plans: dict[int, RankPlan] = {}
         """Newer ones that have come, by version."""
         self._waiting: queue.SimpleQueue[FinishedIteration | None] = queue.SimpleQueue()

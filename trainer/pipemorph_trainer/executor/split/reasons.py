@@ -7,8 +7,8 @@ from torch import nn
 
 from pipemorph_trainer.executor.split.calls import taken
 from pipemorph_trainer.executor.split.compiled.backends import whole_why
+from pipemorph_trainer.executor.split.flight import Deferring
 from pipemorph_trainer.executor.split.report import Mode, SplitReport
-from pipemorph_trainer.executor.split.splitters import Deferring
 from pipemorph_trainer.executor.torch_private import compiled, missing
 
 _BARE = frozenset(("Mm", "Bmm", "Mv", "Dot", "T", "Transpose", "Permute", "Unsqueeze", "Expand"))
@@ -42,10 +42,10 @@ def report_of(stage: nn.Module, mode: Mode, splitter: Deferring | None) -> Split
 
 def _notes(mode: Mode, splitter: Deferring) -> list[str]:
     notes = [f"{each}; its weight gradients stay in B" for each in taken()]
-    if splitter.tolerance:
+    if splitter.sink.tolerance:
         notes.append(
             "compiled code rounds elsewhere when it is cut: its gradients may differ by"
-            f" {splitter.tolerance:g} of their largest element"
+            f" {splitter.sink.tolerance:g} of their largest element"
         )
     if mode == "verify":
         different = list(splitter.sink.different.values())

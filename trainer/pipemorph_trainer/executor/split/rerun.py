@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipemorph_trainer.errors import SplitError
-from pipemorph_trainer.executor.split.flight import Flight, StageCall
-from pipemorph_trainer.executor.split.splitters import Splitter
+from pipemorph_trainer.executor.split.flight import Flight, Splitter, StageCall
 from pipemorph_trainer.executor.torch_private import version
 
 _Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]

@@ -12,15 +12,22 @@ from torch import Tensor, nn
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import calls
 from pipemorph_trainer.executor.split.compiled.backends import rounds_if_cut
-from pipemorph_trainer.executor.split.flight import Flight, Grads, LossFn, StageCall
+from pipemorph_trainer.executor.split.flight import (
+    Deferring,
+    Flight,
+    Grads,
+    LossFn,
+    Splitter,
+    StageCall,
+)
 from pipemorph_trainer.executor.split.measured import Measurements
 from pipemorph_trainer.executor.split.reasons import report_of
 from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
 from pipemorph_trainer.executor.split.rerun import Kept, Rerun, digest
-from pipemorph_trainer.executor.split.splitters import Deferring, Splitter
-from pipemorph_trainer.executor.stages.sharded import Sharded, place_gradients
+from pipemorph_trainer.executor.stages.sharded import Sharded, is_sharded, place_gradients
 from pipemorph_trainer.executor.stages.structure import Structure
 from pipemorph_trainer.executor.torch_private import compiled, missing
+from pipemorph_trainer.topology.placement import is_dtensor
 
 if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
@@ -75,7 +82,8 @@ class StageRunner:
             loss_fn=loss_fn,
             divisor=microbatches,
         )
-        self._sharded = Sharded(module)
+        self._sharded = Sharded(module) if is_sharded(module) else None
+        self._distributed = any(map(is_dtensor, module.parameters()))
         self._plain = Splitter()
         self._deferring: Deferring | None = None
         if mode != "fused" and not missing():
@@ -93,7 +101,7 @@ class StageRunner:
         """Microbatches whose backward is whole."""
         self.measures = False
         """Whether backwards of this iteration are run for their time, whatever the plan."""
-        self._began = False
+        self._began, self._measuring = False, True
         self._parameters = list(module.parameters())
         self._rerun: Rerun | None = None
         self._kept: dict[int, Kept] = {}
@@ -151,7 +159,8 @@ class StageRunner:
         self._call.divisor = self.microbatches if divisor is None else divisor
         if self._store is not None:
             self._store.reclaim()
-        self._sharded.gather()
+        if self._sharded is not None:
+            self._sharded.gather()
         self._whole, self.measures = fused, False
         if self._deferring is None:
             return
@@ -160,8 +169,11 @@ class StageRunner:
             self._may_round = False
         if self.mode == "verify":
             self._whole = frozenset()
-        elif (measured := self.measured.whole(self.microbatches)) is not None:
-            self._whole, self.measures = measured, True
+        elif self._measuring:
+            measured = self.measured.whole(self.microbatches)
+            self._measuring = measured is not None
+            if measured is not None:
+                self._whole, self.measures = measured, True
         if not self._began:
             # FSDP2's parameters are others once they are gathered, and hooks may be new.
             self._deferring.sink.own_all()
@@ -170,14 +182,16 @@ class StageRunner:
 
     def end_iteration(self) -> None:
         """End an iteration: reduce the gradients of a distributed stage, if there are any."""
-        self._sharded.reduce()
-        place_gradients(self.module)
+        if self._sharded is not None:
+            self._sharded.reduce()
+        if self._distributed:
+            place_gradients(self.module)
 
     def _splits(self, microbatch: int) -> Splitter:
         if self._deferring is None:
             return self._plain
         # Compiled code that is cut may round elsewhere: the same plan or not, the bits stay.
-        rounds = self._may_round or self._deferring.tolerance
+        rounds = self._may_round or self._deferring.sink.tolerance
         whole = microbatch in self._whole and not rounds
         return self._plain if whole else self._deferring
 
@@ -336,11 +350,11 @@ class StageRunner:
 
     def _run_weights(self, flight: Flight) -> None:
         if self._deferring is not None and flight.work:
-            gathers = self._sharded.frees and any(item.uses_values for item in flight.work)
-            with (
-                self._sharded.gathered_for_weights() if gathers else nullcontext(),
-                self._time("W"),
-            ):
+            gathered: AbstractContextManager[None] = nullcontext()
+            frees = self._sharded is not None and self._sharded.frees
+            if self._sharded is not None and frees and any(w.uses_values for w in flight.work):
+                gathered = self._sharded.gathered_for_weights()
+            with gathered, self._time("W"):
                 self._deferring.backward_weight(flight)
 
     def _time(self, kind: str) -> AbstractContextManager[None]:

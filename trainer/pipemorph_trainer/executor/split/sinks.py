@@ -135,7 +135,8 @@ class Sink:
         self.whole: dict[str, str] = {}
         """Parameters whose gradients B has computed, by name, each with the reason."""
         self.tolerance = 0.0
-        """See :attr:`Splitter.tolerance`; of the code that has run."""
+        """How much gradients may differ from those of an unsplit backward, relative to the largest
+        element: 0 unless compiled code that was cut has run, which may round elsewhere."""
         self.compared = 0
         """Gradients compared, and below the first difference of each parameter."""
         self.different: dict[str, str] = {}

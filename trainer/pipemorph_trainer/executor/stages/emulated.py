@@ -24,9 +24,9 @@ from torch import Tensor
 from pipemorph.api.spec import JobSpec
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.executor.grad_form import written
 from pipemorph_trainer.executor.stages.interface import Grads, Split
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
-from pipemorph_trainer.executor.stages.written import written
 
 GRADIENT_PARTS = 8
 """Buckets of gradients of an emulated stage."""

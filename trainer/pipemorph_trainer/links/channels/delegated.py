@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pipemorph.discovery import host
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.channels.arrival import PeerClock, record_arrival
 from pipemorph_trainer.links.message import (
     NOTHING,
     Batch,
@@ -33,7 +32,7 @@ from pipemorph_trainer.links.message import (
     pack_note,
     presence,
 )
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock, record_arrival
 
 if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine
@@ -221,7 +220,7 @@ class DelegatedOutgoing:
         direction: Direction,
         hold: Hold,
         queues: int,
-        on_block: Callable[[int, int], None],
+        on_block: Callable[[str, int], None],
         on_unblock: Callable[[], None],
     ) -> None:
         self.link, self.direction = link, direction
@@ -295,7 +294,7 @@ class DelegatedOutgoing:
                 if not deadline:
                     deadline = time.monotonic() + GRANT_SECONDS
                     assert self._batch is not None
-                    self._on_block(self._batch.step, key[2])
+                    self._on_block(f"iteration {self._batch.step}", key[2])
                 if not self.link.alive or time.monotonic() > deadline:
                     raise PipelineError(str(error)) from error
                 time.sleep(0.0005)

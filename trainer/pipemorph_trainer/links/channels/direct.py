@@ -36,7 +36,6 @@ from torch import Tensor
 
 from pipemorph.planning.ir import Route
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
-from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, record_arrival
 from pipemorph_trainer.links.channels.departures import Departures
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
@@ -54,7 +53,7 @@ from pipemorph_trainer.links.message import (
 )
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.recorder import LinkRecorder, OpClock, PeerClock, record_arrival
 from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.topology.accelerator import Accelerator, Event, Stream
 from pipemorph_trainer.topology.device_time import DeviceTime, Moment
@@ -460,7 +459,7 @@ class DirectOutgoing:
         direction: Direction,
         socket: PeerSocket,
         hold: Hold | None,
-        on_block: Callable[[int, int], None],
+        on_block: Callable[[str, int], None],
         on_unblock: Callable[[], None],
         deadline: float,
         device: torch.device,
@@ -562,7 +561,7 @@ class DirectOutgoing:
     def _finish_oldest(self) -> None:
         """Wait for the oldest send, at most until the deadline."""
         sent = self._outstanding[0]
-        self._on_block(sent.step, sent.microbatch)
+        self._on_block(f"iteration {sent.step}", sent.microbatch)
         began = time.monotonic()
         try:
             if self._asks:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.channels.arrival import record_arrival
 from pipemorph_trainer.links.channels.copy_stream import CopyStream
 from pipemorph_trainer.links.channels.delegated import (
     GRANT_SECONDS,
@@ -37,6 +36,7 @@ from pipemorph_trainer.links.channels.delegated import (
     key_of,
 )
 from pipemorph_trainer.links.message import NOTHING, Batch, Note, TensorMeta, presence
+from pipemorph_trainer.links.recorder import record_arrival
 from pipemorph_trainer.topology.accelerator import Accelerator, Event, Stream
 
 if TYPE_CHECKING:
