@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from float32_gradients import in_float32
 from gate import same_bits
+from split_support import Experts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,11 +47,14 @@ def deferred(
     module: nn.Module, inputs: Sequence[Tensor], grad: Tensor, *, verify: bool = False
 ) -> tuple[Tensor, Sink]:
     """Run F, B and W of a module, of which every trained parameter has to wait for W."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    before = [None if p.grad is None else p.grad.clone() for p in trained]
     with catching(module, verify=verify) as sink:
         out = module(*inputs)
         work = backward(sink, out, grad)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    assert all(p.grad is None for p in trained), sink.whole | sink.excluded()
+    for parameter, old in zip(trained, before, strict=True):
+        assert (old is None) == (parameter.grad is None), sink.whole | sink.excluded()
+        assert old is None or torch.equal(old, parameter.grad)
     assert {id(p) for item in work for p in item.parameters} == {id(p) for p in trained}
     run_weight_work(work)
     return out, sink
@@ -217,6 +222,36 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.linear(x, weight)
 
 
+def expert_by_expert(x: Tensor, weight: Tensor) -> Tensor:
+    parts = (x[:2], weight[1]), (x, weight[0]), (x[1:], weight[1])
+    return torch.cat([nn.functional.linear(*each) for each in parts])
+
+
+def batched(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.bmm(x, weight.transpose(1, 2))
+
+
+def einsum(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("ecd,efd->ecf", x, weight)
+
+
+def einsum_straight(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("e c d, e d f -> e c f", x, weight)
+
+
+def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    ends = torch.tensor([8, 8, 24], dtype=torch.int32)
+    return torch._grouped_mm(x, weight, offs=ends)
+
+
+def grouped_across(x: Tensor, weight: Tensor) -> Tensor:
+    return grouped(x, weight.transpose(-2, -1))
+
+
+def straight(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.bmm(x, weight)
+
+
 OPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "Conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), lambda: image(2, 4, 9)),
     "Conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, dilation=2), lambda: image(2, 4, 9, 8)),
@@ -242,8 +277,20 @@ OPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "addmm": (lambda: Bare(addmm, (8, 6), (6,)), lambda: image(5, 8)),
     "addmm by columns": (lambda: Bare(addmm, (8, 6), (6,)), lambda: image(8, 5).t()),
     "F.linear": (lambda: Bare(linear, (6, 8)), lambda: image(2, 5, 8)),
+    "an expert": (lambda: Bare(expert_by_expert, (3, 6, 8)), lambda: image(5, 8)),
+    "bmm": (lambda: Bare(straight, (3, 8, 6)), lambda: image(3, 5, 8)),
+    "bmm of the transposed": (lambda: Bare(batched, (3, 6, 8)), lambda: image(3, 5, 8)),
     "frozen weight": (lambda: frozen(nn.Linear(8, 6)), lambda: image(5, 8)),
 }  # fmt: skip
+
+
+EXPERTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "einsum": (lambda: Bare(einsum, (3, 6, 8)), lambda: image(3, 5, 8)),
+    "einsum by rows": (lambda: Bare(einsum_straight, (3, 8, 6)), lambda: image(3, 5, 8)),
+    "grouped": (lambda: Bare(grouped, (3, 16, 8)), lambda: image(24, 16)),
+    "grouped, across": (lambda: Bare(grouped_across, (3, 8, 16)), lambda: image(24, 16)),
+}
+"""In B under autocast."""
 
 
 def frozen(linear: nn.Linear) -> nn.Linear:
@@ -251,10 +298,12 @@ def frozen(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [(name, on) for name in [*OPS, *EXPERTS] for on in (False, True) if name in OPS or not on],
+)
 def test_every_function_that_waits_gives_autograds_bits(name: str, autocast: bool) -> None:
-    make, given = OPS[name]
+    make, given = (OPS | EXPERTS)[name]
     torch.manual_seed(3)
     module, x = make(), given()
     floats = x.is_floating_point()
@@ -277,6 +326,65 @@ def test_every_function_that_waits_gives_autograds_bits(name: str, autocast: boo
         if a is not None and b is not None:
             same_bits(a, b)
     assert sink.compared and not sink.different
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("used", [1, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_experts_add_up_as_autograds(dtype: torch.dtype, used: int, autocast: bool) -> None:
+    """Also where ``.grad`` has values, and for the experts of no token."""
+    torch.manual_seed(3)
+    module = Experts(dtype)
+    module.used = used
+    x, grad = torch.randn(9, 8, dtype=dtype), torch.randn(9, 8, dtype=dtype)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [copy.deepcopy(p.grad) for p in module.parameters()]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype is torch.float32):
+        module(x).backward(grad)
+        want = [p.grad for p in module.parameters()]
+        for parameter, old in zip(module.parameters(), before, strict=True):
+            parameter.grad = old
+        _, sink = deferred(module, [x], grad, verify=True)
+    for a, parameter in zip(want, module.parameters(), strict=True):
+        assert a is not None and parameter.grad is not None
+        same_bits(a, parameter.grad)
+    assert sink.compared and not sink.different and not sink.excluded()
+
+
+def of_hooked_part(x: Tensor, weight: Tensor) -> Tensor:
+    part = weight[1]
+    part.register_hook(lambda grad: 2 * grad)
+    return nn.functional.linear(x, part)
+
+
+def of_kept_part(x: Tensor, weight: Tensor) -> Tensor:
+    part = weight[1]
+    part.retain_grad()
+    return nn.functional.linear(x, part) * (1 if part.grad is None else 2)
+
+
+def of_part_of_part(x: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight[1][:4])
+
+
+def of_part_and_beside(x: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight[1]) + weight.sum()
+
+
+@pytest.mark.parametrize("use", [of_hooked_part, of_kept_part, of_part_of_part, of_part_and_beside])
+def test_a_part_that_is_more_than_an_expert_stays_in_b(use: Callable[..., Tensor]) -> None:
+    torch.manual_seed(3)
+    module, x = Bare(use, (3, 6, 8)), torch.randn(5, 8)
+    out = module(x)
+    grad = torch.randn(out.shape)
+    out.backward(grad)
+    (parameter,) = module.parameters()
+    want, parameter.grad = parameter.grad, None
+    with catching(module) as sink:
+        run_weight_work(backward(sink, module(x), grad))
+    assert want is not None and parameter.grad is not None
+    same_bits(want, parameter.grad)
 
 
 def test_attention_defers_its_projections() -> None:

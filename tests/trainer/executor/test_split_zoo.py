@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from split_support import Job, assert_equal, sequential, split
+from split_support import Experts, Job, assert_equal, sequential, split
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -416,6 +416,17 @@ ZOO = {
     "input not contiguous": lambda: Beast(
         job(Lambda(lambda m, x: m.a(x.transpose(0, 1)) + 1, a=linear())), 1
     ),
+    "experts": lambda: Beast(job(Lambda(_routed, gate=linear(), experts=Experts())), 1),
+    "experts of a checkpoint": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: checkpoint(_routed, m, x, use_reentrant=False),
+                gate=linear(),
+                experts=Experts(),
+            )
+        ),
+        1,
+    ),
     "one row": lambda: Beast(
         job(linear(), lambda k: (torch.randn(WIDTH, generator=torch.Generator().manual_seed(k)),)),
         1,
@@ -431,6 +442,10 @@ ZOO = {
         job(nn.Sequential(_Scaled(WIDTH, WIDTH), linear())), 1
     ),
 }
+
+
+def _routed(m: nn.Module, x: Tensor) -> Tensor:
+    return (m.experts(x.flatten(0, 1)) * m.gate(x.flatten(0, 1)).sigmoid()).view_as(x)
 
 
 def _tied_linears() -> nn.Module:

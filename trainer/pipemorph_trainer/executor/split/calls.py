@@ -12,6 +12,7 @@ other uses, and whether the gradient goes to ``.grad`` at all.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,10 +28,16 @@ from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import sinks
 from pipemorph_trainer.executor.split.products import (
     Addmm,
+    Batched,
     Convolution,
     Embedding,
+    Grad,
+    Grouped,
     Linear,
+    OfPart,
     Operands,
+    Part,
+    PartGrad,
     Product,
 )
 from pipemorph_trainer.executor.split.sinks import Owned, Work
@@ -40,6 +47,7 @@ from pipemorph_trainer.executor.torch_private import (
     function_modes,
     ordinary_call,
     saving_hooks,
+    tensor_hooked,
     tracing,
     transforms_active,
     versions,
@@ -90,7 +98,7 @@ class ProductWork(Work):
                 " output, was written in place between B and W"
             )
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> Sequence[Grad]:
         return self._product.weight_grads(self.operands, self._weight, self._bias, self._needed)
 
 
@@ -113,6 +121,7 @@ class Call(torch.autograd.Function):
         operands: list[Tensor | None] | None,
     ) -> Tensor:
         ctx.product, ctx.own, ctx.cast = product, (weight, bias), cast
+        weight = product.of(weight)
         if cast:
             # Cast here and not by autocast, whose cache could return a cast without gradients to
             # calls that need them.
@@ -145,7 +154,7 @@ class Call(torch.autograd.Function):
         owners = waiting(uses)
         if owners is None:
             grads = product.weight_grads(operands, own, bias, needed)
-            late = [g.to(p.dtype) for (_, p), g in zip(uses, grads, strict=True)]
+            late = [_dense(p, g).to(p.dtype) for (_, p), g in zip(uses, grads, strict=True)]
             first = late[0] if needed[0] else None
             return grad_x, first, late[-1] if needed[1] else None, None, None, None
         sink = owners[0].sink
@@ -153,10 +162,15 @@ class Call(torch.autograd.Function):
         sink.add(work)
         if sink.verify:
             dtype = x.dtype if ctx.cast else own.dtype
-            used = x, own.to(dtype), None if bias is None else bias.to(dtype)
-            got = [grad_x] * need_x + work.gradients()
+            used = x, product.of(own).to(dtype), None if bias is None else bias.to(dtype)
+            got = [grad_x] * need_x
+            got += [g.grad if isinstance(g, PartGrad) else g for g in work.gradients()]
             compare(sink, owners[0].name, product.run, used, (need_x, *needed), grad, got)
         return grad_x, None, None, None, None, None
+
+
+def _dense(parameter: Tensor, grad: Grad) -> Tensor:
+    return grad.whole(parameter) if isinstance(grad, PartGrad) else grad
 
 
 class _Output(torch.autograd.Function):
@@ -226,7 +240,8 @@ def _again(ctx: Any, x: Tensor, grad: Tensor) -> list[Tensor | None]:
     for parameter in (own, bias):
         exclude(parameter, SECOND_ORDER)
     needed = ctx.needs_input_grad[:3]
-    out = ctx.product.run(x, own.to(dtype), None if bias is None else bias.to(dtype))
+    weight = ctx.product.of(own).to(dtype)
+    out = ctx.product.run(x, weight, None if bias is None else bias.to(dtype))
     wanted = [each for each, need in zip((x, own, bias), needed, strict=True) if need]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]
@@ -339,10 +354,32 @@ def _known(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )  # fmt: skip
 
 
+_VIEWS = frozenset(("SelectBackward0", "TransposeBackward0", "PermuteBackward0", "TBackward0"))
+
+
+def _of(weight: Any, product: Product) -> tuple[Any, Product]:
+    """The parameter whose gradient may wait, and the product with it: of a weight that one op shows
+    of a parameter, such as ``P[e]``, that parameter. Else both as they are."""
+    base = weight._base if isinstance(weight, Tensor) and weight.grad_fn is not None else None
+    if base is None or type(base) is not nn.Parameter or not base.is_contiguous():
+        return weight, product
+    shown = type(weight.grad_fn).__name__ in _VIEWS and weight.dtype is base.dtype
+    if not shown or weight.grad_fn.next_functions[0][0].variable is not base:
+        return weight, product
+    if tensor_hooked(weight) or weight.retains_grad:
+        return weight, product
+    offset = weight.storage_offset() - base.storage_offset()
+    return base, OfPart(product, Part(weight.size(), weight.stride(), offset))
+
+
 _linear: Callable[..., Tensor] = torch._C._nn.linear
 _addmm: Callable[..., Tensor] = _torchs.addmm
 _embedding: Callable[..., Tensor] = _torchs.embedding
+_bmm: Callable[..., Tensor] = _torchs.bmm
+_einsum: Callable[..., Tensor] = torch.functional.einsum
+_grouped: Callable[..., Tensor] = getattr(_torchs, "_grouped_mm", _bmm)
 _LINEAR, _ADDMM = Linear(_linear), Addmm(lambda x, weight, bias: _addmm(bias, x, weight))
+_BMM = Batched(lambda x, weight, bias: _bmm(x, weight))
 
 
 def _linear_call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -352,8 +389,11 @@ def _linear_call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         usual = lambda: (  # noqa: E731
             _of_rows(weight, bias, 0) and input.dim() > 0 and not _cached(input, weight)
         )
-        if not _admits(input, weight, bias, usual):
+        whole, product = _of(weight, _LINEAR)
+        if not _admits(input, whole, bias, usual):
             return _linear(input, weight, bias)
+        if whole is not weight:
+            return _apply(input, whole, bias, product)
         known = sinks.known.get(id(weight))
         plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
         if known is not None and plain:
@@ -376,6 +416,61 @@ def _addmm_call(*args: Any, **kwargs: Any) -> Tensor:
     if not _admits(x, weight, bias, usual):
         return _addmm(*args, **kwargs)
     return _apply(x, weight, bias, _ADDMM)
+
+
+def _bmm_call(*args: Any, **kwargs: Any) -> Tensor:
+    if torch.compiler.is_compiling() or not sinks.catching or len(args) != 2 or kwargs:
+        return _bmm(*args, **kwargs)
+    found = _batched(*args, _BMM)
+    return _bmm(*args) if found is None else found
+
+
+def _batched(x: Tensor, weight: Tensor, product: Product, *, casts: bool = True) -> Tensor | None:
+    """A product per expert, if its weight gradient may wait. ``casts``: autocast knows it."""
+    whole, product = _of(weight, product)
+    usual = lambda: (  # noqa: E731
+        x.dim() == weight.dim() == 3 and not is_dtensor(whole) and not _cached(x, whole)
+        and (casts or not torch.is_autocast_enabled(whole.device.type))
+    )  # fmt: skip
+    return _apply(x, whole, None, product) if _admits(x, whole, None, usual) else None
+
+
+_EXPERTS = re.compile(r"(\w)(\w)(\w),\1(?:\3(\w)|(\w)\3)->\1\2(?:\4|\5)")
+"""Equations of a product per expert: ``ecd,edf->ecf``, ``ecd,efd->ecf``."""
+
+
+def _einsum_call(*args: Any) -> Tensor:
+    if torch.compiler.is_compiling() or not sinks.catching or len(args) != 3:
+        return _einsum(*args)
+    equation, x, weight = args
+    letters = _EXPERTS.fullmatch(equation.replace(" ", "")) if isinstance(equation, str) else None
+    usual = letters and all(
+        isinstance(each, Tensor) and each.dim() == 3 and min(each.shape) > 1 for each in args[1:]
+    )
+    if not letters or not usual or len({*filter(None, letters.groups())}) < 4:
+        return _einsum(*args)
+    across = letters[5] is not None
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _einsum(equation, x, weight.transpose(1, 2) if across else weight)
+
+    found = _batched(x, weight.transpose(1, 2) if across else weight, Batched(run), casts=False)
+    return _einsum(*args) if found is None else found
+
+
+def _grouped_call(*args: Any, **kwargs: Any) -> Tensor:
+    ends = kwargs.get("offs")
+    if torch.compiler.is_compiling() or not sinks.catching or len(args) != 2 or ends is None:
+        return _grouped(*args, **kwargs)
+    x, weight = args
+    whole, product = _of(weight, Grouped(_grouped, ends))
+    usual = lambda: (  # noqa: E731
+        kwargs.keys() == {"offs"} and x.dim() == 2 and weight.dim() == 3 and x.is_contiguous()
+        and not is_dtensor(whole) and not torch.is_autocast_enabled(whole.device.type)
+    )  # fmt: skip
+    if not _admits(x, whole, None, usual):
+        return _grouped(*args, **kwargs)
+    return _apply(x, whole, None, product)
 
 
 def _embedding_call(
@@ -547,6 +642,10 @@ def add(place: Any, name: str, original: Callable[..., Any], ours: Callable[...,
 add(functional, "linear", _linear, _linear_call)
 add(torch, "addmm", _addmm, _addmm_call)
 add(torch, "embedding", _embedding, _embedding_call)
+add(torch, "bmm", _bmm, _bmm_call)
+add(torch, "einsum", _einsum, _einsum_call)
+if hasattr(torch, "_grouped_mm"):
+    add(torch, "_grouped_mm", _grouped, _grouped_call)
 for _kind in ("conv", "conv_transpose"):
     for _name in (f"{_kind}1d", f"{_kind}2d", f"{_kind}3d"):
         add(functional, _name, *_convolution(_name))

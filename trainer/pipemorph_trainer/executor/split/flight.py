@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.grad_form import as_grad, grad_dtype, written
 from pipemorph_trainer.executor.split import calls, sinks
+from pipemorph_trainer.executor.split.products import PartGrad
 from pipemorph_trainer.executor.split.sinks import Sink, Work
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure, take_apart
 from pipemorph_trainer.executor.torch_private import version
@@ -403,14 +404,32 @@ def run_weight_work(work: list[Work]) -> None:
             for parameter, found in zip(item.parameters, item.gradients(), strict=True):
                 key = item.task, id(parameter)
                 left[key] -= 1
-                cast = found.dtype != parameter.dtype
-                grad = found if cast else found.to(grad_dtype(parameter))
                 partial = sums.pop(key, None)
-                total = grad if partial is None else partial + grad
+                if isinstance(found, PartGrad):
+                    total = _with_part(parameter, found, partial, alone=not left[key])
+                else:
+                    cast = found.dtype != parameter.dtype
+                    grad = found if cast else found.to(grad_dtype(parameter))
+                    total = grad if partial is None else partial + grad
                 if left[key]:
                     sums[key] = total
                 else:
                     accumulate(parameter, total)
+
+
+def _with_part(
+    parameter: nn.Parameter, found: PartGrad, partial: Tensor | None, *, alone: bool
+) -> Tensor:
+    """A sum of gradients with that of a part: to the bit as with its whole gradient, whose zeros
+    make a -0 a +0, but without a pass over the whole parameter for each part. ``alone``: there is
+    no other gradient if there is no sum so far."""
+    if partial is None:
+        total = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
+        part = found.part.of(total)
+        (part.copy_ if alone else part.add_)(found.grad)
+        return total
+    found.part.of(partial).add_(found.grad)
+    return partial
 
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:

@@ -10,12 +10,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Operands = tuple[Tensor, ...]
+
+
+class Part(NamedTuple):
+    """A part of a parameter that one view shows, such as an expert of ``P[e]``: its sizes, strides
+    and offset in the parameter's memory."""
+
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+class PartGrad(NamedTuple):
+    """The gradient of a part; that of the rest of the parameter is 0."""
+
+    grad: Tensor
+    part: Part
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The gradient of the parameter."""
+        found = torch.zeros_like(parameter)
+        self.part.of(found).copy_(self.grad)
+        return found
+
+
+Grad = Tensor | PartGrad
 
 
 class Product(ABC):
@@ -24,8 +52,12 @@ class Product(ABC):
     ``run(x, weight, bias)``: the original function.
     """
 
-    uses_values: ClassVar[bool] = False
+    uses_values = False
     """Whether W needs the weight in memory."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The weight: the parameter, or the part that is used."""
+        return parameter
 
     def __init__(self, run: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
         self.run = run
@@ -41,7 +73,7 @@ class Product(ABC):
     @abstractmethod
     def weight_grads(
         self, operands: Operands, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
-    ) -> list[Tensor]:
+    ) -> Sequence[Grad]:
         """The gradients of weight and bias, if ``needed``."""
 
 
@@ -150,3 +182,64 @@ class Embedding(Product):
     ) -> list[Tensor]:
         x, grad = operands
         return [torch.ops.aten.embedding_backward(grad, x, weight.shape[0], *self._settings)]
+
+
+class Batched(Product):
+    """``torch.bmm``, as of the experts of one layer. Weight: (experts, in, out)."""
+
+    def input_grad(self, x: Tensor, operands: Operands, weight: Tensor) -> Tensor:
+        return operands[1].bmm(weight.transpose(1, 2))
+
+    def weight_grads(
+        self, operands: Operands, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> list[Tensor]:
+        x, grad = operands
+        return [x.transpose(1, 2).bmm(grad)]
+
+
+class Grouped(Product):
+    """``torch._grouped_mm``: rows up to ``ends[e]`` are expert *e*'s. Weight: (experts, in, out).
+    ``product``: torch's own."""
+
+    def __init__(self, product: Callable[..., Tensor], ends: Tensor) -> None:
+        super().__init__(lambda x, weight, _: product(x, weight, offs=ends))
+        self._product, self._ends = product, ends
+
+    def operands(self, x: Tensor, grad: Tensor) -> Operands:
+        return x, grad, self._ends
+
+    def input_grad(self, x: Tensor, operands: Operands, weight: Tensor) -> Tensor:
+        _, grad, ends = operands
+        return self._product(grad, weight.transpose(1, 2), offs=ends)
+
+    def weight_grads(
+        self, operands: Operands, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> list[Tensor]:
+        x, grad, ends = operands
+        if weight.stride(1) == 1:
+            return [self._product(grad.t(), x, offs=ends).transpose(1, 2)]
+        return [self._product(x.t(), grad, offs=ends)]
+
+
+class OfPart(Product):
+    """A product with a part of a parameter."""
+
+    def __init__(self, inner: Product, part: Part) -> None:
+        super().__init__(inner.run)
+        self._inner, self._part = inner, part
+        self.uses_values = inner.uses_values
+
+    def of(self, parameter: Tensor) -> Tensor:
+        return self._part.of(parameter)
+
+    def operands(self, x: Tensor, grad: Tensor) -> Operands:
+        return self._inner.operands(x, grad)
+
+    def input_grad(self, x: Tensor, operands: Operands, weight: Tensor) -> Tensor:
+        return self._inner.input_grad(x, operands, weight)
+
+    def weight_grads(
+        self, operands: Operands, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> list[Grad]:
+        found: list[Any] = [*self._inner.weight_grads(operands, self.of(weight), bias, needed)]
+        return [PartGrad(found[0], self._part), *found[1:]] if needed[0] else found

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipemorph_trainer.executor.split.products import Grad
 from pipemorph_trainer.executor.torch_private import (
     accumulator_held,
     graph_task,
@@ -117,7 +118,7 @@ class Work(ABC):
         """Raise :class:`SplitError` if a tensor was overwritten since B."""
 
     @abstractmethod
-    def gradients(self) -> Iterable[Tensor]:
+    def gradients(self) -> Iterable[Grad]:
         """Compute the gradient of each parameter. Called without grad mode."""
 
 
