@@ -436,6 +436,7 @@ class _Host:
             clock=now,
         )
         self.hangs.end()
+        self.run.began = self.hangs.first
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending
 
     def _all_done(self) -> Ending | None:

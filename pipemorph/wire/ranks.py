@@ -13,7 +13,7 @@ from pydantic import Field
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.wire.base import Count, PlanVersion, Seconds, WireModel
-from pipemorph.wire.messages import MOST_STAGES, ObserverSettings
+from pipemorph.wire.messages import MOST_ITERATIONS, MOST_STAGES, ObserverSettings
 from pipemorph.wire.ops import OpsTrace
 from pipemorph.wire.samples import (
     IterationSample,
@@ -23,7 +23,7 @@ from pipemorph.wire.samples import (
 )
 from pipemorph.wire.states import MOST_SLOW, LinkState, RouteTimes, StageState
 
-RANK_PROTOCOL = 2
+RANK_PROTOCOL = 3
 """Version of these messages. An agent refuses ranks of another version."""
 MOST_DIRECTIONS = 2 * MOST_STAGES
 """Most directions of links that one rank receives."""
@@ -47,7 +47,8 @@ class RankReport(WireModel):
     """Number of times that a link has become one of these; the agent answers with it."""
     stages: list[StageState] = Field(default_factory=list, max_length=MOST_STAGES)
     finished_iteration: IterationSample | None = None
-    """Set by rank 0 once per iteration. Its bubble fraction is over the op times of all stages."""
+    """Set by rank 0 once per iteration, and again if the agent may not have got it. Its bubble
+    fraction is over the op times of all stages."""
     reduction: ReductionSample | None = None
     """Of the newest iteration of which the times of all ranks of the group are known; sent by the
     first rank of the group."""
@@ -107,6 +108,8 @@ class RankAnswer(WireModel):
     """Least time between two reports that have nothing urgent."""
     slow: list[LinkState] = Field(default_factory=list, max_length=MOST_SLOW)
     """Directions that were slow when earlier ranks ended, for detectors that know nothing yet."""
+    reported: list[Count] = Field(default_factory=list, max_length=MOST_ITERATIONS)
+    """Iterations that the host has. Until then rank 0 holds them."""
 
 
 class ToRank(WireModel):

@@ -11,7 +11,7 @@ else goes with the next report, of which there is one a second, or fewer if the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import repeat
 
@@ -34,6 +34,7 @@ from pipemorph.wire import (
     LinkState,
     ObserverSettings,
 )
+from pipemorph.wire.messages import MOST_ITERATIONS
 from pipemorph.wire.ranks import RankAnswer, RankReport, State, receiver
 
 STATES: tuple[State, ...] = ("starting", "training", "finished", "failed")
@@ -79,6 +80,8 @@ class Observer:
         """By rank, the newest suspicion that it has reported."""
         self._restore: dict[int, list[LinkState]] = {}
         """By rank, directions that were slow, for its detectors."""
+        self._reported: list[int] = []
+        """Iterations that the host has, and rank 0 has not been told of."""
         self._to_answer: dict[int, bool] = {}
         """Ranks to be answered, and whether with everything."""
 
@@ -246,13 +249,28 @@ class Observer:
         for rank in [rank for rank in self._to_answer if rank in connected]:
             everything = self._to_answer.pop(rank)
             asked = self._suspicions.get(rank, 0)
-            if rows := self._restore.pop(rank, []):
-                found.append(([rank], self._answer(True, asked, rows)))
+            rows, reported = self._restore.pop(rank, []), []
+            if rank == 0:
+                reported, self._reported = (
+                    self._reported[:MOST_ITERATIONS], self._reported[MOST_ITERATIONS:],
+                )  # fmt: skip
+                if self._reported:
+                    self._to_answer[0] = False
+            if rows or reported:
+                found.append(
+                    ([rank], self._answer(everything or bool(rows), asked, rows, reported))
+                )
             else:
                 alike.setdefault((everything, asked), []).append(rank)
-        return found + [(ranks, self._answer(*each, [])) for each, ranks in alike.items()]
+        return found + [(ranks, self._answer(*each)) for each, ranks in alike.items()]
 
-    def _answer(self, everything: bool, answered: int, slow: list[LinkState]) -> RankAnswer:
+    def _answer(
+        self,
+        everything: bool,
+        answered: int,
+        slow: Sequence[LinkState] = (),
+        reported: Sequence[int] = (),
+    ) -> RankAnswer:
         return RankAnswer(
             settings=self._settings if everything else None,
             usual=self._usual[0] if everything else {},
@@ -260,7 +278,8 @@ class Observer:
             most_late=self._most_late,
             answered=answered,
             pause=self._rank_pause if everything else None,
-            slow=slow,
+            slow=[*slow],
+            reported=[*reported],
         )
 
     # --- reports --------------------------------------------------------------------------
@@ -319,6 +338,9 @@ class Observer:
         for row in answer.slow:
             self._remember(row)
         self._news.keep(report.iterations)
+        if report.iterations:
+            self._reported += [sample.index for sample in report.iterations]
+            self._to_answer.setdefault(0, False)
         self._fresh = False
 
     def repeat_states(self) -> None:

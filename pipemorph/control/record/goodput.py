@@ -38,9 +38,10 @@ class Useful:
                 if (assumed := self._assumed.pop(sample.index, None)) is not None:
                     self.seconds += sample.seconds * share - assumed
                 continue
-            if new > 1 and self.iterations:
-                # A job may begin with iterations that another one has finished: not these.
-                usual = self.seconds / self.iterations
+            if new > 1:
+                # A job may begin with iterations that another one has finished: these are not
+                # reported.
+                usual = self.seconds / self.iterations if self.iterations else 0.0
                 newest = range(self.iterations, sample.index)[-MOST_ASSUMED:]
                 self._assumed = dict.fromkeys(newest, usual)
                 self.seconds += usual * (new - 1)

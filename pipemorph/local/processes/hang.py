@@ -45,6 +45,8 @@ class HangWatch:
         self._policy, self._iterations, self._clock = policy, iterations, clock
         self.longest_start: float | None = None
         """Seconds from a start of the ranks to the end of their first iteration."""
+        self.first: int | None = None
+        """The iteration that the first ranks began with; None before they have begun."""
         self.finished = 0
         """The most iterations that any rank has finished in any life; 0 before one has finished one
         here. An iteration of a rank is finished once its ``step`` has returned."""
@@ -109,6 +111,8 @@ class HangWatch:
         before = zip(self._counts, self._firsts, strict=True)
         found = [_counts(file, *last) for file, last in zip(self._files, before, strict=True)]
         self.finished = max([self.finished, *(done for done, first in found if done > first)])
+        if self.first is None and any(done >= 0 for done, _ in found):
+            self.first = max(first for _, first in found)
         counts, self._firsts = [done for done, _ in found], [first for _, first in found]
         if counts == self._counts:
             return

@@ -74,7 +74,8 @@ class Journal:
                     # A report may bring several iterations, which followed each other.
                     later = sum(each.seconds for each in report.iterations[number:])
                     self._arrived.append((sample.index, now - later))
-                self._unseen.append(sample)
+                if self._iterations.get(sample.index) != sample:
+                    self._unseen.append(sample)
             self._add(report.iterations)
             self.useful.take(report.iterations)
             self.view = view

@@ -167,6 +167,8 @@ class RunRecord:
     slow: list[SlowTime] = field(default_factory=list)
     """When links were slow, whether that changed the plan or not."""
     recoveries: list[Recovery] = field(default_factory=list)
+    began: int | None = None
+    """The iteration that its first ranks began with; None: that of the first report."""
     useful: Useful = field(default_factory=Useful)
     relayouts: list[dict[str, Any]] = field(default_factory=list)
     """Changes of the ranks' places and layers, for the report."""
@@ -214,11 +216,16 @@ class RunRecord:
     def summary(self) -> str:
         """``completed: 40 of 40 iterations (resumed at 12), median 1.234 s, 2 adaptations``"""
         wanted = self.job.spec.trainer.iterations
-        first = self.iterations[0].index if self.iterations else 0
-        done = self.iterations[-1].index + 1 if self.iterations else 0
-        resumed = f" (resumed at {first})" if first else ""
-        if self.completed and not self.iterations:
-            done, resumed = wanted, " (none reported)"
+        began, last = self.began or 0, 0
+        if self.iterations:
+            last = self.iterations[-1].index + 1
+            began = self.iterations[0].index if self.began is None else self.began
+        done = wanted if self.completed else last
+        known = sum(each.index >= began for each in self.iterations)
+        notes = [f"resumed at {began}"] if began else []
+        if done > began + known:
+            notes += [f"{done - began - known} not reported" if known else "none reported"]
+        resumed = f" ({', '.join(notes)})" if notes else ""
         parts = [f"{done} of {wanted} iterations{resumed}"]
         if self.iterations:
             parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")

@@ -39,6 +39,13 @@ def test_ranks_that_go_on_report_what_others_had_finished_after_their_first() ->
     assert useful == Useful(4 * 2.0 + 30.0 + 2 * 1.0, 7)
 
 
+def test_the_first_ones_of_a_job_may_be_reported_after_a_recovery() -> None:
+    useful = Useful()
+    useful.take(samples(3))
+    useful.take(samples(0, 1, 2, 2))
+    assert useful == Useful(8.0, 4)
+
+
 def test_what_another_job_has_finished_does_not_count() -> None:
     useful = Useful()
     useful.take(samples(100, 101))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from observing import Agent, report
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
-from pipemorph.control.observe.observer import ATTENTIVE_ITERATIONS
+from pipemorph.control.observe.observer import ATTENTIVE_ITERATIONS, Observer
 from pipemorph.planning.ir import Route
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
@@ -23,6 +24,7 @@ from pipemorph.wire import (
     StageProfile,
     WireTime,
 )
+from pipemorph.wire.ranks import RankReport
 
 BASE, LATE = 0.0012345678901234, 0.03
 WINDOW = 0.05
@@ -339,3 +341,24 @@ def test_a_report_of_another_job_shape_changes_nothing() -> None:
         with pytest.raises(Exception, match=rf"{field}\[0\]\.(link|replica|stage): is"):
             job.controller.report(report(10_000, **{field: wrong}), job.now)
     assert job.controller.view(job.now) == before
+
+
+def test_rank_0_is_told_of_iterations_once_the_host_has_them() -> None:
+    made = Observer(MeshShape(2), job="job", namespace="default", attempt=0)
+    made.connect(0)
+    made.connect(1)
+    made.answers([0, 1])
+    for index in (7, 5, 6, 6):
+        sample = IterationSample(
+            index=index, seconds=1.0, plan_version=0, loss=2.0, bubble_fraction=0.0
+        )
+        made.hear(RankReport(rank=0, state="training", iteration=8, applied_plan_version=0,
+                             finished_iteration=sample), 1.0)  # fmt: skip
+    report = made.report(1, 1.0, 0)
+    assert [each.index for each in report.iterations] == [5, 6, 7]
+    assert made.answers([0, 1]) == []
+    made.delivered(report, DirectiveEnvelope())
+    assert made.answers([1]) == []
+    ((ranks, answer),) = made.answers([0, 1])
+    assert (ranks, answer.reported, answer.settings) == ([0], [5, 6, 7], None)
+    assert made.answers([0, 1]) == []

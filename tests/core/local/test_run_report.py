@@ -40,6 +40,11 @@ def test_the_summary_counts_iterations_of_earlier_runs() -> None:
     assert run.summary().startswith(f"interrupted: 6 of {wanted} iterations (resumed at 4), median")
     run.finish(Ending(End.INTERRUPTED), [sample(0), sample(1)], [])
     assert run.summary().startswith(f"interrupted: 2 of {wanted} iterations, median")
+    run.began = 0
+    run.finish(Ending(End.INTERRUPTED), [sample(3), sample(5)], [])
+    assert f"6 of {wanted} iterations (4 not reported), median" in run.summary()
+    run.began = 3
+    assert f"6 of {wanted} iterations (resumed at 3, 1 not reported), median" in run.summary()
 
 
 def test_values_of_variables_are_not_in_the_report(tmp_path: Path) -> None:

@@ -248,6 +248,8 @@ def test_reports_go_on_after_another_agent_has_taken_over(
 
     until(reported, "iteration 7")
     assert ingest.reports[before].iteration == 8
+    told = [index for answer in zero.answers() for index in answer.reported]
+    until(lambda: told.extend(i for a in zero.answers() for i in a.reported) or 7 in told, "7")
     numbers = [report.sequence for report in ingest.reports]
     assert numbers == sorted(set(numbers))
     assert until(one.newest_plan, "the directive").version == 3
@@ -287,7 +289,7 @@ def test_a_rank_of_another_version_is_refused_in_one_line(
     old = AgentClient(1, SECRET, agent.host, agent.port)
     until(lambda: not old.wait_until_ready(0.1) and old._failures, "the refusal")
     old.close()
-    said = "it speaks protocol 1, and this agent 2: run the same version of the trainer on all"
+    said = "it speaks protocol 1, and this agent 3: run the same version of the trainer on all"
     assert said in caplog.text
 
 

@@ -99,15 +99,20 @@ class Halves(torch.optim.AdamW):
 
 
 class Reports(NoControl):
-    """Writes the finished iterations that rank 0 publishes to a file."""
+    """Writes the finished iterations that rank 0 publishes to a file. ``deaf``: as an agent that
+    ends before it has told anybody."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, deaf: bool) -> None:
+        self._path, self._deaf = path, deaf
+
+    @property
+    def acknowledges(self) -> bool:
+        return self._deaf
 
     def publish(self, telemetry: RankTelemetry) -> None:
         report = telemetry.report
         finished = report.finished_iteration if report is not None else None
-        if finished is not None:
+        if finished is not None and not self._deaf:
             with self._path.open("a") as out:
                 out.write(f"{finished.index} {finished.loss}\n")
 
@@ -116,7 +121,8 @@ class Reports(NoControl):
 class Case:
     """``mesh``: its sizes by dimension. ``accumulate``: steps of an accumulation. ``drawn``: random
     numbers are drawn. ``every``, ``neighbour``: the pipeline's ``snapshot_iterations`` and
-    ``neighbour``. ``low``: in bfloat16, with gradients in float32."""
+    ``neighbour``. ``low``: in bfloat16, with gradients in float32. ``deaf``: generations of which
+    nobody hears."""
 
     mesh: dict[str, int] = field(default_factory=lambda: {"pp": 2, "dp_replicate": 2})
     per_rank: int = 1
@@ -125,6 +131,7 @@ class Case:
     every: int = 1
     neighbour: bool | None = None
     low: bool = False
+    deaf: int = 0
 
     @property
     def ranks(self) -> int:
@@ -195,7 +202,9 @@ def train(
         state={"scheduler": Scheduler(), "data": loader}, deadline_seconds=60,
         options=Options(
             snapshot_iterations=case.every, neighbour=case.neighbour,
-            control=Reports(context.kept_dir / "reports") if context.kept_dir is not None else None,
+            control=None if context.kept_dir is None else Reports(
+                context.kept_dir / "reports", context.generation < case.deaf
+            ),
         ),
     ) as pipe:  # fmt: skip
         batches = iter(loader)
@@ -261,7 +270,7 @@ def survive(
         words.append(json.loads(path.read_text()))
 
     for generation, (rank, moment, iteration) in enumerate(kills):
-        context = {"kept_dir": folder, "generation": generation}
+        context = {"kept_dir": folder, "generation": generation, "run": "all"}
         ended = Ranks(
             case.ranks, train, case, {rank: (moment, iteration)}, checkpoints, context=context
         ).wait()
@@ -269,7 +278,7 @@ def survive(
         if generation:
             read(generation)
         lose(generation, folder)
-    context = {"kept_dir": folder, "generation": len(kills)}
+    context = {"kept_dir": folder, "generation": len(kills), "run": "all"}
     found = run_ranks(case.ranks, train, case, {}, checkpoints, context=context)
     read(len(kills))
     return found, words
@@ -282,6 +291,36 @@ def test_a_word_is_in_place_of_the_last_one(tmp_path: Path) -> None:
         leave_word(tmp_path, generation, Resumed(generation, "kept"))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["rank-0.generation-0", "resumed.generation-2"]
+
+
+def reported(folder: Path, whole: list[Any]) -> None:
+    """No iteration is missing, and all have their losses."""
+    lines = [line.split() for line in (folder / "reports").read_text().splitlines()]
+    assert {int(index) for index, _ in lines} == set(range(UNTIL))
+    for index, loss in lines:
+        assert float(torch.tensor(float(loss))) == whole[0]["losses"][int(index)]
+
+
+@pytest.mark.parametrize(
+    ("kills", "in_memory"),
+    [
+        ([(1, "backward", 3), (0, "optimized", 5)], True),
+        pytest.param([(0, "backward", 5)], False, marks=pytest.mark.full),
+        pytest.param(
+            [(0, "forward", 3), (1, "drawn", 5), (0, "stepped", 7)], True, marks=pytest.mark.full
+        ),
+        pytest.param([(1, "stepped", 3), (0, "backward", 7)], False, marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_what_the_host_never_acknowledged_is_reported_by_the_next_ranks(
+    kills: list[Any], in_memory: bool, tmp_path: Path
+) -> None:
+    """Also those before a checkpoint, where nothing is left in memory."""
+    case, kept = Case({"pp": 2}, drawn=False, deaf=len(kills)), tmp_path / "kept"
+    whole = run_ranks(case.ranks, train, case, {})
+    lost = (lambda *_: None) if in_memory else lose(0, 1)
+    survive(case, kills, kept, str(tmp_path / "checkpoints"), lose=lost)
+    reported(kept, whole)
 
 
 def lose(*ranks: int) -> Callable[[int, Path], None]:
@@ -323,10 +362,7 @@ def test_a_rank_is_killed_at_any_moment(moments: Sequence[str], tmp_path: Path) 
         begun = iteration - (moment in ("drawn", "copying"))
         assert word["iteration"] == max(0, begun), (rank, moment, word)
     compare(found, whole, words[-1]["iteration"])
-    lines = [line.split() for line in (tmp_path / "kept/reports").read_text().splitlines()]
-    assert {int(index) for index, _ in lines} == set(range(UNTIL))
-    for index, loss in lines:
-        assert float(torch.tensor(float(loss))) == whole[0]["losses"][int(index)]
+    reported(tmp_path / "kept", whole)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class Recorder:
     def answers(self) -> list[RankAnswer]:
         return []
 
+    acknowledges = False
     connections = 0
 
     def close(self) -> None:

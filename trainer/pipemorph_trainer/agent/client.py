@@ -107,6 +107,10 @@ class AgentClient:
         self.reconnects = self.connections = 0
 
     @property
+    def acknowledges(self) -> bool:
+        return True
+
+    @property
     def ready(self) -> bool:
         return self._phase is _Phase.READY
 

@@ -67,6 +67,10 @@ class ControlClient(Protocol):
         """The agent's answers that this call has not returned yet, oldest first."""
 
     @property
+    def acknowledges(self) -> bool:
+        """Whether answers say which iterations the host has."""
+
+    @property
     def connections(self) -> int:
         """Number of connections to the agent that were made so far; what was sent over an earlier
         one may be lost."""
@@ -91,6 +95,10 @@ class NoControl:
 
     def answers(self) -> list[RankAnswer]:
         return []
+
+    @property
+    def acknowledges(self) -> bool:
+        return False
 
     @property
     def connections(self) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 from pipemorph import checkpoints
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
+from pipemorph.wire import IterationSample
 from pipemorph_trainer.errors import PipelineError, UnwrittenError, first_sentence
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
@@ -56,12 +58,15 @@ from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
 
+_SAMPLES: TypeAdapter[Sequence[IterationSample]] = TypeAdapter(list[IterationSample])
 MOST_TRIED = 16
 """Most checkpoints that are tried if the newest ones are damaged."""
 T = TypeVar("T")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _ITERATION = "pipemorph.iteration"
 _STAGES = "pipemorph.stages"
+_UNREPORTED = "pipemorph.unreported"
+"""Iterations before, of rank 0, that the host of the run may not have: JSON."""
 _SUMMED = "pipemorph.summed"
 """Saved where there are checksums: if their file is missing, it is not of an earlier release."""
 _KINDS = ("model.", "gradient.", "optimizer.state.", "optimizer.param_groups.")
@@ -70,10 +75,11 @@ _KINDS = ("model.", "gradient.", "optimizer.state.", "optimizer.param_groups.")
 
 class Found(NamedTuple):
     """``iteration``: to go on with, 0 if there is no checkpoint; ``skipped``: which newer ones were
-    skipped, and why."""
+    skipped, and why; ``unreported``: earlier iterations that this run may not have reported."""
 
     iteration: int
-    skipped: str
+    skipped: str = ""
+    unreported: Sequence[IterationSample] = ()
 
 
 class Checkpoints:
@@ -134,8 +140,9 @@ class Checkpoints:
             )  # fmt: skip
         return found is not None
 
-    def save(self, iteration: int) -> Path:
-        """Write a checkpoint to be resumed at ``iteration``; returns its folder.
+    def save(self, iteration: int, unreported: Sequence[IterationSample] = ()) -> Path:
+        """Write a checkpoint to be resumed at ``iteration``; returns its folder. ``unreported``: on
+        rank 0, iterations before it.
 
         An asynchronous one is copied to host memory here, and written by a thread: it counts as
         finished when all ranks have written it. Raises :class:`UnwrittenError` on all ranks if the
@@ -152,6 +159,9 @@ class Checkpoints:
         state[_ITERATION] = torch.tensor(iteration)
         state[_STAGES] = torch.tensor(self._world.coordinate.stages if self._prefixed else 0)
         state[_SUMMED] = torch.tensor(1)
+        if unreported:
+            content = bytearray(_SAMPLES.dump_json(unreported))
+            state[_UNREPORTED] = torch.frombuffer(content, dtype=torch.uint8)
         state |= self._extra.pack()
         writer = Writer(folder, self._unfinished)
         with self._ending_in(folder):
@@ -258,8 +268,8 @@ class Checkpoints:
         skipped: list[tuple[Path, str]] = []
         for folder in self._world.share(known[:MOST_TRIED], list[Path]):
             loaded = self._load(folder)
-            if not isinstance(loaded, str):
-                return Found(loaded, checkpoints.named(skipped))
+            if isinstance(loaded, Found):
+                return loaded._replace(skipped=checkpoints.named(skipped))
             skipped.append((folder, loaded))
             if self._world.coordinate.rank == 0:
                 log.warning("checkpoints: %s", checkpoints.named(skipped[-1:]))
@@ -268,11 +278,11 @@ class Checkpoints:
                 f"no checkpoint in {self._directory} can be used: {checkpoints.named(skipped)};"
                 " mend or move them, or begin anew with checkpoint.resume: false"
             )
-        return Found(0, "")
+        return Found(0)
 
-    def _load(self, folder: Path) -> int | str:
-        """Load a checkpoint. Returns the iteration to go on with, or how it is damaged, the same
-        on all ranks. Raises :class:`InputError` on all ranks if it does not fit."""
+    def _load(self, folder: Path) -> Found | str:
+        """Load a checkpoint. Returns what was found, or how it is damaged, the same on all ranks.
+        Raises :class:`InputError` on all ranks if it does not fit."""
         saved, why = self._examine(folder)
         if why := self._first(why):
             return why
@@ -295,6 +305,8 @@ class Checkpoints:
                 for name in {*moments}:
                     del state[name]
             packed = self._extra.chosen(saved)
+            if self._world.coordinate.rank == 0 and _UNREPORTED in saved:
+                packed[_UNREPORTED] = torch.empty(saved[_UNREPORTED].size, dtype=torch.uint8)
             if misfit := self._misfit(state, saved):
                 raise InputError(f"{folder} does not fit this job: {misfit}")
             self._read(whole := {**state, **packed}, folder)
@@ -304,8 +316,13 @@ class Checkpoints:
         self._restore(whole, stepped=stepped)
         for parameter, grad in _of_each([(p, name) for name, p in gradients], whole):
             parameter.grad = grad
-        self._extra.unpack({key: whole[key] for key in packed})
-        return int(marks[_ITERATION])
+        content = whole.pop(_UNREPORTED, None)
+        self._extra.unpack({key: whole[key] for key in packed if key in whole})
+        seen = checkpoints.read(folder)
+        unreported: Sequence[IterationSample] = ()
+        if content is not None and seen is not None and seen.is_of(self._run):
+            unreported = _SAMPLES.validate_json(content.numpy().tobytes())
+        return Found(int(marks[_ITERATION]), unreported=unreported)
 
     def _read(self, state: dict[str, Any], folder: Path) -> None:
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipemorph.wire import IterationSample
 from pipemorph_trainer.errors import UnwrittenError
 from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.steps.parts import Parts
@@ -49,13 +51,17 @@ class Saving:
         over, so that no iteration that has been reported is repeated."""
         parts = self._parts
         if parts.keeper is not None:
-            tells = parts.coordinate.rank == 0
             parts.keeper.begin(
                 iteration,
-                parts.iterations.reports.unreported() if tells else (),
+                self._unreported(),
                 synchronized=self.synchronized,
                 moving=moving,
             )
+
+    def _unreported(self) -> Sequence[IterationSample]:
+        """Iterations that the host may not have; on rank 0 only."""
+        parts = self._parts
+        return parts.iterations.reports.unreported() if parts.coordinate.rank == 0 else ()
 
     def save_if_due(self, iteration: int) -> None:
         """Save a checkpoint if one is due. Right before the next step, so after the optimizer's
@@ -78,7 +84,7 @@ class Saving:
             # Each replica writes a part of the checkpoint.
             parts.replicas.share_buffers()
         try:
-            folder = checkpoints.save(iteration)
+            folder = checkpoints.save(iteration, self._unreported())
         finally:
             parts.waiting.end()
         self.saved = self._tried = iteration

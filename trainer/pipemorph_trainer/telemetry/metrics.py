@@ -286,6 +286,10 @@ class MeteredControl:
         return self._inner.answers()
 
     @property
+    def acknowledges(self) -> bool:
+        return self._inner.acknowledges
+
+    @property
     def connections(self) -> int:
         return self._inner.connections
 

@@ -30,6 +30,8 @@ from pipemorph_trainer.topology.world import World
 PUBLISH_SECONDS = 0.05
 LOOK_SECONDS = 1.0
 """Least seconds between two looks at the transports of links."""
+MOST_HELD = 4096
+"""Most iterations that rank 0 holds while the host acknowledges none."""
 REFRESH_SECONDS = 60.0
 """Interval in which those of all links are reported again, since the ingest may have restarted."""
 
@@ -125,6 +127,8 @@ class Reporter:
         self._transports = TransportWatch(ends, coordinate.column)
         self._sent: tuple[State, int] | None = None
         """State, and on rank 0 the applied plan, of the newest report."""
+        self.held: dict[int, IterationSample] = {}
+        """Iterations that were sent, and that the host may not have, by index."""
         self.state: State = "starting"
         self.iteration = 0
         self.applied = 0
@@ -180,9 +184,19 @@ class Reporter:
                 windows.append(sample)
         if profile is not None and self._crowding is not None:
             profile = profile.model_copy(update={"crowding": self._crowding})
+        if finished is not None and self._control.acknowledges:
+            self.held[finished.index] = finished
+            if len(self.held) > MOST_HELD:
+                del self.held[next(iter(self.held))]
         for answer in self._control.answers():
             self._monitor.hear(answer, now)
+            for index in answer.reported:
+                self.held.pop(index, None)
+        again: Sequence[IterationSample] = ()
         if self._control.connections != self._connections:
+            if self._connections:
+                # What was sent over the connection before may be lost with another agent.
+                again = [each for each in self.held.values() if each is not finished]
             self._connections = self._control.connections
             self._monitor.connected()
         self._monitor.observe(windows, now, profiles=() if profile is None else (profile,))
@@ -227,6 +241,12 @@ class Reporter:
                 **(self._monitor.take(now) if connected else {}),
             )
             telemetry = replace(telemetry, report=report)
+        for held in again:
+            bare = RankReport(
+                rank=rank, state=self.state, iteration=self.iteration,
+                applied_plan_version=self.applied, finished_iteration=held,
+            )  # fmt: skip
+            self._control.publish(replace(telemetry, report=bare))
         self._control.publish(telemetry)
 
 

@@ -235,8 +235,9 @@ class IterationReports:
         self._left = list(samples)
 
     def unreported(self) -> list[IterationSample]:
-        """The iterations that may not be reported if rank 0 ends now."""
-        return [*self._left, *self.rounds.unreported(monotonic())]
+        """The iterations that the host may not have if rank 0 ends now."""
+        held = self._reporter.held.values()
+        return [*self._left, *held, *self.rounds.unreported(monotonic())]
 
     def finish(self) -> None:
         """Report all iterations. Waits for their ranks."""

@@ -77,8 +77,8 @@ class Unreported:
         self.message: str | None = None
 
     def finished(self, iterations: Iterable[IterationSample]) -> None:
-        """Note iterations, oldest first."""
-        self._iterations.extend(iterations)
+        """Note iterations, oldest first. Rank 0 sends some again after a lost connection."""
+        self._iterations.extend(each for each in iterations if each not in self._iterations)
 
     @property
     def urgent(self) -> bool:
