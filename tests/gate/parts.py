@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gate import results
+from gate import reads, results
 from gate.verdict import MOST_SECOND_RUNS, PartResult, SecondRun, Verdict, failures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +48,9 @@ class Part:
         began = time.monotonic()
         with self.log.open("wb") as log:
             where = None if self.shown else log
+            env = os.environ | self.env | {reads.VARIABLE: self.name}
             self.process = subprocess.Popen(
-                self.command, cwd=ROOT, stdout=where, stderr=where, env=os.environ | self.env
+                self.command, cwd=ROOT, stdout=where, stderr=where, env=env
             )
             _, ended, used = os.wait4(self.process.pid, 0)
             self.process.returncode = os.waitstatus_to_exitcode(ended)

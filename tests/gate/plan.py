@@ -29,9 +29,11 @@ class PartPlan:
     """Run instead of pytest."""
     needs: tuple[str, ...] = ()
     """Names of testbeds, as ``tests/testbeds.py`` has them."""
-    reads: tuple[str, ...] = ()
-    """Git's pathspecs of all that it can read. Where they are given, the part is skipped while
-    these files are those with which it passed: :mod:`gate.records`."""
+    recorded: bool = False
+    """Whether it is skipped when all that it read last time is the same: :mod:`gate.records`."""
+    also_reads: tuple[str, ...] = ()
+    """Folders that count as read, whether it opened their files or not: what is compiled into the
+    installed package is read from there."""
     may_be_empty: bool = False
     """Whether the selection may hold no test."""
     budget: float | None = None
@@ -68,15 +70,8 @@ CHECK_BUDGET = 240.0
 SANITIZERS, MUTANTS, FUZZ = (
     f"{ENGINE}/test_engine_{name}.py" for name in ("sanitizers", "mutants", "fuzz")
 )
-COMPILED = (
-    *("csrc", "CMakeLists.txt", "pyproject.toml", ENGINE),
-    *("tests/conftest.py", "tests/gate", "tests/cluster/testbed"),
-)
-"""What the C++ suite is built of, and what builds and runs it."""
-ALL_BUT_DOCS = (
-    *(".", ":!docs", ":!*.md", ":!benchmarks"),
-    *(f":!tests/{folder}" for folder in ("core", "operator", "project", "trainer")),
-)
+COMPILED = ("csrc", ENGINE, "CMakeLists.txt")
+"""What a build that is up to date does not open again."""
 REST_PARTS = (
     PartPlan(
         "nodes",
@@ -84,7 +79,8 @@ REST_PARTS = (
         tier=FULL,
         expression="node",
         needs=("api", "kueue", "nodes", "images"),
-        reads=ALL_BUT_DOCS,
+        recorded=True,
+        also_reads=("charts", "crds", "csrc"),
     ),
     PartPlan(
         "api",
@@ -92,7 +88,8 @@ REST_PARTS = (
         tier=FULL,
         expression="not node",
         needs=("api", "kueue", "prometheus"),
-        reads=ALL_BUT_DOCS,
+        recorded=True,
+        also_reads=("charts", "crds", "csrc"),
     ),
     PartPlan("runs", (f"{TRAINER}/runs",), tier=FULL),
     PartPlan(
@@ -100,11 +97,12 @@ REST_PARTS = (
         (RDMA,),
         tier=FULL,
         needs=("guests",),
-        reads=ALL_BUT_DOCS,
+        recorded=True,
+        also_reads=("csrc",),
     ),
-    PartPlan("sanitizers", (SANITIZERS,), tier=FULL, reads=COMPILED),
-    PartPlan("mutants", (MUTANTS,), tier=FULL, reads=COMPILED),
-    PartPlan("fuzz", (FUZZ,), tier=FULL, needs=("compilers",), reads=COMPILED),
+    PartPlan("sanitizers", (SANITIZERS,), tier=FULL, recorded=True, also_reads=COMPILED),
+    PartPlan("mutants", (MUTANTS,), tier=FULL, recorded=True, also_reads=COMPILED),
+    PartPlan("fuzz", (FUZZ,), tier=FULL, needs=("compilers",), recorded=True, also_reads=COMPILED),
     PartPlan("pods", (f"{TRAINER}/launcher",), tier=FULL),
     PartPlan("ranks", (TRAINER,), but=(f"{TRAINER}/runs", f"{TRAINER}/launcher"), tier=FULL),
     PartPlan("engine runs", (ENGINE,), but=(SANITIZERS, MUTANTS, FUZZ), tier=FULL),

@@ -1,4 +1,4 @@
-"""Records of parts that passed, so that a part is skipped while all that it reads is the same; and
+"""Records of parts that passed, so that a part is skipped while all that it read is the same; and
 of tests that were unstable.
 
 They are in ``$XDG_CACHE_HOME/pipemorph/tests``. ``FRESH=1`` runs every part, whatever is recorded.
@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,35 +42,72 @@ def fresh() -> bool:
     return os.environ.get("FRESH", "") not in ("", "0")
 
 
-def key_of(root: Path, reads: Sequence[str], environment: str) -> str:
-    """Hash of the ``environment`` and of the files that git tracks or would add below ``reads``:
-    pathspecs, of which those that begin with ``:!`` exclude."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "-co", "--exclude-standard", "--", *reads]
-    listed = subprocess.run(command, check=True, capture_output=True).stdout.split(b"\0")
-    hashed = hashlib.sha256(environment.encode())
-    for name in sorted({name for name in listed if name}):
-        path = root / os.fsdecode(name)
-        content = _digest(path.read_bytes()) if path.is_file() else "absent"
-        hashed.update(name + b"\0" + content.encode())
-    return hashed.hexdigest()
+@dataclass(frozen=True)
+class Record:
+    """A run of a part in which every test passed the first time."""
+
+    commit: str
+    """As ``git describe`` names it."""
+    when: float
+    passed: int
+    environment: str
+    """Hash of the toolchain and the installed Python packages."""
+    read: dict[str, str] = field(default_factory=dict)
+    """Path, relative to the checkout, and hash of its content (a file) or its names (a folder)."""
 
 
-def find_passed(part: str, key: str) -> str | None:
-    """The commit at which a part passed with this key; None if it did not."""
-    found: str | None = _passed(part).get(key)
-    return found
+class Sources:
+    """The files of a checkout that git tracks or would add, with hashes of them as they were when
+    this was made."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        command = ["git", "-C", str(root), "ls-files", "-z", "-co", "--exclude-standard"]
+        done = subprocess.run(command, check=True, capture_output=True)
+        named = [Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name]
+        self.files = {path for path in named if (root / path).is_file()}
+        names: dict[Path, set[str]] = {}
+        for path in self.files:
+            for inner, outer in zip([path, *path.parents], path.parents, strict=False):
+                names.setdefault(outer, set()).add(inner.name)
+        self.folders = set(names)
+        self._hashes = {path: _digest((root / path).read_bytes()) for path in self.files}
+        for path, inside in names.items():
+            self._hashes[path] = _digest("\n".join(sorted(inside)).encode())
+
+    def below(self, path: str) -> set[Path]:
+        """A file, or all files of a folder."""
+        return {file for file in self.files if file.is_relative_to(path)}
+
+    def hash_of(self, path: Path) -> str:
+        """Hash of a file's content or of the names in a folder."""
+        return self._hashes.get(path, "absent")
 
 
-def add_passed(part: str, key: str, commit: str) -> None:
-    keys = {k: c for k, c in _passed(part).items() if k != key} | {key: commit}
-    newest = dict([*keys.items()][-MOST_RECORDS:])
-    known = _load(folder() / "passed.json").get("passed", {})
-    _write(folder() / "passed.json", {"format": FORMAT, "passed": known | {part: newest}})
+def find_valid(part: str, sources: Sources, environment: str) -> Record | None:
+    """The newest record of a part for this ``environment`` of which everything read is the same."""
+    for record in sorted(_read(part), key=lambda record: -record.when):
+        if record.environment == environment and all(
+            sources.hash_of(Path(path)) == known for path, known in record.read.items()
+        ):
+            return record
+    return None
 
 
-def _passed(part: str) -> dict[str, str]:
-    found: dict[str, str] = _load(folder() / "passed.json").get("passed", {}).get(part, {})
-    return found
+def add(part: str, sources: Sources, environment: str, read: Iterable[Path], passed: int) -> bool:
+    """Record that the part passed, having read these paths, relative to the checkout. Those that
+    git ignores are left out. Returns false, and records nothing, if one of them has changed since
+    ``sources`` was made."""
+    paths = sorted(set(read) & (sources.files | sources.folders))
+    found = {str(path): sources.hash_of(path) for path in paths}
+    now = Sources(sources.root)
+    if any(now.hash_of(Path(path)) != known for path, known in found.items()):
+        return False
+    new = Record(describe(sources.root), time.time(), passed, environment, found)
+    others = [record for record in _read(part) if record.read != new.read]
+    newest = sorted([*others, new], key=lambda record: -record.when)[:MOST_RECORDS]
+    _write(_file(part), {"format": FORMAT, "records": [asdict(record) for record in newest]})
+    return True
 
 
 def describe(root: Path) -> str:
@@ -116,6 +154,17 @@ def known_costs() -> dict[str, float]:
     """Processor seconds of test files in their last run, by path."""
     found: dict[str, float] = _load(folder() / "costs.json").get("costs", {})
     return found
+
+
+def _file(part: str) -> Path:
+    return folder() / f"{part.replace(' ', '-')}.json"
+
+
+def _read(part: str) -> list[Record]:
+    try:
+        return [Record(**entry) for entry in _load(_file(part)).get("records", [])]
+    except TypeError:  # an entry of another version's making
+        return []
 
 
 def _load(path: Path) -> dict[str, Any]:

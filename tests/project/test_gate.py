@@ -217,7 +217,7 @@ def test_the_names_of_parts_and_the_files_they_name_exist_once():
     for one, other in combinations(every, 2):
         assert one.name != other.name
     for one in every:
-        for path in (*one.paths, *one.but, *plan.COMPILED):
+        for path in (*one.paths, *one.but, *one.also_reads):
             assert (TESTS.parent / path).exists(), f"{one.name}: {path}"
 
 
