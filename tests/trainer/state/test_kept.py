@@ -27,6 +27,7 @@ from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.state.kept.copies import Copy
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
+from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.placement import local
 
@@ -458,8 +459,17 @@ def test_a_lost_shard_without_a_replica_comes_from_the_checkpoint(tmp_path: Path
     compare(found, whole, 4)
 
 
+WHY = "Pipeline was given no optimizer"
+
+
 def refused(context: TrainerContext) -> str:
-    module = nn.Linear(WIDTH, WIDTH)
+    module, told, publish = nn.Linear(WIDTH, WIDTH), [], Reporter.publish
+
+    def heard(self: Reporter, **what: Any) -> None:
+        told.append(what.get("message"))
+        publish(self, **what)
+
+    Reporter.publish = heard  # type: ignore[method-assign]
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N
     ) as pipe:  # fmt: skip
@@ -467,10 +477,11 @@ def refused(context: TrainerContext) -> str:
         pipe.step(x, target=x)
     assert context.kept_dir is not None
     assert not list(context.kept_dir.glob("rank-*/[ab]"))
+    assert told[0] == f"{pipe.coordinate} keeps no state in memory: {WHY}", "for the host"
     return ""
 
 
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     (result,) = Ranks(1, refused, context={"kept_dir": tmp_path}).wait()
     assert result.exitcode == 0, result.error
-    assert "keeps no state in memory: Pipeline was given no optimizer" in result.output
+    assert f"keeps no state in memory: {WHY}" in result.output

@@ -309,6 +309,7 @@ class Parts:
             folder, values, self.world, self.placements, self.wait_for,
             generation=self._generation, every=every, late=late, place=self._place,
             changes=self._resizes, split=self._split,
+            tell=lambda text: self.reporter.publish(message=text),
         )  # fmt: skip
 
     def _open_checkpoints(self) -> Checkpoints | None:

@@ -25,7 +25,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ class Keeper:
 
     They are in a subfolder ``rank-<PLACE>.generation-<G>``, which every generation takes over.
     ``place``: where this rank runs. ``changes``: the next generation may have more replicas or
-    fewer, and the copies of this one fit those.
+    fewer, and the copies of this one fit those. ``tell``: passes on to the host that there are no
+    copies, and why.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class Keeper:
         place: int,
         changes: bool = False,
         split: tuple[int, ...] = (),
+        tell: Callable[[str], None],
     ) -> None:
+        self._pass_on = tell
         mesh = world.coordinate.mesh
         self._place = place
         self._part: dict[str, Any] = {
@@ -208,7 +211,9 @@ class Keeper:
                 return ""
 
     def _tell(self) -> None:
-        log.warning("%s keeps no state in memory: %s", self._world.coordinate, self._why)
+        text = f"{self._world.coordinate} keeps no state in memory: {self._why}"
+        log.warning("%s", text)
+        self._pass_on(text)
 
     def mark(self, iteration: int, *, moving: bool = False) -> bool:
         """Say that an iteration is over, and the batch of the next one, ``iteration``, has not been
