@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 import time
@@ -57,18 +58,23 @@ class Timeouts:
 STANDBY = Reply.error(503, "this replica of the ingest stands by; connect again")._replace(
     hangs_up=True  # The next connection may lead to the leader.
 )
+_QUOTED = re.compile(r"""[\s:]*\n|[\s:]+b?['"]""")
+"""Where what a client sent begins in an error of aiohttp."""
 HELD = frozenset({401, 403, 429})
 """Answers that are held back for a moment. No agent that has its job's token needs them soon."""
 
 
 class _OneLine(logging.Filter):
-    """Logs malformed HTTP of unauthenticated clients in one line, without a traceback."""
+    """Logs malformed HTTP of unauthenticated clients in one line, without a traceback, and without
+    what they sent, which may be a token."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError | RequestPayloadError | ConnectionError):
             record.levelno, record.levelname = logging.WARNING, "WARNING"
-            record.msg, record.args = "bad HTTP: %s", (_shown(str(error)),)
+            why = str(error.message if isinstance(error, HttpProcessingError) else error)
+            why = _QUOTED.split(why)[0] or type(error).__name__
+            record.msg, record.args = "bad HTTP: %s", (_shown(why),)
             record.exc_info = None
         return True
 

@@ -310,6 +310,37 @@ async def test_no_answer_without_a_token_keeps_a_connection(head: str) -> None:
         await until_async(lambda: not open_, "the connection is closed")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET / HTTP/1.1\r\nAuthorization: Bearer SECRET\x00",
+        "GET / HTTP/1.1\r\nAuthorization: Bearer SECRET\x7f\x01'\"",
+        "GET / HTTP/1.1\r\nAuthorization Bearer SECRET",
+        "GET / HTTP/1.1\r\nAuthoriz ation: Bearer SECRET",
+        "GET / HTTP/1.1\r\nAuthorization: Bearer\r\n SECRET\x00",
+        "GET /SECRET\x01 HTTP/1.1",
+        "GET / HTTP/1.1\r\nSECRET",
+        "GET / SECRET/1.1",
+        f"GET / HTTP/1.1\r\nAuthorization: Bearer {'SECRET' * 5000}",
+        "POST / HTTP/1.1\r\nTransfer-Encoding: SECRET\r\nContent-Length: 'SECRET'",
+    ],
+)
+def test_what_a_malformed_request_holds_is_in_no_log(
+    head: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with serving() as (_, port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{head}\r\nHost: ingest\r\n\r\n".encode("latin-1"))
+            assert b" 400 Bad Request" in await asyncio.wait_for(reader.read(), PATIENCE)
+            writer.close()
+
+    asyncio.run(run())
+    assert "SECRET" not in caplog.text and "Traceback" not in caplog.text
+    (line,) = [each.getMessage() for each in caplog.records if "bad HTTP" in each.getMessage()]
+    assert len(line) > len("bad HTTP: ")
+
+
 @pytest.mark.parametrize("head", [None, *ANSWERED.values()], ids=["silent", *ANSWERED])
 async def test_a_crowd_without_tokens_displaces_itself_alone(head: str | None) -> None:
     """Whatever it sends. Refusals take as long as the test, so all of the crowd is open."""
