@@ -499,7 +499,8 @@ std::string LinkCore::path_trouble(int64_t now) const {
     if (const auto stuck = out_.stuck())
         text = stuck_text(*stuck, watchdog_.clock_ns()) + last_loss();
     else if (!last_loss_.empty() && now - last_loss_ns_ < kRecent)
-        text = "data paths were lost " + std::to_string(paths_.times_lost()) + " times, last " +
+        text = "data paths were lost " + std::to_string(paths_.times_lost()) +
+               (paths_.times_lost() == 1 ? " time, last " : " times, last ") +
                seconds_text(to_seconds(now - last_loss_ns_)) + " ago (" + last_loss_ + ")";
     if (const uint32_t bytes = paths_.segment_bytes(); bytes > 0)
         text += (text.empty() ? "" : "; ") + std::string("packets of more than ") +

@@ -6,6 +6,7 @@ import re
 
 from pipemorph.api.sections.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.explain.story import plural
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import JobFacts, parse_time
 from pipemorph_operator.policy import restart
@@ -47,7 +48,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
         draft.requeue_within(restart.seconds_until_lost(pod))
     draft.requeue_within(min(LONGEST_SECONDS, max(LOOK_AGAIN_SECONDS, age / 4)))
     if seen.no_pod:
-        problem = f"{current.missing} pods cannot be created: {seen.no_pod}"
+        problem = f"{plural(current.missing, 'pod')} cannot be created: {seen.no_pod}"
         _refused(draft, current, f"{message}; {problem}")
         return None
     stuck = [p for p in seen.pods if p.stuck]

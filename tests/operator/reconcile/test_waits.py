@@ -174,7 +174,7 @@ def test_a_job_that_lacks_some_pods_is_given_the_time_that_many_take() -> None:
     assert world.looked == 0
     world.later(STUCK_SECONDS)
     world.turn()
-    assert "1 pods cannot be created: exceeded quota" in world.message("PodsReady")
+    assert "1 pod cannot be created: exceeded quota" in world.message("PodsReady")
 
 
 def test_the_newest_answer_about_a_pod_is_the_one_that_counts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
+from pipemorph.explain.story import plural
 from pipemorph_operator import names
 from pipemorph_operator.cluster.events import Event
 
@@ -30,7 +31,8 @@ class RecoveryEvents:
                 text += f" (another pod in the place of {', '.join(map(str, last.replaced))})"
             if now.left_out:
                 without = ", ".join(map(str, now.left_out[:MOST_NAMED]))
-                text += f"; {last.replicas} replicas train on, without {without}"
+                train = plural(last.replicas or 0, "replica trains", "replicas train")
+                text += f"; {train} on, without {without}"
             if changes:
                 text += "; they have the layout of before again"
             events.append(Event("Warning", names.R_RANKS_RESTARTED, text))
@@ -50,7 +52,8 @@ def _same(one: RecoveryRecord, other: RecoveryRecord) -> bool:
 
 def _words(record: RecoveryRecord) -> str:
     """``generation 2 went on with iteration 17 after 2.3 s; 0 iterations were run again``"""
+    again = plural(record.repeated or 0, "iteration was", "iterations were")
     return (
         f"generation {record.generation} went on with iteration {record.went_on_with} after"
-        f" {record.seconds:.1f} s; {record.repeated} iterations were run again"
+        f" {record.seconds:.1f} s; {again} run again"
     )
