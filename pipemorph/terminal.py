@@ -76,7 +76,8 @@ def line(text: str) -> Text:
 def printable(text: str) -> str:
     """``text`` with its lines, and a space for every other character that is not printable."""
     return "\n".join(
-        "".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()
+        "".join(c if c.isprintable() else " " for c in line)
+        for line in text.removesuffix("\n").split("\n")
     )
 
 

@@ -19,7 +19,7 @@ from pipemorph.wire import AdaptationRecord, IterationSample
 class Lenient(BaseModel):
     """Takes what it knows of an object that a later release may have written."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class _Trainer(Lenient):
@@ -63,6 +63,7 @@ class _Spec(Lenient):
     trainer: _Trainer = Field(default_factory=_Trainer)
     adaptation: _Adaptation = Field(default_factory=_Adaptation)
     emulation: dict[str, Any] | None = None
+    faults: list[dict[str, Any]] = Field(default_factory=list)
     template: Any = None
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus, condition
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.explain.cluster_job import ClusterJob, SlowTime, read_job
 from pipemorph.explain.story import (
+    DECIDED,
     Story,
     brought,
     duration,
@@ -33,6 +34,8 @@ SEEN = (
     "ReplicasComplete",
 )
 """Conditions that are False if something is wrong."""
+UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError)
+"""Errors that unexpected values cause."""
 NEWEST = 8
 """Iterations in the median of what an iteration takes at the end of a run."""
 NAMED = 4
@@ -49,6 +52,8 @@ CAUSES = {
 
 
 ADVICE = {
+    "loss": "find what made the loss NaN or infinite at first (the batch, the learning rate, an"
+    " overflow), and start the job again from a checkpoint before it",
     "failed": "read the last lines of the rank that failed first, fix their cause and start the"
     " job again; with spec.checkpoint it goes on with the newest checkpoint",
     "pending": "kubectl describe the job's pods: an event says what they wait for",
@@ -58,7 +63,7 @@ ADVICE = {
     " agreed transport from being used",
     "reduction": "check the network between the replicas of that stage with pipemorph fabric check",
     "link": "check the network between the hosts of the slow link: pipemorph fabric check, or"
-    " pipemorph bench between two of them",
+    " pipemorph bench link between two of them",
     "stage": "look at the clock and the other users of the slow stage's host; pipemorph advise"
     " says what another split of the layers would give",
     "undelivered": "a plan brought less than half of what was promised: see whether other work"
@@ -89,8 +94,16 @@ def advice(causes: Iterable[str]) -> list[str]:
 
 def explain_job(content: Mapping[str, Any]) -> Story:
     """The explanation of a PipeMorphJob of a cluster or of a run's report. Raises
-    :class:`InputError`, one line, if the object is neither."""
-    return story_of(read_job(content))
+    :class:`InputError`, one line, if the object is neither, or damaged."""
+    try:
+        return story_of(read_job(content))
+    except UNREADABLE as error:
+        raise InputError(
+            one_line(
+                f"is damaged ({type(error).__name__}: {error}); expected a PipeMorphJob, or a"
+                " run's report"
+            )
+        ) from None
 
 
 def story_of(job: ClusterJob) -> Story:
@@ -105,7 +118,7 @@ def story_of(job: ClusterJob) -> Story:
     story = Story(_outcome(job, status))
     mesh = job.spec.parallelism.mesh
     spans = sorted(job.links.slow, key=lambda each: -each.delay)
-    story.seen = [_slow_time(each, mesh) for each in spans]
+    story.seen = [*_diverged(job), *(_slow_time(each, mesh) for each in spans)]
     for found in wrong(status):
         if found.reason == "SlowLinks" and spans:
             continue
@@ -134,10 +147,16 @@ def story_of(job: ClusterJob) -> Story:
 
 def _moment(timestamp: str) -> str:
     """``2026-01-02 03:04:05 UTC``; what is no RFC 3339 time, as it is."""
+    at = _instant(timestamp)
+    return timestamp if at is None else f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _instant(timestamp: str | None) -> datetime | None:
+    """An RFC 3339 time, in UTC; None for what is none."""
     try:
-        return f"{datetime.fromisoformat(timestamp).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except ValueError:
-        return timestamp
+        return datetime.fromisoformat(timestamp or "").astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _outcome(job: ClusterJob, status: JobStatus) -> str:
@@ -168,9 +187,9 @@ def _outcome(job: ClusterJob, status: JobStatus) -> str:
 
 
 def _took(status: JobStatus) -> str:
-    if status.start_time is None or status.completion_time is None:
+    begin, end = _instant(status.start_time), _instant(status.completion_time)
+    if begin is None or end is None or end < begin:
         return ""
-    begin, end = map(datetime.fromisoformat, (status.start_time, status.completion_time))
     return f" in {duration((end - begin).total_seconds())}"
 
 
@@ -190,6 +209,19 @@ def wrong(status: JobStatus) -> Iterator[Condition]:
         found = condition(status, kind)
         if found is not None and (found.status == "False" or found.reason == "ReportsStale"):
             yield found
+
+
+def _diverged(job: ClusterJob) -> Iterator[str]:
+    """The iterations of a run whose loss was no finite number."""
+    found = [each for each in job.iterations or () if each.diverged]
+    if found:
+        count, first, last = len(found), found[0], found[-1]
+        when = (
+            f"iteration {first.index}"
+            if count == 1
+            else (f"{count:,} iterations from {first.index} to {last.index}")
+        )
+        yield f"the loss was {first.loss} in {when}"
 
 
 def _slow_time(slow: SlowTime, mesh: MeshShape) -> str:
@@ -234,7 +266,9 @@ def _decided(job: ClusterJob, status: JobStatus) -> Iterator[str]:
             yield f"{what} at iteration {each.iteration}: {each.measured:.0%} shorter iterations"
     if job.adaptations:
         by_gain = sorted(job.adaptations, key=lambda each: (-each.saved, each.plan_version))
-        yield from map(change_text, by_gain)
+        # Those that are shown, in their order.
+        shown = sorted(by_gain[:DECIDED], key=lambda each: each.plan_version)
+        yield from map(change_text, [*shown, *by_gain[DECIDED:]])
     elif training is not None and training.last_adaptation is not None:
         yield _change(training)
 
@@ -290,15 +324,32 @@ def what_was_done(change: AdaptationSummary, training: TrainingStatus) -> str:
     return ", ".join(parts) or "another order of the same ops"
 
 
+def _asked_for(job: ClusterJob) -> set[str]:
+    """The causes that the job itself asks for, in ``spec.faults``."""
+    found = set()
+    for fault in job.spec.faults:
+        if fault.get("device") is not None:
+            found.add("stage")
+        if fault.get("reduction") is not None or fault.get("between") is not None:
+            found.add("reduction")
+        if fault.get("link") is not None or fault.get("between") is not None:
+            found.add("link")
+    return found
+
+
 def causes(job: ClusterJob, status: JobStatus) -> Iterator[str]:
     """What to give advice on."""
+    if any(each.diverged for each in job.iterations or ()):
+        yield "loss"
     if status.state == "Failed":
         yield "failed"
     if status.state in ("Pending", "Starting"):
         yield "pending"
+    asked_for = _asked_for(job)
     for found in wrong(status):
         if found.reason in CAUSES:
-            yield CAUSES[found.reason]
+            if CAUSES[found.reason] not in asked_for:
+                yield CAUSES[found.reason]
             if found.reason == "SlowLinks" and not job.spec.adaptation.enabled:
                 yield "disabled"
     newest = status.training.last_adaptation if status.training is not None else None

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pipemorph.local.progress import Progress
+from pipemorph.errors import one_line
+from pipemorph.local.progress import LONGEST_TOLD, Progress
 
 KEPT = 100
 
@@ -20,7 +21,7 @@ class _Collector(logging.Handler):
         self.lines: deque[str] = deque(maxlen=KEPT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.name}: {record.getMessage()}")
+        self.lines.append(one_line(f"{record.name}: {record.getMessage()}", LONGEST_TOLD))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TextIO
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.record.history import AFTER, Decision
 from pipemorph.errors import one_line
-from pipemorph.explain.story import duration, plural
+from pipemorph.explain.story import duration, few, plural
 from pipemorph.local.results.history import Journal
 from pipemorph.streams import silence
 from pipemorph.terminal import StreamConsole, Text, line, live, printable
@@ -31,6 +31,8 @@ from pipemorph.wire import (
 
 PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""
+LONGEST_TOLD = 2000
+"""Characters of a line of what ranks and their reports say."""
 MOST_TOLD = 100
 """Different errors that are told."""
 NEWEST = 5
@@ -99,12 +101,15 @@ def iteration_line(
 
 
 def links_phrase(links: tuple[LinkState, ...]) -> str:
-    """The slowest three slow links; else the number of unknown links, or that all are healthy."""
-    slow = sorted((x for x in links if x.health is Health.SLOW), key=lambda x: -x.delay)
+    """The slowest three slow links; else those that may be well again, the number of unknown links,
+    or that all are healthy."""
+    slow = sorted((x for x in links if x.is_late), key=lambda x: -x.delay)
     if slow:
         named = ", ".join(f"{link.link} +{1e3 * link.delay:.0f} ms" for link in slow[:3])
         more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
         return f"slow link {named}{more}" if len(slow) == 1 else f"slow links {named}{more}"
+    if doubtful := [str(x.link) for x in links if x.health is Health.SLOW]:
+        return f"in doubt: link {few(doubtful, 3)}"
     unknown = sum(link.health is Health.UNKNOWN for link in links)
     if not links:
         return ""
@@ -203,10 +208,12 @@ class Progress:
         self._happened = -1
         self._message: str | None = None
         self._line = ""
+        self._diverged = False
+        """Whether a loss that is not finite was told of."""
         self.chores = Chores(self.note)
 
     def note(self, text: str) -> None:
-        """Print ``text`` on separate lines."""
+        """Print ``text`` on separate lines. What ranks or reports supply comes here as one line."""
         # Not wrapped, so that a path in it can be copied whole.
         self._guard(lambda: self._console.print(Text(printable(text)), soft_wrap=True))
 
@@ -218,15 +225,19 @@ class Progress:
         view, unseen = self._journal.view, self._journal.unseen()
         if view.message is not None and view.message != self._message:
             self._message = view.message
-            self.note(view.message)
+            self.note(one_line(view.message, LONGEST_TOLD))
         for event in view.events:
             if event.number > self._happened:
                 self._happened = event.number
-                self.note(event.text)
+                self.note(one_line(event.text, LONGEST_TOLD))
         for decision in view.decisions:
             self._show_decision(decision)
         for record in view.adaptations:
             self._show_in_effect(record)
+        diverged = next((each for each in unseen if each.diverged), None)
+        if diverged is not None and not self._diverged:
+            self._diverged = True
+            self.note(f"iteration {diverged.index}: the loss is {diverged.loss}; the job goes on")
         if unseen:
             self._held = unseen[-1]
             self._newest.extend(unseen)
@@ -261,7 +272,7 @@ class Progress:
     def _show_decision(self, decision: Decision) -> None:
         if (decision.at, decision.reason) not in self._decided:
             self._decided.add((decision.at, decision.reason))
-            self.note(decision.line)
+            self.note(one_line(decision.line, LONGEST_TOLD))
 
     def _show_in_effect(self, record: AdaptationRecord) -> None:
         first = record.applied_at_iteration

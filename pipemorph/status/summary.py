@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import isfinite
 
 from pipemorph.api.status import AdaptationSummary, Condition, ConditionStatus, TrainingStatus
 from pipemorph.api.status_base import MAX_SLOW_LINKS
@@ -93,7 +94,8 @@ def _summarize(
         iteration=view.iteration,
         iteration_seconds=_round(view.iteration_seconds),
         bubble_fraction=_round(view.bubble_fraction),
-        loss=view.loss,
+        # JSON has no other numbers.
+        loss=view.loss if view.loss is not None and isfinite(view.loss) else None,
         warmup=list(view.warmup),
         routes=[route.value for route in view.routes],
         own_plans=list(view.own_plans),

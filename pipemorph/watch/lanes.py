@@ -152,10 +152,10 @@ class LaneLog:
         found = []
         for number, lane in enumerate(self._lanes):
             ends = [*(moment.begin for moment in lane[1:]), None]
-            for health, moments in groupby(
-                zip(lane, ends, strict=True), key=lambda each: each[0].link.health
+            for slow, moments in groupby(
+                zip(lane, ends, strict=True), key=lambda each: each[0].link.is_late
             ):
-                if health is Health.SLOW:
+                if slow:
                     late = list(moments)
                     most = max((each.link for each, _ in late), key=lambda link: link.delay)
                     begin, end = late[0][0].begin, late[-1][1]

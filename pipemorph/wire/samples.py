@@ -5,10 +5,11 @@ Times are seconds, sizes are bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PlainSerializer
 
 from pipemorph.planning.ir import Route
 from pipemorph.wire.base import Count, Seconds, WireModel
@@ -191,12 +192,20 @@ class TransportSample(WireModel):
     """The engine's reason why the rails are not in use; empty while they are."""
 
 
+def _in_json(loss: float) -> float | str:
+    if math.isfinite(loss):
+        return loss
+    return "NaN" if math.isnan(loss) else "Infinity" if loss > 0 else "-Infinity"
+
+
 class IterationSample(WireModel):
     """One finished iteration, as measured by rank 0."""
 
     index: Count
     seconds: Seconds
-    loss: float | None
+    loss: Annotated[float, PlainSerializer(_in_json, when_used="json")] | None
+    """In JSON, which has no such numbers, ``"NaN"``, ``"Infinity"`` or ``"-Infinity"`` for a loss
+    that is not finite."""
     plan_version: Count
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
     barrier: bool | None = None
@@ -205,3 +214,8 @@ class IterationSample(WireModel):
     ops_seconds: Seconds | None = None
     """From the first op of any rank to the end of the last one. The rest of ``seconds`` is the
     optimizer, the gradient norm, data loading."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss is NaN or infinite."""
+        return self.loss is not None and not math.isfinite(self.loss)

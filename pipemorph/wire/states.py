@@ -90,6 +90,11 @@ class LinkState:
     """Wall clock of the host when it was found to be slow. No part of the state."""
 
     @property
+    def is_late(self) -> bool:
+        """Whether it is slow by a delay that is seen in milliseconds: in a pause it is not."""
+        return self.health is Health.SLOW and self.delay >= 0.0005
+
+    @property
     def key(self) -> tuple[int, int, Direction]:
         """Link, column and direction."""
         return self.link, self.replica, self.direction

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipemorph.errors import one_line
 from pipemorph.exits import leave_file, stay_file
 from pipemorph.local.processes.locked import TemporaryFolder
 
 SHARED_MEMORY = Path("/dev/shm")
+LONGEST_WHY = 500
+"""Characters of a reason that ranks give."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class KeptFolder:
         """What the ranks of a generation have left word of; None if of nothing."""
         try:
             found = json.loads((self.root / f"resumed.generation-{generation}").read_text())
-            return Resumed(int(found["iteration"]), str(found["rung"]), str(found["why"]))
+            rung, why = one_line(str(found["rung"])), one_line(str(found["why"]), LONGEST_WHY)
+            return Resumed(int(found["iteration"]), rung, why)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -77,8 +81,8 @@ class KeptFolder:
         """Why the ranks of a generation do not leave, as they were asked to; None if they said
         nothing."""
         try:
-            return (self.root / stay_file(generation)).read_text()
-        except OSError:
+            return one_line((self.root / stay_file(generation)).read_text(), LONGEST_WHY)
+        except (OSError, ValueError):
             return None
 
     def forget_stay(self, generation: int) -> None:

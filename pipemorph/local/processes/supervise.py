@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import printable_line
 from pipemorph.exits import END_NOW, EXIT_MOVES, EXIT_SAVED
+from pipemorph.explain.story import plural
 from pipemorph.local.processes.hang import logged_wait, what_they_do
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.wire import Loss
@@ -146,7 +147,8 @@ def supervise(
     if ending.end is End.FAILED:
         on_failure(replace(ending, at=at))
     if ending.end is End.INTERRUPTED:
-        note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
+        running = plural(len(ranks.running), "rank")
+        note(f"{ending.reason}: stopping {running}; repeat to kill what does not stop")
     if ending.end is not End.COMPLETED:
         stopped = [rank for rank in ranks.running if rank.stopped] if ending.hang else []
         killed, hurried = _stop(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,84 @@ def test_a_run_with_a_slow_link() -> None:
         " start",
         "to do    nothing has to be done",
     ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "seen"),
+    [
+        ({5: "NaN"}, "the loss was nan in iteration 5"),
+        ({5: "NaN", 6: "NaN", 119: "Infinity"}, "the loss was nan in 3 iterations from 5 to 119"),
+        ({0: "-Infinity"}, "the loss was -inf in iteration 0"),
+        ({5: None}, None),
+    ],
+)
+def test_a_loss_that_is_no_number_is_told(losses: Content, seen: str | None) -> None:
+    content = report(adaptations=[], links={"slow": []})
+    for index, loss in losses.items():
+        content["iterations"][index]["loss"] = loss
+    text = "\n".join(told(content))
+    assert ("seen     " + (seen or "no slow link")) in text
+    assert ("find what made the loss NaN or infinite" in text) is (seen is not None)
+
+
+def test_changes_are_told_in_their_order_and_the_best_of_many() -> None:
+    changes = [change(i, saved=saved) for i, saved in enumerate((1.0, 5.0, 2.0, 9.0), start=1)]
+    text = "\n".join(told(report(adaptations=changes)))
+    assert "done     plan 2 from" in text and "         plan 4 from" in text
+    assert "(and 2 more)" in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "advised"),
+    [
+        ({"link": 2}, False),
+        ({"between": [0, 1]}, False),
+        ({"reduction": 1}, True),
+        ({"device": 3}, True),
+    ],
+)
+def test_no_advice_is_given_on_what_the_job_asks_for(fault: Content, advised: bool) -> None:
+    content = report(late(), adaptations=[], links={"slow": [slow_time()]})
+    content["spec"]["faults"] = [fault | {"delay": "60ms"}]
+    assert ("check the network" in "".join(told(content))) is advised
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("status", "startTime"), "<b>"),
+        (("status", "startTime"), "2026-13-45T00:00:00Z"),
+        (("status", "startTime"), "2026-01-02T03:04:05"),
+        (("status", "completionTime"), "0001-01-01T00:00:00+14:00"),
+        (("status", "training", "savedSeconds"), math.inf),
+        (("status", "training", "savedErrorSeconds"), math.nan),
+        (("status", "goodput"), math.nan),
+        (("iterations", 3, "seconds"), math.nan),
+        (("iterations", 3, "index"), 1e300),
+        (("adaptations", 0, "saved"), math.nan),
+        (("adaptations", 0, "promised"), -math.inf),
+        (("links", "slow", 0, "delay"), math.inf),
+        (("links", "slow", 0, "begin"), "\x1b[2Jx"),
+        (("spec", "parallelism", "stages"), 10**30),
+        (("spec", "faults"), [None]),
+        (("iterations",), {}),
+    ],
+)
+def test_a_damaged_report_gives_one_line(
+    where: tuple[Any, ...], value: Any, tmp_path: Path, capsysbinary: Any
+) -> None:
+    content = report(status={"goodput": 0.5, "restarts": 1})
+    content["status"]["recoveries"] = {"count": 1, "last": []}
+    place = content
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    (tmp_path / "report.json").write_text(json.dumps(content))
+    status = main(["explain", str(tmp_path)])
+    out, err = capsysbinary.readouterr()
+    assert status in (0, 2)
+    assert (out.count(b"\n") in range(3, MOST_LINES + 1)) if status == 0 else not out
+    assert err.count(b"\n") == (status == 2) and b"\x1b" not in out + err
 
 
 def test_a_run_without_a_fault() -> None:
@@ -255,7 +334,7 @@ def test_a_job_of_a_cluster() -> None:
         "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.10 rank-hours, against the plan of"
         " the start",
         "to do    check the network between the hosts of the slow link: pipemorph fabric check, or"
-        " pipemorph bench between two of them",
+        " pipemorph bench link between two of them",
     ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from run_records import FALLEN, HAPPENED, RAILS, TRANSPORTS, emulated, job, record, sample
 
 from pipemorph.control.record.history import Decision
+from pipemorph.local.logs import collected_logs
 from pipemorph.local.progress import (
     Chores,
     Progress,
@@ -47,11 +50,45 @@ def show(stream: io.StringIO, view: View, samples: list[IterationSample], **kind
 
 def test_a_plain_line_has_it_all() -> None:
     links = (LinkState(0, Health.SLOW, delay=0.0301),)
+    doubtful = LinkState(0, Health.SLOW, delay=0.0, in_doubt=True)
+    assert links_phrase((doubtful,)) == "in doubt: link 0"
+    assert links_phrase((doubtful, *links)) == "slow link 0 +30 ms"
     shown = show(io.StringIO(), View(links=links), [sample(11, plan_version=3)])
     assert shown == (
         "iteration 11 of 40 (30%, 42.0 s left)  loss 2.2500  1.500 s/it  slow link 0 +30 ms"
         "  plan v3  bubble 12%\n"
     )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_shown_and_told_once(loss: float) -> None:
+    samples = [sample(i).model_copy(update={"loss": loss if i > 4 else 1.0}) for i in range(3, 9)]
+    shown = show(io.StringIO(), View(), samples)
+    assert shown.count(f"iteration 5: the loss is {loss}; the job goes on\n") == 1
+    assert f"  loss {loss}  " in shown
+    (sent,) = {sample.model_dump(mode="json")["loss"] for sample in samples[2:]}
+    assert sent == {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(loss)]
+    back = IterationSample.model_validate_json(samples[2].body())
+    assert back.diverged and str(back.loss) == str(loss) and not samples[0].diverged
+
+
+FORGED = "a\x1b[2J\x1b]0;owned\x07\r\ncompleted: 12 of 12\nplan v9\u202e\u2066\x9b31m\x85b\u2028c"
+
+
+def test_what_ranks_and_reports_say_is_one_line_without_control(caplog: Any) -> None:
+    decision = Decision(at=1.0, iteration=5, kind="adapt", reason="x", line=FORGED, plan_version=1)
+    event = replace(HAPPENED, text=FORGED)
+    for view in (View(message=FORGED), View(events=(event,)), View(decisions=(decision,))):
+        (line,) = show(io.StringIO(), view, []).removesuffix("\n").split("\n")
+        assert line == "a [2J ]0;owned completed: 12 of 12 plan v9 31m b c"
+    stream = io.StringIO()
+    progress = Progress(stream, job(), Journal())
+    with collected_logs(progress):
+        logging.getLogger("pipemorph.x").warning("says %s", FORGED)
+    progress.note(f"its last lines:\n  {FORGED.splitlines()[0]}\r x\u2029y")
+    logged, head, last = stream.getvalue().removesuffix("\n").split("\n")
+    assert logged.startswith("pipemorph.x: says a [2J") and logged.endswith(" b c")
+    assert (head, last) == ("its last lines:", "  a [2J ]0;owned   x y")
 
 
 def test_the_time_left_is_that_of_the_newest_iterations() -> None:

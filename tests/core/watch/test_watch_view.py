@@ -382,6 +382,11 @@ def test_the_story_says_which_link_was_slow_when_none_is_any_more() -> None:
     log.take(14, 1.0, [slow], [Route.DIRECT], {})
     assert log.was_slow() == []
     assert log.slow_times() == [(0, 3, 9, 0.09, 2), (0, 14, None, 0.06, 2)]
+    # As the line of an iteration says: not while there is no delay to see.
+    log.take(16, 1.0, [replace(slow, delay=0.0001, in_doubt=True)], [Route.DIRECT], {})
+    assert log.slow_times()[1:] == [(0, 14, 16, 0.06, 2)]
+    log.take(19, 1.0, [slow], [Route.DIRECT], {})
+    assert log.slow_times()[1:] == [(0, 14, 16, 0.06, 2), (0, 19, None, 0.06, 2)]
 
 
 def test_the_story_says_why_nothing_is_done() -> None:

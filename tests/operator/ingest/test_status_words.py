@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -50,6 +51,13 @@ OPEN = {"measured": None, "iteration_seconds_after": None, "bubble_after": None}
 def summary(*records: AdaptationRecord, ended: bool = False, **changes: Any) -> TrainingStatus:
     source = Source(controller(*records), 90.0, 1, ended)
     return summarize(source, 100.0, view(**changes))
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [(1.5, 1.5), (None, None), (nan, None), (inf, None), (-inf, None)]
+)
+def test_a_status_is_json_whatever_the_loss_is(loss: float | None, told: float | None) -> None:
+    assert summary(loss=loss).loss == told
 
 
 def test_of_a_job_that_trains() -> None:
