@@ -159,9 +159,7 @@ def make(
     as_measured = bound = 0.0
     if costs is not None:
         timed = StageTimes(
-            forward=costs.ops["F"],
-            backward_input=costs.ops["B"],
-            backward_weight=costs.ops["W"],
+            forward=costs.ops["F"], backward_input=costs.ops["B"], backward_weight=costs.ops["W"]
         )
         hops = [delay + costs.hop for delay in delays]
         full = problem_for(MICROBATCHES, [timed] * STAGES, hops, routes, **links)

@@ -90,9 +90,7 @@ copied at both ends."""
 RAW_OF = {"tcp": "raw TCP", "shm": "raw Unix socket"}
 
 
-def measure(
-    options: argparse.Namespace,
-) -> tuple[Times, Times, Times, Times, dict[str, list[int]]]:
+def measure(options: argparse.Namespace) -> tuple[Times, Times, Times, Times, dict[str, list[int]]]:
     """Seconds per contender and round, of the clock and of both processors together, the latencies
     of small messages, how long it took to hand large ones over, and how many bytes the engine
     copied for that per round.

@@ -105,10 +105,7 @@ class Side:
                 self.links[name].reserve(0, options.window, options.size)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{options.store_port}",
-            rank=rank,
-            world_size=2,
+            "gloo", init_method=f"tcp://127.0.0.1:{options.store_port}", rank=rank, world_size=2
         )
         self.small = torch.zeros(LATENCY_BYTES, dtype=torch.uint8)
         if rank == 0:

@@ -345,10 +345,7 @@ def growth(with_faults: Watched, without: Watched) -> list[tuple[str, bool]]:
             f"{grown / 2**20:.1f} more",
             grown <= RESIDENT_BYTES,
         ),
-        (
-            f"their open files: {first.files}, {last.files}",
-            last.files <= first.files + FILES,
-        ),
+        (f"their open files: {first.files}, {last.files}", last.files <= first.files + FILES),
         (
             f"their threads: {first.threads}, {last.threads}",
             last.threads <= first.threads + THREADS,
@@ -380,12 +377,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
     longest = max(seconds for index, seconds in times.items() if index)
     hang_seconds = max(HANG_SECONDS, math.ceil(HANG_OVER_LONGEST * longest))
     watched, report, struck = disturbed(
-        folder / "faults",
-        iterations,
-        faults,
-        usual=typical,
-        hang_seconds=hang_seconds,
-        draw=draw,
+        folder / "faults", iterations, faults, usual=typical, hang_seconds=hang_seconds, draw=draw
     )
     loads.append(os.getloadavg()[1])
     left += watched.left()

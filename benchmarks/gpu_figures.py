@@ -22,16 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipemorph.planning import (
-    Link,
-    Policy,
-    Problem,
-    Route,
-    StageTimes,
-    link_on,
-    plan,
-    simulate,
-)
+from pipemorph.planning import Link, Policy, Problem, Route, StageTimes, link_on, plan, simulate
 
 TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
 STAGES, MICROBATCHES = 8, 24

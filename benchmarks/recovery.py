@@ -368,11 +368,7 @@ def main() -> None:
     print(f"reports: {folder}")
     goals: list[tuple[str, bool]] = []
     figures = {}
-    for name, kills in (
-        ("ranks", options.kills),
-        ("stops", options.stops),
-        ("pods", options.pods),
-    ):
+    for name, kills in (("ranks", options.kills), ("stops", options.stops), ("pods", options.pods)):
         if kills:
             found, figures[name] = measure(name, options, folder, kills)
             goals += found

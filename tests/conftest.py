@@ -16,8 +16,7 @@ from testbed import selected
 
 # How long an example takes is a matter of the machine.
 settings.register_profile(
-    "any machine",
-    settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]),
+    "any machine", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 )
 settings.register_profile(
     "repeatable", settings.get_profile("any machine"), derandomize=True, database=None

@@ -45,10 +45,7 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["tests/engine/test_engine_mutants.py"],
         {"PIPEMORPH_SIM_SCHEDULES": times(20_000)},
     ),
-    "fuzz": (
-        ["tests/engine/test_engine_fuzz.py"],
-        {"PIPEMORPH_FUZZ_SECONDS": times(300)},
-    ),
+    "fuzz": (["tests/engine/test_engine_fuzz.py"], {"PIPEMORPH_FUZZ_SECONDS": times(300)}),
     "examples": (
         ["tests/core", "tests/operator", "--tier", "test"],
         {"PIPEMORPH_TEST_EXAMPLES": times(10)},
@@ -57,10 +54,7 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["tests/trainer", "-m", "hypothesis"],
         {"PIPEMORPH_TEST_EXAMPLES": times(10)},
     ),
-    "faults": (
-        [FAULTS, "--tier", "soak"],
-        {"PIPEMORPH_FAULT_SECONDS": times(3600)},
-    ),
+    "faults": ([FAULTS, "--tier", "soak"], {"PIPEMORPH_FAULT_SECONDS": times(3600)}),
     "long tests": (["--tier", "soak", f"--ignore={FAULTS}"], {}),
     PYTHON_MUTANTS: (["tests/mutants"], {"PIPEMORPH_PYTHON_MUTANTS": times(200)}),
 }

@@ -41,10 +41,7 @@ def manifest(name: str, *, stages: int = 4, iterations: int, **spec: Any) -> Obj
             "parallelism": {"stages": stages},
             "schedule": {"microbatches": 12, "stageTimes": [times] * stages},
             "emulation": {"stageTimes": [times], "messageBytes": 65536},
-            "trainer": {
-                "module": "pipemorph_trainer.examples.emulated",
-                "iterations": iterations,
-            },
+            "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": iterations},
             "placement": {"rdma": {"resourceName": RESOURCE, "ipcLock": False}},
         }
         | spec,

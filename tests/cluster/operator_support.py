@@ -386,12 +386,4 @@ def may(jobs: Jobs, account: str, asked: Object) -> bool:
     return bool(jobs.cluster.client.request("POST", where, review)["status"]["allowed"])
 
 
-__all__ = [
-    "Installation",
-    "Jobs",
-    "Program",
-    "condition",
-    "manifest",
-    "may",
-    "said",
-]
+__all__ = ["Installation", "Jobs", "Program", "condition", "manifest", "may", "said"]

@@ -157,10 +157,7 @@ class Ranks:
         self._pace()
         now = time.time()
         self.agent.observe(
-            now,
-            iteration=self.iteration,
-            applied_plan_version=self.plan.version,
-            **telemetry,
+            now, iteration=self.iteration, applied_plan_version=self.plan.version, **telemetry
         )
         self.deliver(now)
 

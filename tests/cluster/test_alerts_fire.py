@@ -206,10 +206,7 @@ def accused(scene: Scene) -> str:
     for name in names:
         scene.cluster.fake_node(name)
     a, b, c, d, e, f, bad = names
-    for job, nodes, slow in (
-        ("one", [a, bad, b, c], {0, 1}),
-        ("two", [d, e, f, bad], {2}),
-    ):
+    for job, nodes, slow in (("one", [a, bad, b, c], {0, 1}), ("two", [d, e, f, bad], {2})):
         jobs.apply(manifest(job, **LASTING))
         pods = jobs.pods(job, 4)
         for node, pod in zip(nodes, pods, strict=True):

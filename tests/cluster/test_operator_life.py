@@ -4,13 +4,7 @@ import json
 
 import pytest
 from kstatus import kstatus
-from operator_support import (
-    DEADLINE,
-    UNSEEN,
-    Jobs,
-    condition,
-    manifest,
-)
+from operator_support import DEADLINE, UNSEEN, Jobs, condition, manifest
 from played_ranks import Ranks
 from testbed import TestbedError, wait_for
 

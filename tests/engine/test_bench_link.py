@@ -95,10 +95,7 @@ def test_two_ends_that_meet_by_what_the_first_prints(port):
         assert found[3] == port
         # Somebody without the secret is shown the door, and the listener goes on waiting.
         status, _, err = finish(
-            start(
-                *("--connect", "127.0.0.1", "--port", port, *QUICK),
-                env={found[1]: "a guess"},
-            )
+            start(*("--connect", "127.0.0.1", "--port", port, *QUICK), env={found[1]: "a guess"})
         )
         assert status == 1
         assert "refused: authentication failed" in err
@@ -139,8 +136,7 @@ TOO_LARGE = (
 @pytest.mark.full
 def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd, port):
     connector = start(
-        *("--connect", "127.0.0.1", "--port", port, *QUICK),
-        env={bench.SECRET_VARIABLE: "a secret"},
+        *("--connect", "127.0.0.1", "--port", port, *QUICK), env={bench.SECRET_VARIABLE: "a secret"}
     )
     try:
         monkeypatch.setattr(bench, "memory_bytes", lambda: 4 << 20)

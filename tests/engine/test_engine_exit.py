@@ -118,10 +118,7 @@ def test_a_process_may_end_with_messages_under_way(first):
     code = ENDS.format(first=first)
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for _ in range(6)
     ]

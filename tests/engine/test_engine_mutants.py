@@ -114,10 +114,7 @@ MUTANTS = {
         "released twice|granted while it was granted",
     ),
     "inbox: sizes that grow for ever add up": Mutant(
-        INBOX,
-        INBOX,
-        (("std::max(bytes, places[i].together)", "bytes"),),
-        "four times the memory",
+        INBOX, INBOX, (("std::max(bytes, places[i].together)", "bytes"),), "four times the memory"
     ),
     "outbox: what the receiver lacks is not sent again": Mutant(
         "protocol/outbox.cpp",
@@ -308,9 +305,7 @@ MUTANTS = {
         "    t.growing = static_cast<uint32_t>(slots);\n", "    return;\n"
     ),
     "slots: more are added than there is memory for": core(
-        "2 * have.bytes, flight_bytes_,",
-        "2 * have.bytes,",
-        "beyond the memory",
+        "2 * have.bytes, flight_bytes_,", "2 * have.bytes,", "beyond the memory"
     ),
     "control: a report overtakes the acknowledgement of what it lacks": core(
         "    collect();\n    stream_.send(frame);",

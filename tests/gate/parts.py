@@ -74,11 +74,7 @@ class Part:
 
 
 def pytest(
-    name: str,
-    out: Path,
-    *selected: str,
-    shown: bool = False,
-    env: Mapping[str, str] | None = None,
+    name: str, out: Path, *selected: str, shown: bool = False, env: Mapping[str, str] | None = None
 ) -> Part:
     """The tests that pytest's arguments ``selected`` name."""
     return Part(name, [*_pytest(name, out), *selected], out, shown=shown, env=env or {})

@@ -116,10 +116,7 @@ class Run:
         return 0 if self._report.rate >= LOWEST_RATE else 1
 
     def _measure(
-        self,
-        session: pytest.Session,
-        functions: code.LiveFunctions,
-        mutations: Sequence[Mutation],
+        self, session: pytest.Session, functions: code.LiveFunctions, mutations: Sequence[Mutation]
     ) -> Measured:
         measured = measure_tests(
             session, functions, mutations, self._files, most_seconds=self._most, say=self._say

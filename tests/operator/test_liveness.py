@@ -49,12 +49,7 @@ async def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> N
                     answers.append((answer.status, await answer.text()))
     finally:
         await http.cleanup()
-    assert answers == [
-        (200, "ok\n"),
-        (503, "the watch is dead\n"),
-        (503, "a\nb\n"),
-        (200, "ok\n"),
-    ]
+    assert answers == [(200, "ok\n"), (503, "the watch is dead\n"), (503, "a\nb\n"), (200, "ok\n")]
     assert "unhealthy: a; b" in caplog.text
 
 

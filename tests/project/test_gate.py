@@ -187,11 +187,7 @@ def test_the_tier_of_a_test_is_its_closest_markers_then_its_folders(tmp_path):
 
 @pytest.mark.parametrize(
     ("tier", "plans"),
-    [
-        (tiers.TEST, plan.TEST_PARTS),
-        (tiers.FULL, plan.REST_PARTS),
-        (tiers.TIMES, plan.TIMES_PARTS),
-    ],
+    [(tiers.TEST, plan.TEST_PARTS), (tiers.FULL, plan.REST_PARTS), (tiers.TIMES, plan.TIMES_PARTS)],
 )
 def test_every_test_file_is_in_exactly_one_part_of_its_tier(tier, plans):
     assert {one.tier for one in plans if one.paths} == {tier}

@@ -94,9 +94,7 @@ class Rank:
         self.optimizer = Momentum(self.stage, rate=0.05, momentum=0.9)
         self.inside = False
         self.pipe = Pipeline(
-            self.stage,
-            context=TrainerContext(**seat, job=job),
-            loss_fn=nn.functional.mse_loss,
+            self.stage, context=TrainerContext(**seat, job=job), loss_fn=nn.functional.mse_loss
         )
 
     def train(self, until: int) -> dict[str, Any]:

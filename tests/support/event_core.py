@@ -32,12 +32,7 @@ _Chooser = Callable[[int, float], tuple[_Op | None, float]]
 class _Core:
     """The state of an iteration. The arguments are those of :func:`in_order`."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        delay_at: DelayAt | None,
-        transfer_at: DelayAt | None,
-    ) -> None:
+    def __init__(self, costs: Costs, delay_at: DelayAt | None, transfer_at: DelayAt | None) -> None:
         n, stages, stages_of = costs.microbatches, costs.stage_count, costs.stages_of
         self.costs, self.delay_at, self.transfer_at = costs, delay_at, transfer_at
         self.last = stages - 1
@@ -215,10 +210,7 @@ def online(costs: Costs, rules: Rules) -> tuple[list[bytes], float]:
 
 
 def guided(
-    costs: Costs,
-    guide: Guide,
-    delay_at: DelayAt | None,
-    transfer_at: DelayAt | None,
+    costs: Costs, guide: Guide, delay_at: DelayAt | None, transfer_at: DelayAt | None
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.guided`: of the ready ops the first in the
     plan's order."""

@@ -13,19 +13,9 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.snapshot import Snapshot
-from pipemorph.ingest import (
-    BearerAuthenticator,
-    IngestServer,
-    Limits,
-    MemoryStore,
-)
+from pipemorph.ingest import BearerAuthenticator, IngestServer, Limits, MemoryStore
 from pipemorph.ingest.app import Timeouts
-from pipemorph.wire import (
-    Directive,
-    DirectiveEnvelope,
-    LinkHealthReport,
-    PlanMessage,
-)
+from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport, PlanMessage
 
 TOKEN = "correct horse"
 PATIENCE = 15.0

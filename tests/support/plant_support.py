@@ -18,12 +18,7 @@ from pipemorph.control.decide.replan import propose
 from pipemorph.planning import OpKind, Plan, Route, StageTimes, problem_for, validate
 from pipemorph.planning.offload import device_peak
 from pipemorph.planning.simulation.simulator import following, simulate
-from pipemorph.wire import (
-    IterationSample,
-    LinkSample,
-    StageProfile,
-    WireTime,
-)
+from pipemorph.wire import IterationSample, LinkSample, StageProfile, WireTime
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 BASE = 0.004
@@ -105,11 +100,7 @@ class Plant:
             for delay, route in zip(self.delays, self.plan.routes, strict=True)
         ]
         problem = problem_for(
-            self.spec.schedule.microbatches,
-            self.ops,
-            felt,
-            self.plan.routes,
-            queues=8,
+            self.spec.schedule.microbatches, self.ops, felt, self.plan.routes, queues=8
         ).under(self.plan)
         result = simulate(
             self.plan.schedule, problem, self.plan.dispatch, delay_at=lambda link, _: felt[link],

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.sections.faults import Fault
-from pipemorph.planning import (
-    Dispatch,
-    Link,
-    Plan,
-    Policy,
-    Problem,
-    Route,
-    StageTimes,
-    plan,
-)
+from pipemorph.planning import Dispatch, Link, Plan, Policy, Problem, Route, StageTimes, plan
 from pipemorph.wire import StageProfile
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry

@@ -20,13 +20,7 @@ from plant_support import Plant
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import ControlState
 from pipemorph.ingest import IngestHandler, Limits
-from pipemorph.wire import (
-    Directive,
-    DirectiveEnvelope,
-    HandIn,
-    LinkHealthReport,
-    revision_of,
-)
+from pipemorph.wire import Directive, DirectiveEnvelope, HandIn, LinkHealthReport, revision_of
 from pipemorph_operator.ingest.store import ClusterStore
 
 KEY = ("team", "gpt")

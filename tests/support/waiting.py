@@ -12,11 +12,7 @@ DEADLINE = 60.0
 """Seconds. Long, since a machine may be busy: only a test that fails waits for so long."""
 
 
-def until(
-    what: Callable[[], T],
-    why: str | Callable[[], str],
-    seconds: float = DEADLINE,
-) -> T:
+def until(what: Callable[[], T], why: str | Callable[[], str], seconds: float = DEADLINE) -> T:
     """Poll until ``what()`` is true, and return it. Raises AssertionError after ``seconds`` with
     ``why``, a description of what was awaited and how far it got."""
     end = time.monotonic() + seconds

@@ -190,9 +190,7 @@ def misuse(context: TrainerContext, what: str) -> None:
     [
         pytest.param("microbatches", "microbatches is missing", marks=pytest.mark.full),
         pytest.param(
-            "stages",
-            "2 ranks cannot be cut into pipelines of 3 stages",
-            marks=pytest.mark.full,
+            "stages", "2 ranks cannot be cut into pipelines of 3 stages", marks=pytest.mark.full
         ),
         ("batch", "input 0 has shape [4, 3]; expected a first dimension that 3 microbatches"),
         pytest.param(

@@ -21,12 +21,7 @@ def test_a_fit_pod_becomes_its_command() -> None:
 
 
 def test_what_is_missing_is_named_and_ends_in_78(tmp_path: Path) -> None:
-    found = preflight.faults(
-        rdma=True,
-        memlock=False,
-        shm_bytes=1 << 60,
-        devices=tmp_path,
-    )
+    found = preflight.faults(rdma=True, memlock=False, shm_bytes=1 << 60, devices=tmp_path)
     assert "uverbs" in found[0]
     assert str(1 << 60) in found[1]
     command = [

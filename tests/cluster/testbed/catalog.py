@@ -240,9 +240,7 @@ def testbeds() -> dict[str, Testbed]:
             needs=needs(_AARCH64_FILES),
             artifacts=(
                 Artifact(
-                    "libcrypto for aarch64",
-                    unpacked.has_libcrypto,
-                    unpacked.unpack_libcrypto,
+                    "libcrypto for aarch64", unpacked.has_libcrypto, unpacked.unpack_libcrypto
                 ),
             ),
             default=False,

@@ -305,14 +305,7 @@ class Cluster:
         """Let a deleted pod go, as its kubelet does once its containers have ended."""
         self.client.delete("pods", pod, namespace, grace=0)
 
-    def _fake_pod_ended(
-        self,
-        namespace: str,
-        pod: str,
-        *,
-        exit_code: int,
-        reason: str,
-    ) -> Object:
+    def _fake_pod_ended(self, namespace: str, pod: str, *, exit_code: int, reason: str) -> Object:
         phase = "Failed" if exit_code else "Succeeded"
         spec = self.client.get("pods", pod, namespace)["spec"]
         state = {

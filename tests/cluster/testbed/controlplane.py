@@ -238,9 +238,7 @@ class ControlPlane:
 
     def _ask_etcd(self, path: str, body: Object) -> Object:
         request = urllib.request.Request(
-            self._etcd_url + path,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            self._etcd_url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             said: Object = json.load(answer)

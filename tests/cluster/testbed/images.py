@@ -74,11 +74,7 @@ def build_image(
     }
     described = blob(json.dumps(manifest).encode(), f"{oci}.manifest.v1+json")
     described["annotations"] = {"io.containerd.image.name": name}
-    index = {
-        "schemaVersion": 2,
-        "mediaType": f"{oci}.index.v1+json",
-        "manifests": [described],
-    }
+    index = {"schemaVersion": 2, "mediaType": f"{oci}.index.v1+json", "manifests": [described]}
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w") as tar:
         content_of = {

@@ -25,10 +25,7 @@ def write_kubeconfig(
         credentials["client-key-data"] = base64.b64encode(key).decode()
     if token is not None:
         credentials["token"] = token
-    cluster = {
-        "server": server,
-        "certificate-authority-data": base64.b64encode(authority).decode(),
-    }
+    cluster = {"server": server, "certificate-authority-data": base64.b64encode(authority).decode()}
     document = {
         "apiVersion": "v1",
         "kind": "Config",

@@ -119,10 +119,7 @@ class Authority:
 
 
 def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public: ec.EllipticCurvePublicKey,
-    hosts: Sequence[str],
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, hosts: Sequence[str]
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     builder = (

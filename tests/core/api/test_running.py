@@ -77,13 +77,7 @@ def test_a_pod_may_not_have_parts_of_several_replicas() -> None:
     for order, each in product((["pp", "dp_replicate"],), (2, 4)):
         with pytest.raises(ValidationError, match="name dp_replicate first in parall"):
             Parallelism.model_validate(
-                {
-                    "stages": 2,
-                    "replicas": 4,
-                    "ranksPerPod": each,
-                    "minReplicas": 1,
-                    "order": order,
-                }
+                {"stages": 2, "replicas": 4, "ranksPerPod": each, "minReplicas": 1, "order": order}
             )
     with pytest.raises(ValidationError, match="minReplicas: is 5; there are 4 replicas"):
         Parallelism.model_validate({"stages": 2, "replicas": 4, "minReplicas": 5})

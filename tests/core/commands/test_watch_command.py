@@ -135,10 +135,7 @@ def test_the_page_is_in_the_pod_of_rank_0(kubectl: Kubectl) -> None:
 
 @pytest.mark.parametrize(
     ("recoveries", "index"),
-    [
-        (Recoveries(left_out=[0]), 4),
-        (Recoveries(places=[6, 1, 2, 3, 4, 5, 0, 7]), 6),
-    ],
+    [(Recoveries(left_out=[0]), 4), (Recoveries(places=[6, 1, 2, 3, 4, 5, 0, 7]), 6)],
 )
 def test_rank_0_may_have_another_pod(kubectl: Kubectl, recoveries: Recoveries, index: int) -> None:
     status = running(adapted(), SLOW, recoveries=recoveries)

@@ -227,11 +227,7 @@ def test_only_policy_pipemorph_adapts(fields: dict[str, Any], reason: str) -> No
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"transport": {"route": "direct"}},
-        {"transport": {"route": "delegated"}},
-    ],
+    "fields", [{"transport": {"route": "direct"}}, {"transport": {"route": "delegated"}}]
 )
 def test_routes_stay_where_the_spec_fixes_them(fields: dict[str, Any]) -> None:
     job = spec(**fields)

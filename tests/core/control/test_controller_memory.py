@@ -23,15 +23,7 @@ from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.observe.stage_book import StageBook, StageProfiles
 from pipemorph.control.observed.stages import Footprint, Room, StageTable, excess
 from pipemorph.control.observed.stages import room as room_of
-from pipemorph.planning import (
-    Dispatch,
-    OpKind,
-    Plan,
-    Policy,
-    Route,
-    StageTimes,
-    validate,
-)
+from pipemorph.planning import Dispatch, OpKind, Plan, Policy, Route, StageTimes, validate
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph.wire.states import StageState

@@ -289,8 +289,7 @@ def test_of_a_narrow_link_that_varies_the_rate_does() -> None:
     """Its messages are sent one at a time, some of them longer: a delay would hold up none."""
     delayed = congested(dispatch="static")
     situation = replace(
-        delayed._situation,
-        transfers=tuple(MEAN * (link == SLOW) for link in range(STAGES - 1)),
+        delayed._situation, transfers=tuple(MEAN * (link == SLOW) for link in range(STAGES - 1))
     )
     narrow = delayed.under(situation)
     for option in narrow.fresh(DELEGATED):

@@ -83,9 +83,7 @@ def fail(job: Generations, *pods: int, reached: int = LEFT_AT, **fields: Any) ->
 
 
 @cases
-def test_ranks_leave_for_another_layout_which_counts_once_rank_0_says_so(
-    case: Case,
-) -> None:
+def test_ranks_leave_for_another_layout_which_counts_once_rank_0_says_so(case: Case) -> None:
     job = case.started()
     assert job.ask(case.new, ASKED)
     whole = case.whole.model_copy(update=case.new.model_dump(exclude_defaults=True))

@@ -15,14 +15,7 @@ from pipemorph.control.observe.observer import Observer
 from pipemorph.control.observed.reports import LinkTable
 from pipemorph.planning import Route
 from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
-from pipemorph.wire import (
-    DirectiveEnvelope,
-    Health,
-    LinkSample,
-    LinkState,
-    StageProfile,
-    WireTime,
-)
+from pipemorph.wire import DirectiveEnvelope, Health, LinkSample, LinkState, StageProfile, WireTime
 
 BASE, LONGEST_OP = 0.006, 0.01
 LINKS = 7

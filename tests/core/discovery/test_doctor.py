@@ -442,10 +442,7 @@ def test_one_node_and_no_nodes_need_no_word(tmp_path: Path) -> None:
     ("status", "memory"), [("Name:\tx", None), (None, None), ("Mems_allowed_list:\t1", {1})]
 )
 def test_what_is_not_known_of_nodes_keeps_nobody_away(
-    status: str | None,
-    memory: set[int] | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    status: str | None, memory: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: {0})
     nodes, file = two_nodes(tmp_path / "nodes"), tmp_path / "status"

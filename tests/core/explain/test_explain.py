@@ -80,10 +80,7 @@ def report(*conditions: Content, status: Content | None = None, **fields: Any) -
     found: Content = {
         "kind": "PipeMorphJob",
         "metadata": {"name": "gpt", "namespace": "team"},
-        "spec": {
-            "parallelism": {"stages": 4, "replicas": 2},
-            "trainer": {"iterations": 120},
-        },
+        "spec": {"parallelism": {"stages": 4, "replicas": 2}, "trainer": {"iterations": 120}},
         "status": {
             "state": "Complete",
             "startTime": "2026-01-02T03:04:05Z",
@@ -397,8 +394,8 @@ def test_a_job_of_a_cluster() -> None:
                             "promised": 0.2,
                             "measured": 0.18,
                         }
-                    ],
-                },
+                    ]
+                }
             },
             [
                 "layers moved (5-3-4-4 per stage) in generation 1: 20% shorter iterations promised,"

@@ -12,31 +12,12 @@ import pytest
 from gate import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ingest_client import (
-    LONG,
-    PATIENCE,
-    TOKEN,
-    Scripted,
-    body,
-    controller,
-    serve,
-    waiting,
-)
+from ingest_client import LONG, PATIENCE, TOKEN, Scripted, body, controller, serve, waiting
 from waiting import until_async
 
-from pipemorph.ingest import (
-    Identity,
-    IngestHandler,
-    Limits,
-    MemoryStore,
-    Refused,
-)
+from pipemorph.ingest import Identity, IngestHandler, Limits, MemoryStore, Refused
 from pipemorph.ingest.app import Timeouts
-from pipemorph.wire import (
-    MAX_REPORT_BYTES,
-    PROTOCOL,
-    DirectiveEnvelope,
-)
+from pipemorph.wire import MAX_REPORT_BYTES, PROTOCOL, DirectiveEnvelope
 
 SLOW = {
     "link": 0,

@@ -7,22 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from ingest_client import (
-    LONG,
-    PATIENCE,
-    Scripted,
-    body,
-    controller,
-    serve,
-    waiting,
-)
+from ingest_client import LONG, PATIENCE, Scripted, body, controller, serve, waiting
 from waiting import until_async
 
 from pipemorph.control import snapshot
-from pipemorph.ingest import (
-    MemoryStore,
-    Reply,
-)
+from pipemorph.ingest import MemoryStore, Reply
 from pipemorph.wire import (
     MAX_HAND_IN_BYTES,
     AdaptationRecord,

@@ -161,10 +161,7 @@ def test_orphans_of_a_rank_are_the_hosts(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "says"),
-    [
-        ("not_there", "No module named 'not_there'"),
-        ("starts_a_thread", "started 1 threads"),
-    ],
+    [("not_there", "No module named 'not_there'"), ("starts_a_thread", "started 1 threads")],
 )
 def test_modules_that_cannot_be_imported_before(
     module: str, says: str, folder: Path, env: dict[str, str]

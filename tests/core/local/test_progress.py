@@ -252,10 +252,7 @@ def test_emulation_is_never_silent() -> None:
     [
         ((), ""),
         ((LinkState(0, Health.HEALTHY), LinkState(1, Health.HEALTHY)), "links healthy"),
-        (
-            (LinkState(0, Health.HEALTHY), LinkState(1, Health.UNKNOWN)),
-            "links: 1 of 2 unknown",
-        ),
+        ((LinkState(0, Health.HEALTHY), LinkState(1, Health.UNKNOWN)), "links: 1 of 2 unknown"),
         (
             tuple(LinkState(i, Health.SLOW, delay=i / 100) for i in range(1, 6)),
             "slow links 5 +50 ms, 4 +40 ms, 3 +30 ms and 2 more",

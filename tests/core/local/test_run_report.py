@@ -6,14 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_records import (
-    HAPPENED,
-    emulated,
-    job,
-    record,
-    run_record,
-    sample,
-)
+from run_records import HAPPENED, emulated, job, record, run_record, sample
 from watched_jobs import watched
 
 from pipemorph.api.spec import PipeMorphJob

@@ -257,10 +257,7 @@ async def test_an_api_server_that_refuses_is_asked_less_and_less_often(
     ],
 )
 async def test_a_namespace_that_is_refused_keeps_nobody_from_serving_the_others(
-    refused: dict[str, int],
-    served: list[str] | None,
-    unready: str,
-    monkeypatch: pytest.MonkeyPatch,
+    refused: dict[str, int], served: list[str] | None, unready: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its Role, as when the namespace was deleted. ``served`` None: it does not lead."""
     monkeypatch.setattr(informer, "LAST_RETRY_SECONDS", 0.01)

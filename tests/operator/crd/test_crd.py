@@ -12,11 +12,7 @@ import yaml
 
 from pipemorph.api.spec import JobSpec
 from pipemorph_operator.crd.descriptions import DESCRIPTIONS
-from pipemorph_operator.crd.generate import (
-    files,
-    job_definition,
-    structural,
-)
+from pipemorph_operator.crd.generate import files, job_definition, structural
 from pipemorph_operator.crd.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[3]

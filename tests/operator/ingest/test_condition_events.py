@@ -67,20 +67,14 @@ def test_every_plan_and_every_set_of_delegated_links_is_told() -> None:
         news,
         ScheduleAdapted="PlanInEffect: plan v1: slow",
         LinksDelegated="LinksDelegated: links 2",
-    ) == [
-        ("Normal", "PlanInEffect", "plan v1: slow"),
-        ("Normal", "LinksDelegated", "links 2"),
-    ]
+    ) == [("Normal", "PlanInEffect", "plan v1: slow"), ("Normal", "LinksDelegated", "links 2")]
     # Not every state is seen: the next plan may be in effect when status is written again.
     assert told(news, ScheduleAdapted="PlanInEffect: plan v2: slower") == [
         ("Normal", "PlanInEffect", "plan v2: slower")
     ]
     assert told(
         news, ScheduleAdapted="ReturnedToInitialPlan: plan v3", LinksDelegated="AllLinksDirect: all"
-    ) == [
-        ("Normal", "ReturnedToInitialPlan", "plan v3"),
-        ("Normal", "AllLinksDirect", "all"),
-    ]
+    ) == [("Normal", "ReturnedToInitialPlan", "plan v3"), ("Normal", "AllLinksDirect", "all")]
 
 
 def test_an_ingest_that_starts_over_does_not_repeat_what_status_says() -> None:

@@ -84,9 +84,7 @@ def none_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scenario(
-    api: Api,
-    planner: Planner,
-    test: Callable[[Reconciler, asyncio.Queue[Any]], Awaitable[None]],
+    api: Api, planner: Planner, test: Callable[[Reconciler, asyncio.Queue[Any]], Awaitable[None]]
 ) -> None:
     """Run ``test`` with a reconciler and the keys that were to be looked at again."""
 

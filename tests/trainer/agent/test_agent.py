@@ -36,14 +36,7 @@ from launch import ended
 from waiting import until
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.wire import (
-    Directive,
-    Health,
-    LinkHealthReport,
-    LinkState,
-    PlanMessage,
-    RailSample,
-)
+from pipemorph.wire import Directive, Health, LinkHealthReport, LinkState, PlanMessage, RailSample
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent import client as client_module
 from pipemorph_trainer.agent.client import FLUSH_SECONDS, QUEUED_MESSAGES, AgentClient

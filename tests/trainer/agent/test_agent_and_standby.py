@@ -45,10 +45,7 @@ async def test_a_standby_is_tried_again_when_it_says_and_is_no_failure(
     ingest.says, ingest.status = {"error": "this replica stands by"}, 503
     # A backoff that grows would reach so many requests after half a minute.
     ingest.headers = {"Retry-After": "0"}
-    async with (
-        ingest.running(),
-        agent_of(f"http://127.0.0.1:{ingest.port}", tmp_path),
-    ):
+    async with ingest.running(), agent_of(f"http://127.0.0.1:{ingest.port}", tmp_path):
         await until_async(lambda: len(ingest.asked) > 60, "requests", seconds=15)
         ingest.says, ingest.status = ANSWER, 200
         await until_async(lambda: "report works again" in caplog.text, "an answer")

@@ -23,18 +23,9 @@ from pipemorph.wire import OpsTrace
 from pipemorph.wire.ops import MOST_OPS
 from pipemorph.wire.page import OpsWanted
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.agent import (
-    AgentClient,
-    connect,
-    start_agent,
-)
+from pipemorph_trainer.agent import AgentClient, connect, start_agent
 from pipemorph_trainer.agent.messages import NoControl
-from pipemorph_trainer.agent.ops import (
-    AHEAD,
-    EVERY_SECONDS,
-    PATIENCE_SECONDS,
-    OpsCollector,
-)
+from pipemorph_trainer.agent.ops import AHEAD, EVERY_SECONDS, PATIENCE_SECONDS, OpsCollector
 
 F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
 

@@ -10,16 +10,7 @@ from drawn_plans import random_plan
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
-from pipemorph.planning import (
-    Dispatch,
-    Link,
-    Plan,
-    Problem,
-    Route,
-    Schedule,
-    StageTimes,
-    plan,
-)
+from pipemorph.planning import Dispatch, Link, Plan, Problem, Route, Schedule, StageTimes, plan
 from pipemorph_trainer.agent import frames, receives
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage, cut
 

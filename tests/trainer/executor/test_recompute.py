@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_support import (
-    Job,
-    Result,
-    assert_equal,
-    output_grads,
-    run_order,
-    sequential,
-    split,
-)
+from split_support import Job, Result, assert_equal, output_grads, run_order, sequential, split
 from test_offload_store import ALL_FIRST, TELLING, Storages
 from test_split_zoo import DELAYED, ZOO, Block, vectors
 from torch import Tensor, nn

@@ -115,12 +115,7 @@ class LayersJob(Job):
     where a rank is killed, see the script."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        replica: bool = False,
-        how: str = "",
-        iterations: int = ITERATIONS,
+        self, folder: Path, *, replica: bool = False, how: str = "", iterations: int = ITERATIONS
     ) -> None:
         cut = {"stages": 2, "replicas": 2, "ranksPerPod": 2, "layers": TOTAL}
         self.order = ["dp_replicate", "pp"] if replica else ["pp", "dp_replicate"]

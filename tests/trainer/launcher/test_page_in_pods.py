@@ -24,9 +24,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 TOKEN = "the-token-of-the-page"
 STAGES = 4
-SPEC = {
-    "parallelism": {"stages": STAGES, "ranksPerPod": 2},
-}
+SPEC = {"parallelism": {"stages": STAGES, "ranksPerPod": 2}}
 
 
 class Watched:

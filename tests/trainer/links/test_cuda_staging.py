@@ -19,11 +19,7 @@ from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy, Timed
 from pipemorph_trainer.links.message import TensorMeta
 from pipemorph_trainer.topology.accelerator import CudaAccelerator
 
-pytestmark = [
-    pytest.mark.times,
-    pytest.mark.gpu,
-    pytest.mark.needs_engine,
-]
+pytestmark = [pytest.mark.times, pytest.mark.gpu, pytest.mark.needs_engine]
 DEVICE = torch.device("cuda", 0)
 MEBI = 1 << 20
 

@@ -63,10 +63,7 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
         engine=settings.engine_options(context, of_job, plan, directed=False),
     )
     found = rendezvous.meet(
-        MeshShape().coordinate(0),
-        config,
-        master_addr="127.0.0.1",
-        groups=Groups(),
+        MeshShape().coordinate(0), config, master_addr="127.0.0.1", groups=Groups()
     )
     assert isinstance(found.engine, Engine)
     os.close(found.engine.bell_fd)

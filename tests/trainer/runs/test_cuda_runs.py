@@ -23,11 +23,7 @@ from trainer_jobs import Job, Record, assert_same, make_plan
 
 from pipemorph.planning import Route
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.needs_engine,
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.needs_engine, pytest.mark.timeout(400)]
 SECONDS = 300.0
 
 

@@ -59,8 +59,7 @@ LONGER = {"context"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[pytest.mark.soak] * (each in LONGER)) for each in CASES],
+    "name", [pytest.param(each, marks=[pytest.mark.soak] * (each in LONGER)) for each in CASES]
 )
 def test_a_slow_link_is_named_by_its_coordinate_and_planned_for(name: str, tmp_path: Path) -> None:
     case = CASES[name]

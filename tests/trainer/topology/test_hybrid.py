@@ -9,15 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hybrid_models import (
-    LENGTH,
-    Reference,
-    batch_of,
-    distribute,
-    loss_fn,
-    part_of,
-    whole_model,
-)
+from hybrid_models import LENGTH, Reference, batch_of, distribute, loss_fn, part_of, whole_model
 from launch import run_ranks
 from several_jobs import make_plan as make_several
 from torch import Tensor, nn

@@ -44,9 +44,7 @@ def test_every_rank_has_the_port_beside_its_gpu_and_another(
     assert half == [{rank // 4} for rank in range(8)], "no byte crosses the host"
 
 
-def test_four_ranks_share_eight_ports_two_each(
-    host: tuple[Path, list[Device], list[str]],
-) -> None:
+def test_four_ranks_share_eight_ports_two_each(host: tuple[Path, list[Device], list[str]]) -> None:
     _, devices, _ = host
     shares = [share(devices, rank, 4, []) for rank in range(4)]
     assert sorted(name for found in shares for name in found) == [f"mlx5_{i}" for i in range(8)]

@@ -23,15 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
-from pipemorph.planning import (
-    Link,
-    Plan,
-    Policy,
-    Problem,
-    Route,
-    StageTimes,
-    plan,
-)
+from pipemorph.planning import Link, Plan, Policy, Problem, Route, StageTimes, plan
 from pipemorph_trainer import Options, TrainerContext
 from pipemorph_trainer.torch import AdaptiveSchedule, SplitBackward
 

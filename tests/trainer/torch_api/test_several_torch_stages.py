@@ -11,10 +11,7 @@ from gate import same_bits
 from launch import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from pipemorph_trainer import Options, TrainerContext
 from pipemorph_trainer.torch import AdaptiveSchedule
