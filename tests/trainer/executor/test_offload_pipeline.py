@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,45 +60,53 @@ def test_results_are_those_without(policy: str, dispatch: str) -> None:
             assert told is None or told.bytes == told.microbatches * one
 
 
-def gpt(context: TrainerContext, plan: Plan, limit: int | None) -> list[Any]:
+def gpt(
+    context: TrainerContext, plan: Plan, dropout: float, autocast: bool, **more: Any
+) -> list[Tensor]:
     """Two iterations of the example's model: losses and all gradients."""
     arguments = Arguments(width=32, heads=2, sequence=16, microbatch_size=2)
     torch.manual_seed(7 + context.rank)
     module = GPTStage(arguments, Part(context.rank, context.world_size), context.world_size)
-    found: list[Any] = []
-    with Pipeline(
-        module,
-        context=context,
-        loss_fn=loss_fn,
-        plan=plan,
-        options=Options(route="direct", host_memory=limit),
-    ) as pipe:
+    first = module.forward
+
+    def forward(*args: Any) -> Any:
+        out = first(*args)
+        return torch.nn.functional.dropout(out, dropout) if isinstance(out, Tensor) else out
+
+    module.forward = forward
+    found: list[Tensor] = []
+    with Pipeline(module, context=context, loss_fn=loss_fn, plan=plan, **more) as pipe:
         for iteration in range(2):
-            tokens = torch.randint(
-                0, 256, (12, 17), generator=torch.Generator().manual_seed(iteration)
-            )
-            found.append(pipe.step(tokens[:, :-1], target=tokens[:, 1:].contiguous()))
-            found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+            draw = torch.Generator().manual_seed(iteration)
+            tokens = torch.randint(0, 256, (12, 17), generator=draw)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = pipe.step(tokens[:, :-1], target=tokens[:, 1:].contiguous())
+            gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            assert len(gradients) > 10
+            found += [loss, *gradients]
             module.zero_grad()
     return found
 
 
-@pytest.mark.parametrize("dispatch", give_tiers([("guided",), ("static",)], test=0, full=1))
-def test_the_gpt_example(dispatch: str) -> None:
-    job = Job(2, 6)
-    warmup = (6, 4)
-    plain = make_plan(job, 0, "zero-bubble", dispatch=dispatch, warmup=warmup)
-    offloads = make_plan(job, 0, "zero-bubble", dispatch=dispatch, warmup=warmup, device_limit=2)
-    want = run_ranks(2, gpt, plain, None)
-    got = run_ranks(2, gpt, offloads, PLENTY)
+def assert_same_training(
+    plan: Plan, plain: Plan, *, dropout: float = 0.0, autocast: bool = False, **more: Any
+) -> None:
+    """Compare the example trained with ``plan``, whose ranks get ``more``, and without."""
+    direct = Options(route="direct")
+    want = run_ranks(2, partial(gpt, options=direct), plain, dropout, autocast)
+    got = run_ranks(2, partial(gpt, **{"options": direct} | more), plan, dropout, autocast)
     for mine, theirs in zip(got, want, strict=True):
         for a, b in zip(mine, theirs, strict=True):
-            if isinstance(a, Tensor):
-                same_bits(a, b)
-                continue
-            assert len(a) == len(b) > 10
-            for x, y in zip(a, b, strict=True):
-                same_bits(x, y)
+            same_bits(a, b)
+
+
+@pytest.mark.parametrize("dispatch", give_tiers([("guided",), ("static",)], test=0, full=1))
+def test_the_gpt_example(dispatch: str) -> None:
+    job, warmup = Job(2, 6), (6, 4)
+    plain = make_plan(job, 0, "zero-bubble", dispatch=dispatch, warmup=warmup)
+    offloads = make_plan(job, 0, "zero-bubble", dispatch=dispatch, warmup=warmup, device_limit=2)
+    options = Options(route="direct", host_memory=PLENTY)
+    assert_same_training(offloads, plain, options=options)
 
 
 def test_a_plan_is_refused_without_host_memory() -> None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from gate import same_bits
 from launch import Ranks, run_ranks
 from pairwise import parametrize_product
-from test_offload_pipeline import expected_copies
-from torch import Tensor
+from test_offload_pipeline import assert_same_training, expected_copies
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Plan
-from pipemorph_trainer import EmulatedStage, Options, Part, Pipeline, TrainerContext
-from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
 AUTO = {"recompute": "auto"}
 
@@ -53,38 +48,6 @@ def test_results_are_those_without(policy: str, dispatch: str) -> None:
             assert profile.activation_bytes and profile.input_bytes is not None
 
 
-def gpt(context: TrainerContext, plan: Plan, autocast: bool) -> list[Any]:
-    """Two iterations of the example's model with dropout: losses and all gradients."""
-    arguments = Arguments(width=32, heads=2, sequence=16, microbatch_size=2)
-    torch.manual_seed(7 + context.rank)
-    module = GPTStage(arguments, Part(context.rank, context.world_size), context.world_size)
-    first = module.forward
-
-    def forward(*args: Any) -> Any:
-        out = first(*args)
-        return torch.nn.functional.dropout(out, 0.2) if isinstance(out, Tensor) else out
-
-    module.forward = forward  # type: ignore[method-assign]
-    found: list[Any] = []
-    with Pipeline(
-        module,
-        context=context,
-        loss_fn=loss_fn,
-        plan=plan,
-        options=Options(route="direct"),
-        recompute="auto",
-    ) as pipe:
-        for iteration in range(2):
-            tokens = torch.randint(
-                0, 256, (12, 17), generator=torch.Generator().manual_seed(iteration)
-            )
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                found.append(pipe.step(tokens[:, :-1], target=tokens[:, 1:].contiguous()))
-            found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
-            module.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize(
     "autocast",
     [pytest.param(False, marks=pytest.mark.soak), pytest.param(True, marks=pytest.mark.full)],
@@ -93,16 +56,7 @@ def test_the_gpt_example_with_dropout(autocast: bool) -> None:
     job = Job(2, 6)
     plain = make_plan(job, 0, "zero-bubble", warmup=(6, 4))
     drops = recomputing(make_plan(job, 0, "zero-bubble", warmup=(6, 4), device_limit=2))
-    want = run_ranks(2, gpt, plain, autocast)
-    got = run_ranks(2, gpt, drops, autocast)
-    for mine, theirs in zip(got, want, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            if isinstance(a, Tensor):
-                same_bits(a, b)
-                continue
-            assert len(a) == len(b) > 10
-            for x, y in zip(a, b, strict=True):
-                same_bits(x, y)
+    assert_same_training(drops, plain, dropout=0.2, autocast=autocast, recompute="auto")
 
 
 def test_a_plan_is_refused_where_the_job_must_not() -> None:
