@@ -63,25 +63,30 @@ class Pair:
     accepted: Link
 
 
+def join(a: Engine, b: Engine, link_id: int = LINK, port: int | None = None) -> tuple[Link, Link]:
+    """A link between two engines, as both have it. ``port``: dialled instead of the acceptor's."""
+    box: list[Link] = []
+    acceptor = threading.Thread(
+        target=lambda: box.append(b.accept(peer_rank=0, link_id=link_id, timeout=TIMEOUT))
+    )
+    acceptor.start()
+    where = {"host": "127.0.0.1", "port": b.port if port is None else port}
+    try:
+        dialled = a.connect(peer_rank=1, link_id=link_id, timeout=TIMEOUT, **where)
+    finally:
+        acceptor.join()
+    return dialled, box[0]
+
+
 @contextlib.contextmanager
 def in_process(
     low: dict[str, Any] | None = None, high: dict[str, Any] | None = None, **both: Any
 ) -> Iterator[Pair]:
     a = engine(0, **(both | (low or {})))
     b = engine(1, **(both | (high or {})))
-    box: list[Link] = []
-    acceptor = threading.Thread(
-        target=lambda: box.append(b.accept(peer_rank=0, link_id=LINK, timeout=TIMEOUT))
-    )
-    acceptor.start()
     try:
-        dialled = a.connect(
-            peer_rank=1, link_id=LINK, host="127.0.0.1", port=b.port, timeout=TIMEOUT
-        )
-        acceptor.join()
-        yield Pair(a, b, dialled, box[0])
+        yield Pair(a, b, *join(a, b))
     finally:
-        acceptor.join()
         a.close(0.0)
         b.close(0.0)
 

@@ -210,22 +210,8 @@ def linked(
             for r in (0, 1)
         )
         between = stack.enter_context(relay_of(b.port))
-        box: list[Link] = []
-        acceptor = threading.Thread(
-            target=lambda: box.append(
-                b.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
-            )
-        )
-        acceptor.start()
-        low = a.connect(
-            peer_rank=1,
-            link_id=pairs.LINK,
-            host="127.0.0.1",
-            port=between.port,
-            timeout=pairs.TIMEOUT,
-        )
-        acceptor.join()
+        low, high = pairs.join(a, b, port=between.port)
         low.reserve(1, 2, SLOT_BYTES)
-        box[0].reserve(0, 2, SLOT_BYTES)
-        yield low, box[0], b, between
+        high.reserve(0, 2, SLOT_BYTES)
+        yield low, high, b, between
         stack.close()

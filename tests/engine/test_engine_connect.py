@@ -258,23 +258,9 @@ def test_a_link_can_be_made_again_after_its_end():
     with pairs.in_process() as p:
         p.dialled.close()
         pairs.eventually(lambda: not p.accepted.alive)
-        again = []
-        acceptor = threading.Thread(
-            target=lambda: again.append(
-                p.high.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
-            )
-        )
-        acceptor.start()
-        link = p.low.connect(
-            peer_rank=1,
-            link_id=pairs.LINK,
-            host="127.0.0.1",
-            port=p.high.port,
-            timeout=pairs.TIMEOUT,
-        )
-        acceptor.join()
+        link, again = pairs.join(p.low, p.high)
         link.send((0, 0, 0, 0, 0), b"", b"again")
-        assert again[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"again"
+        assert again.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"again"
 
 
 def read(s, size):
@@ -329,23 +315,11 @@ def test_a_control_connection_that_breaks_before_the_dialler_has_confirmed_is_ma
                             threading.Thread(target=pass_on, args=ends, daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
-        box = []
-        acceptor = threading.Thread(
-            target=lambda: box.append(b.accept(peer_rank=0, link_id=0, timeout=pairs.TIMEOUT))
-        )
-        acceptor.start()
-        link = a.connect(
-            peer_rank=1,
-            link_id=0,
-            host="127.0.0.1",
-            port=relay.getsockname()[1],
-            timeout=pairs.TIMEOUT,
-        )
-        acceptor.join()
-        assert cut and box
+        link, accepted = pairs.join(a, b, port=relay.getsockname()[1])
+        assert cut
         link.send((0, 0, 0, 0, 0), b"", b"after all")
-        assert box[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"after all"
-        assert link.alive and box[0].alive
+        assert accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"after all"
+        assert link.alive and accepted.alive
         relay.shutdown(socket.SHUT_RDWR)
 
 

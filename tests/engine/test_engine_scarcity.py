@@ -60,22 +60,13 @@ for transport in ("tcp", "shm", "auto"):
 def test_an_engine_is_closed_without_another_thread(links, unsent):
     run(
         """
-import threading
 links, unsent = int(sys.argv[1]), sys.argv[2] == "True"
 low, high = (pairs.engine(rank, transport="tcp") for rank in (0, 1))
 pairs_of_ends = []
 for i in range(links):
-    box = []
-    acceptor = threading.Thread(target=lambda: box.append(
-        high.accept(peer_rank=0, link_id=i, timeout=pairs.TIMEOUT)))
-    acceptor.start()
-    link = low.connect(
-        peer_rank=1, link_id=i, host="127.0.0.1", port=high.port, timeout=pairs.TIMEOUT
-    )
-    acceptor.join()
-    pairs_of_ends.append((link, box[0]))
+    pairs_of_ends.append(pairs.join(low, high, i))
     if unsent:
-        link.send((0, 0, 0, 0, 0), bytes(100))
+        pairs_of_ends[-1][0].send((0, 0, 0, 0, 0), bytes(100))
 no_more_threads()
 low.close(0.5)
 for link, other in pairs_of_ends:

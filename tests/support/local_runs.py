@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,62 @@ def report_of(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     done = run(folder, job)
     assert done.status == 0, done
     return done.report | {"said": done.output}
+
+
+MOVES = """
+import json, sys
+from pathlib import Path
+from pipemorph.control.decide.layouts import moves
+from pipemorph.control.decide.layouts.relayout import Proposal
+from pipemorph.local import host
+from pipemorph.local.processes import supervise
+
+job, out, what, told = *sys.argv[1:4], json.loads(sys.argv[4])
+
+def consider(self, network, cost, finished):
+    if len(self.made) == len(told):
+        return None
+    wanted = told[len(self.made)]
+    layout = self.layout.with_layers(wanted) if what == "layers" else self.layout.read(wanted)
+    return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
+
+if told:
+    moves.Moves.consider = consider
+moves.PLACES_SECONDS = 0.0
+if what == "layers":
+    moves.REST = 0.0
+    supervise.REFRESH_SECONDS = 0.005
+sys.exit(host.run_job(job, Path(out)))
+"""
+
+
+def run_moves(
+    folder: Path, script: str, what: str, told: Sequence[Any], args: dict[str, Any], **spec: Any
+) -> dict[str, Any]:
+    """The report of a job of ``script``, in which ranks move as ``told``: ``what``, ``layers`` or
+    ``places``, they have after each change; ``said``: its output."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    (folder / "driver.py").write_text(MOVES)
+    base = {
+        "schedule": {"microbatches": 4},
+        "failurePolicy": {"maxRestarts": 2},
+        "adaptation": {"relayout": True},
+        "emulation": None,
+    }
+    command, iterations = ["python", str(folder / "train.py")], spec.pop("iterations")
+    base["trainer"] = {"command": command, "iterations": iterations, "args": args}
+    (folder / "job.json").write_text(json.dumps(manifest(**base | spec)))
+    drive = [sys.executable, str(folder / "driver.py"), str(folder / "job.json")]
+    drive += [str(folder / "out"), what, json.dumps(told)]
+    done = prepared_processes.run(drive, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return Done(0, done.stdout, folder / "out").report | {"said": done.stdout}
+
+
+def losses(report: dict[str, Any]) -> dict[int, float]:
+    """By iteration."""
+    return {each["index"]: each["loss"] for each in report["iterations"]}
 
 
 def read_until(host: subprocess.Popen[str], iteration: int) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import prepared_processes
 import pytest
-from local_runs import manifest, report_of
+from local_runs import losses, manifest, report_of, run_moves
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -158,62 +156,13 @@ with Pipeline(
         pipe.clip_grad_norm_(1e9)
 """
 
-DRIVER = """
-import json, sys
-from pathlib import Path
-from pipemorph.control.decide.layouts import moves
-from pipemorph.control.decide.layouts.relayout import Proposal
-from pipemorph.local import host
-from pipemorph.local.processes import supervise
-
-def consider(self, network, cost, finished):
-    splits = json.loads(sys.argv[3])
-    if len(self.made) == len(splits):
-        return None
-    layout = self.layout.with_layers(splits[len(self.made)])
-    return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
-
-if len(sys.argv) > 3:
-    moves.Moves.consider = consider
-moves.REST = moves.PLACES_SECONDS = 0.0
-supervise.REFRESH_SECONDS = 0.005
-sys.exit(host.run_job(sys.argv[1], Path(sys.argv[2])))
-"""
-
 
 def run(
     folder: Path, how: str, *, moves: Sequence[Sequence[int]] = (LAYERS,), **spec: Any
 ) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "driver.py").write_text(DRIVER)
-    job = manifest(
-        **{
-            "parallelism": {"stages": 2, "replicas": 2, "layers": TOTAL},
-            "schedule": {"microbatches": 4},
-            "trainer": {
-                "command": ["python", str(folder / "train.py")],
-                "iterations": ITERATIONS,
-                "args": {"how": how, "moves": len(moves)},
-            },
-            "failurePolicy": {"maxRestarts": 2},
-            "adaptation": {"relayout": True},
-            "emulation": None,
-        }
-        | spec
-    )
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, str(folder / "driver.py"), str(folder / "job.json")]
-    command += [str(folder / "out"), *([json.dumps(moves)] if moves else [])]
-    done = prepared_processes.run(command, capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
-    return report | {"said": done.stdout}
-
-
-def losses(report: dict[str, Any]) -> dict[int, float]:
-    """By iteration."""
-    return {each["index"]: each["loss"] for each in report["iterations"]}
+    cut = {"stages": 2, "replicas": 2, "layers": TOTAL}
+    spec = {"parallelism": cut, "iterations": ITERATIONS} | spec
+    return run_moves(folder, SCRIPT, "layers", moves, {"how": how, "moves": len(moves)}, **spec)
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import prepared_processes
 import pytest
-from local_runs import manifest, report_of
+from local_runs import losses, manifest, report_of, run_moves
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -81,61 +79,17 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=loss_fn) as p
         pipe.clip_grad_norm_(1e9)
 """
 
-DRIVER = """
-import sys
-from pathlib import Path
-from pipemorph.control.decide.layouts import moves
-from pipemorph.control.decide.layouts.relayout import Proposal
-from pipemorph.local import host
-
-def consider(self, network, cost, finished):
-    if self.made:
-        return None
-    layout = self.layout.read(sys.argv[3])
-    return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
-
-if len(sys.argv) > 3:
-    moves.Moves.consider = consider
-moves.PLACES_SECONDS = 0.0
-sys.exit(host.run_job(sys.argv[1], Path(sys.argv[2])))
-"""
-
 
 def run(folder: Path, how: str, *, moves: bool = True, **spec: Any) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "driver.py").write_text(DRIVER)
-    job = manifest(
-        **{
-            # Places change although these stages, which are modules, keep their layers.
-            "parallelism": {"stages": 2, "replicas": 2, "layers": 4},
-            "schedule": {"microbatches": 4},
-            "trainer": {
-                "command": ["python", str(folder / "train.py")],
-                "iterations": ITERATIONS,
-                "args": {"how": how, "moves": moves},
-            },
-            "failurePolicy": {"maxRestarts": 2},
-            "adaptation": {"relayout": True},
-            "emulation": None,
-        }
-        | spec
-    )
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, str(folder / "driver.py"), str(folder / "job.json")]
-    command += [str(folder / "out"), *([json.dumps(PLACES)] if moves else [])]
-    done = prepared_processes.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
-    return report | {"said": done.stdout}
-
-
-def losses(report: dict[str, Any]) -> list[float]:
-    return [each["loss"] for each in report["iterations"]]
+    # Places change although these stages, which are modules, keep their layers.
+    cut = {"stages": 2, "replicas": 2, "layers": 4}
+    spec = {"parallelism": cut, "iterations": ITERATIONS} | spec
+    told = [json.dumps(PLACES)] if moves else []
+    return run_moves(folder, SCRIPT, "places", told, {"how": how, "moves": moves}, **spec)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
     return losses(run(folder, "", moves=False, adaptation={}))
 
@@ -154,7 +108,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 )
 def test_the_old_layout_or_the_new_one(
     tmp_path: Path,
-    undisturbed: list[float],
+    undisturbed: dict[int, float],
     how: str,
     generations: list[list[int] | None],
     outcome: str,
@@ -189,7 +143,7 @@ def test_the_old_layout_or_the_new_one(
     "how", ["changed", "misread", pytest.param("gone", marks=pytest.mark.soak)]
 )
 def test_copies_that_are_not_those_that_were_left(
-    tmp_path: Path, undisturbed: list[float], how: str
+    tmp_path: Path, undisturbed: dict[int, float], how: str
 ) -> None:
     """The new places do not begin with them. Those before do, if they are right after all, and
     else what recovers from every loss of memory does."""
