@@ -8,20 +8,6 @@
 
 using namespace pipemorph;
 
-namespace {
-
-uint64_t fill_and_send(Link& link, Link::Lease lease, const Key& key) {
-    const auto content = payload(key.microbatch * 2 + key.direction, lease.bytes);
-    std::copy(content.begin(), content.end(), lease.memory());
-    MessageInfo info;
-    info.key = key;
-    info.bytes = lease.bytes;
-    info.note = "note " + std::to_string(key.microbatch);
-    return link.send(std::move(info), lease.data, lease.hold, lease.slot);
-}
-
-}  // namespace
-
 TEST(link_leases_the_slot_that_the_receiver_reads) {
     constexpr size_t kBytes = 300'000;
     Two two(Transport::shm);
@@ -29,7 +15,7 @@ TEST(link_leases_the_slot_that_the_receiver_reads) {
     until("granted", [&] { return two.dialled->send_slots(0) == 2; });
     const Link::Lease lease = two.dialled->lease(0, kBytes);
     CHECK(lease.slot && two.dialled->send_slots(0) == 1);
-    const uint64_t ticket = fill_and_send(*two.dialled, lease, {0, 0, 1, 0, 0});
+    const uint64_t ticket = send_leased(*two.dialled, lease, {0, 0, 1, 0, 0});
     const Arrived arrived = receive(*two.accepted, {0, 0, 1, 0, 0});
     wait_sent(*two.dialled, ticket);
     lease.data[0] ^= 1;  // one memory
@@ -53,7 +39,7 @@ TEST(link_whose_payloads_are_proved_leases_memory_of_its_own) {
     until("granted", [&] { return two.dialled->send_slots(0) == 2; });
     const Link::Lease lease = two.dialled->lease(0, 300'000);
     CHECK(!lease.slot && two.dialled->send_slots(0) == 2);
-    const uint64_t ticket = fill_and_send(*two.dialled, lease, {0, 0, 1, 0, 0});
+    const uint64_t ticket = send_leased(*two.dialled, lease, {0, 0, 1, 0, 0});
     check_and_release(*two.accepted, receive(*two.accepted, {0, 0, 1, 0, 0}), 300'000);
     wait_sent(*two.dialled, ticket);
 }
@@ -71,7 +57,7 @@ TEST(link_never_leases_the_last_slot_and_takes_back_what_is_not_sent) {
         send(*two.dialled, {0, 0, i, 0, 0}, 4096);
         check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), 4096);
     }
-    fill_and_send(*two.dialled, second, {0, 0, 3, 0, 0});
+    send_leased(*two.dialled, second, {0, 0, 3, 0, 0});
     check_and_release(*two.accepted, receive(*two.accepted, {0, 0, 3, 0, 0}), 100);
     two.dialled->end_lease(second);
     two.dialled->end_lease(first);
@@ -87,8 +73,7 @@ TEST(link_leases_after_it_has_ended_are_harmless) {
     two->dialled->die("it is over");
     until("over", [&] { return !two->dialled->alive(); });
     CHECK(THROWS(EngineError, two->dialled->lease(0, 1)) == "it is over");
-    CHECK(THROWS(EngineError, fill_and_send(*two->dialled, lease, {0, 0, 0, 0, 0})) ==
-          "it is over");
+    CHECK(THROWS(EngineError, send_leased(*two->dialled, lease, {0, 0, 0, 0, 0})) == "it is over");
     two->dialled->end_lease(lease);
     two.reset();
     std::memset(lease.data, 1, lease.bytes);  // it stays mapped

@@ -244,11 +244,7 @@ TEST(link_tells_its_end_when_no_path_can_write_any_more) {
     };
     for (const Transport transport : {Transport::tcp, Transport::shm}) {
         Two two(transport);
-        until("paths up", [&] {
-            const auto paths = two.accepted->stats().paths;
-            return std::all_of(paths.begin(), paths.end(),
-                               [](const PathStats& p) { return p.state == "UP"; });
-        });
+        paths_up(*two.accepted);
         auto posted = std::make_shared<std::vector<uint8_t>>(100);
         const std::weak_ptr<void> held = posted;
         uint8_t* at = posted->data();

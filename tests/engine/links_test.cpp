@@ -223,11 +223,7 @@ TEST(timed_link_wakes_who_reads_for_messages_that_come_otherwise) {
 
 TEST(link_wakes_who_reads_when_it_ends) {
     Two two(Transport::tcp);
-    until("paths up", [&] {
-        const auto paths = two.accepted->stats().paths;
-        return std::all_of(paths.begin(), paths.end(),
-                           [](const PathStats& p) { return p.state == "UP"; });
-    });
+    paths_up(*two.accepted);
     for (const bool path : {true, false}) {
         std::atomic<bool> began{false};
         auto waiter = std::async(std::launch::async, [&] {

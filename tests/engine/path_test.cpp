@@ -6,10 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <future>
-#include <mutex>
 #include <random>
 #include <stdexcept>
 
@@ -18,6 +15,7 @@
 #include "no_memory.hpp"
 #include "os/clock.hpp"
 #include "path/tcp_path.hpp"
+#include "path_host.hpp"
 
 using namespace pipemorph;
 
@@ -33,21 +31,16 @@ ConnectionKeys keys() {
 }
 
 // A link of one slot.
-struct FakeHost final : PathHost {
-    std::mutex mu;
-    std::condition_variable changed;
+struct FakeHost final : TestHost {
     std::vector<uint8_t> slot = std::vector<uint8_t>(kBytes);
     std::vector<uint8_t> posted;  // if any, payloads are for this and not for the slot
     int taken = 0;
     int intact = 0;
     int broken = 0;
     int stale = 0;
-    int refusals = 0;
     int losses = 0;
-    std::string lost;
     std::thread::id told_by;
     std::thread::id finished_by;
-    std::string protocol;
     std::deque<std::vector<uint8_t>> to_send;
 
     std::atomic<bool> throws{false};
@@ -69,9 +62,7 @@ struct FakeHost final : PathHost {
         return task;
     }
     ChunkSink begin_chunk(const ChunkHeader& h) override {
-        const std::lock_guard lock(mu);
-        ++taken;
-        changed.notify_all();
+        note([&] { ++taken; });
         ChunkSink sink;
         sink.verdict = h.slot == 0 ? ChunkSink::Verdict::take : ChunkSink::Verdict::invalid;
         sink.slot_data = slot.data();
@@ -79,42 +70,24 @@ struct FakeHost final : PathHost {
         return sink;
     }
     void finish_chunk(const ChunkSink&, bool ok) override {
-        const std::lock_guard lock(mu);
-        finished_by = std::this_thread::get_id();
-        ++(ok ? intact : broken);
-        changed.notify_all();
-    }
-    void refused() override {
-        const std::lock_guard lock(mu);
-        ++refusals;
-        changed.notify_all();
+        note([&] {
+            finished_by = std::this_thread::get_id();
+            ++(ok ? intact : broken);
+        });
     }
     void stale_chunk() override {
-        const std::lock_guard lock(mu);
-        ++stale;
-        changed.notify_all();
+        note([&] { ++stale; });
     }
     void path_lost(uint32_t, uint32_t, const std::string& why) override {
-        const std::lock_guard lock(mu);
-        lost = why;
-        told_by = std::this_thread::get_id();
-        ++losses;
-        changed.notify_all();
+        note([&] {
+            lost = why;
+            told_by = std::this_thread::get_id();
+            ++losses;
+        });
     }
-    void protocol_error(const std::string& why) override {
-        const std::lock_guard lock(mu);
-        protocol = why;
-        changed.notify_all();
-    }
-    std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
-    void segment_offered(uint32_t, uint64_t, Fd) override {}
-    std::shared_ptr<Memory> peer_segment(uint32_t) override { return nullptr; }
-
     template <typename F>
     void until(F&& condition) {
-        std::unique_lock lock(mu);
-        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
-        CHECK(changed.wait_until(lock, end, condition));
+        TestHost::until("what the test waits for", condition);
     }
 };
 
@@ -162,19 +135,7 @@ struct Wire {
         CHECK(::send(peer.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
               static_cast<ssize_t>(bytes.size()));
     }
-    void on_reactor(std::function<void()> what) {
-        std::mutex mu;
-        std::condition_variable changed;
-        bool done = false;
-        reactor.post([&] {
-            what();
-            const std::lock_guard lock(mu);
-            done = true;
-            changed.notify_all();
-        });
-        std::unique_lock lock(mu);
-        changed.wait(lock, [&] { return done; });
-    }
+    void on_reactor(const std::function<void()>& what) { on_thread(reactor, what); }
 };
 
 ChunkHeader header() {
@@ -354,27 +315,6 @@ TEST(path_that_meets_an_error_of_this_process_is_lost_and_says_which) {
 // --- Threads of the application's ---
 
 namespace {
-
-// The reactor's thread, kept from doing anything.
-class HeldUp {
-  public:
-    explicit HeldUp(Reactor& reactor) {
-        std::promise<void> here;
-        reactor.post([&here, open = opens_.get_future().share()] {
-            here.set_value();
-            open.wait();
-        });
-        here.get_future().wait();
-    }
-    ~HeldUp() { go(); }
-    void go() {
-        if (!std::exchange(gone_, true)) opens_.set_value();
-    }
-
-  private:
-    std::promise<void> opens_;
-    bool gone_ = false;
-};
 
 std::vector<uint8_t> hear(const Fd& peer, size_t bytes) {
     std::vector<uint8_t> out(bytes);

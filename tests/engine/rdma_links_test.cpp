@@ -31,14 +31,7 @@ Config config(uint32_t rank, std::vector<std::string> devices) {
 
 // From leased memory, as far as there is some.
 uint64_t send_leased(Link& link, const Key& key, size_t bytes) {
-    Link::Lease lease = link.lease(static_cast<int>(key.direction), bytes);
-    const auto content = payload(key.microbatch * 2 + key.direction, bytes);
-    std::copy(content.begin(), content.end(), lease.memory());
-    MessageInfo info;
-    info.key = key;
-    info.bytes = bytes;
-    info.note = "note " + std::to_string(key.microbatch);
-    return link.send(std::move(info), lease.data, std::move(lease.hold), lease.slot);
+    return pipemorph::send_leased(link, link.lease(static_cast<int>(key.direction), bytes), key);
 }
 
 void receive_right(Link& link, const Key& key, size_t bytes) {

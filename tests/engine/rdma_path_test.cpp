@@ -3,16 +3,15 @@
 
 #include <atomic>
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <tuple>
 
 #include "check.hpp"
 #include "fake_verbs.hpp"
 #include "os/clock.hpp"
+#include "path_host.hpp"
 
 using namespace pipemorph;
 
@@ -28,9 +27,7 @@ uint8_t content(uint32_t chunk) {
 }
 
 // One end's link: it sends one message, and has one slot for the other end's.
-struct Host final : PathHost {
-    std::mutex mu;
-    std::condition_variable changed;
+struct Host final : TestHost {
     std::shared_ptr<OutMessage> message;
     std::vector<uint8_t> payload;
     uint32_t to_send = 0;
@@ -43,8 +40,6 @@ struct Host final : PathHost {
     bool up = false;
     uint64_t limit = 0;  // bytes under way that it has said it has memory for
     bool suspect = false;
-    std::string lost;
-    std::string protocol;
     std::atomic<bool> throws{false};
     Pace its_pace;
     uint32_t delivered = 0;
@@ -85,17 +80,6 @@ struct Host final : PathHost {
         ++chunks_received;
         changed.notify_all();
     }
-    void refused() override {}
-    void stale_chunk() override {}
-    void path_lost(uint32_t, uint32_t, const std::string& why) override {
-        note([&] { lost = why; });
-    }
-    void protocol_error(const std::string& why) override {
-        note([&] { protocol = why; });
-    }
-    std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
-    void segment_offered(uint32_t, uint64_t, Fd) override {}
-    std::shared_ptr<Memory> peer_segment(uint32_t) override { return nullptr; }
     std::optional<RemoteSlot> remote_slot(uint32_t, const SlotGrant&) override {
         return RemoteSlot{reinterpret_cast<uint64_t>(peer_slot->data()), peer_slot->size(),
                           peer_slot->rkey()};
@@ -121,20 +105,6 @@ struct Host final : PathHost {
     }
     void path_suspect(uint32_t, uint32_t, bool suspicious) override {
         note([&] { suspect = suspicious; });
-    }
-
-    void note(const std::function<void()>& what) {
-        const std::lock_guard lock(mu);
-        what();
-        changed.notify_all();
-    }
-    void until(const char* what, const std::function<bool()>& condition) {
-        std::unique_lock lock(mu);
-        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
-        if (!changed.wait_until(lock, end, condition))
-            check::fail(__FILE__, __LINE__,
-                        std::string("never: ") + what + "; lost: '" + lost + "', protocol: '" +
-                            protocol + "', " + std::to_string(chunks_received) + " chunks");
     }
 };
 
@@ -173,52 +143,12 @@ struct End {
             std::make_shared<Registration>(rail->device(), std::move(memory), abi::kLocalWrite);
     }
     void on_thread(const std::function<void()>& what) {
-        std::mutex mu;
-        std::condition_variable changed;
-        bool done = false;
-        rail->reactor().post([&] {
-            what();
-            const std::lock_guard lock(mu);
-            done = true;
-            changed.notify_all();
-        });
-        std::unique_lock lock(mu);
-        changed.wait(lock, [&] { return done; });
+        pipemorph::on_thread(rail->reactor(), what);
     }
     void send(uint32_t chunks) {
         host->note([&] { host->to_send += chunks; });
         path->kick();
     }
-};
-
-// Keeps an end's thread from doing anything else while it lives.
-class Busy {
-  public:
-    explicit Busy(End& end) {
-        end.rail->reactor().post([this] {
-            std::unique_lock lock(mu_);
-            began_ = true;
-            changed_.notify_all();
-            changed_.wait(lock, [this] { return over_; });
-            ended_ = true;
-            changed_.notify_all();
-        });
-        std::unique_lock lock(mu_);
-        changed_.wait(lock, [this] { return began_; });
-    }
-    ~Busy() {
-        std::unique_lock lock(mu_);
-        over_ = true;
-        changed_.notify_all();
-        changed_.wait(lock, [this] { return ended_; });
-    }
-
-  private:
-    std::mutex mu_;
-    std::condition_variable changed_;
-    bool began_ = false;
-    bool over_ = false;
-    bool ended_ = false;
 };
 
 struct Pair {
@@ -403,7 +333,7 @@ TEST(rdma_path_waits_for_a_receiver_that_is_held_up) {
     Pair p;
     Host& b = *p.b->host;
     {
-        const Busy held_up(*p.b);
+        const HeldUp held_up(p.b->rail->reactor());
         p.a->send(kChunks);
         p.a->host->until("no receive left", [&] { return p.fabric.not_ready() > 0; });
         // Far longer than threads are held up, and shorter than a rail may be silent.
@@ -431,7 +361,7 @@ TEST(rdma_path_leaves_its_thread_to_others_now_and_then) {
     std::atomic<uint32_t> begun{0};
     std::atomic<uint32_t> begun_before_the_other{kAtOnce};
     {
-        const Busy held_up(*p.b);
+        const HeldUp held_up(p.b->rail->reactor());
         b.on_chunk = [&] {
             if (begun++ == 0)
                 p.b->rail->reactor().post([&] { begun_before_the_other = begun.load(); });
@@ -453,7 +383,7 @@ TEST(rdma_path_that_meets_an_error_of_this_process_is_lost_and_says_which) {
         End& failing = sends ? *p.a : *p.b;
         End& other = sends ? *p.b : *p.a;
         {
-            const Busy held_up(*p.b);
+            const HeldUp held_up(p.b->rail->reactor());
             failing.host->throws = true;
             p.a->send(100);
             if (!sends) p.a->host->until("sent", [&] { return p.a->host->sent == 100; });

@@ -3,15 +3,14 @@
 
 #include <sys/socket.h>
 
-#include <condition_variable>
 #include <cstring>
 #include <functional>
-#include <mutex>
 
 #include "check.hpp"
 #include "crypto/library.hpp"
 #include "os/clock.hpp"
 #include "os/processors.hpp"
+#include "path_host.hpp"
 
 using namespace pipemorph;
 
@@ -29,9 +28,7 @@ ConnectionKeys keys() {
 }
 
 // A link with one slot, to be sent to and to be received in.
-struct FakeHost final : PathHost {
-    std::mutex mu;
-    std::condition_variable changed;
+struct FakeHost final : TestHost {
     std::shared_ptr<Memory> memory = Memory::anonymous(4 * kChunk);
     std::vector<uint8_t> source = std::vector<uint8_t>(4 * kChunk);
     std::vector<uint8_t> posted = std::vector<uint8_t>(4 * kChunk);
@@ -40,10 +37,7 @@ struct FakeHost final : PathHost {
     uint32_t ran_on = 0;
     int finished = 0;
     int intact = 0;
-    int refusals = 0;
     uint64_t copied = 0;  // out of its source
-    std::string lost;
-    std::string broken;  // by the peer: the protocol
 
     void send(uint64_t bytes, uint64_t slot_at = 0) {
         const std::lock_guard lock(mu);
@@ -77,33 +71,16 @@ struct FakeHost final : PathHost {
         return sink;
     }
     void finish_chunk(const ChunkSink&, bool ok) override {
-        const std::lock_guard lock(mu);
-        ran_on = current_processor();
-        ++finished;
-        intact += ok;
-        changed.notify_all();
-    }
-    void refused() override {
-        const std::lock_guard lock(mu);
-        ++refusals;
-    }
-    void stale_chunk() override {}
-    void path_lost(uint32_t, uint32_t, const std::string& why) override {
-        const std::lock_guard lock(mu);
-        lost = why;
-        changed.notify_all();
-    }
-    void protocol_error(const std::string& why) override {
-        const std::lock_guard lock(mu);
-        broken = why;
-        changed.notify_all();
+        note([&] {
+            ran_on = current_processor();
+            ++finished;
+            intact += ok;
+        });
     }
     void copied_out(uint64_t bytes) override {
         const std::lock_guard lock(mu);
         copied += bytes;
     }
-    std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
-    void segment_offered(uint32_t, uint64_t, Fd) override {}
     std::shared_ptr<Memory> peer_segment(uint32_t) override { return memory; }
 };
 
@@ -220,10 +197,9 @@ TEST(shm_path_writes_nothing_outside_of_what_is_mapped_for_a_slot) {
         Wire wire;
         wire.host->send(uint64_t{3} * kChunk, at);
         wire.path->kick();
-        std::unique_lock lock(wire.host->mu);
-        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
-        CHECK(wire.host->changed.wait_until(lock, end, [&] { return !wire.host->broken.empty(); }));
-        CHECK(wire.host->broken.find("outside of the memory that is mapped") != std::string::npos);
+        wire.host->until("refused", [&] { return !wire.host->protocol.empty(); });
+        CHECK(wire.host->protocol.find("outside of the memory that is mapped") !=
+              std::string::npos);
     }
 }
 
@@ -231,12 +207,7 @@ TEST(shm_path_refuses_headers_and_payloads_without_the_mac_of_the_peer) {
     for (const int change : {-1, 8, int{kChunkHeaderSize}, int{kHead} - 1}) {
         Wire wire(Integrity::mac);
         wire.say(chunk(kChunk, 0));
-        const auto until = [&](auto&& holds) {
-            std::unique_lock lock(wire.host->mu);
-            const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
-            CHECK(wire.host->changed.wait_until(lock, end, holds));
-        };
-        until([&] { return wire.host->intact == 1; });
+        wire.host->until("taken", [&] { return wire.host->intact == 1; });
         if (change < 0) {
             // Somebody else writes to the slot after the sender has summed it.
             ChunkHeader h = chunk(kChunk, 0);
@@ -244,7 +215,7 @@ TEST(shm_path_refuses_headers_and_payloads_without_the_mac_of_the_peer) {
         } else {
             wire.say(chunk(kChunk, 0), change);
         }
-        until([&] { return !wire.host->lost.empty(); });
+        wire.host->until("lost", [&] { return !wire.host->lost.empty(); });
         CHECK(wire.host->intact == 1 && wire.host->refusals == 1);
         const bool header = change == 8 || change == int{kChunkHeaderSize};
         CHECK(wire.host->finished == (header ? 1 : 2));
@@ -262,12 +233,9 @@ TEST(shm_path_lets_go_of_a_chunk_that_it_cannot_prove_for_want_of_memory) {
                                    int) { return 0; };
     };
     wire.say(chunk(kChunk, 0));
-    std::unique_lock lock(wire.host->mu);
-    const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
-    const bool lost =
-        wire.host->changed.wait_until(lock, end, [&] { return !wire.host->lost.empty(); });
+    wire.host->until("lost", [&] { return !wire.host->lost.empty(); });
     cipher.encrypt_update = works;
-    CHECK(lost && wire.host->lost == "libcrypto cannot compute AES-256-GCM");
+    CHECK(wire.host->lost == "libcrypto cannot compute AES-256-GCM");
     CHECK(wire.host->finished == 1 && wire.host->intact == 0);
 }
 
@@ -281,13 +249,10 @@ TEST(shm_path_copies_on_another_processor_than_the_sender) {
     uint32_t sender = current_processor();
     for (int i = 0; i < kChunks; ++i) {
         wire.say(chunk(2 * kChunk, sender));
-        std::unique_lock lock(wire.host->mu);
-        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
-        CHECK(wire.host->changed.wait_until(lock, end, [&] { return wire.host->finished > i; }));
+        wire.host->until("copied", [&] { return wire.host->finished > i; });
         together += wire.host->ran_on == sender;
         // The next sender is where the thread that copies has been last, and is found again.
         sender = wire.host->ran_on;
-        lock.unlock();
         // It does not step aside twice in half a millisecond.
         for (const int64_t began = steady_ns(); steady_ns() < began + kMillisecond;)
             std::this_thread::yield();

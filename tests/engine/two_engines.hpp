@@ -1,6 +1,7 @@
 // Two engines in one process, with a link between them.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -66,6 +67,17 @@ inline uint64_t send(Link& link, const Key& key, size_t bytes) {
     return link.send(std::move(info), at, std::move(data));
 }
 
+// From memory of the engine that the test fills.
+inline uint64_t send_leased(Link& link, Link::Lease lease, const Key& key) {
+    const auto content = payload(key.microbatch * 2 + key.direction, lease.bytes);
+    std::copy(content.begin(), content.end(), lease.memory());
+    MessageInfo info;
+    info.key = key;
+    info.bytes = lease.bytes;
+    info.note = "note " + std::to_string(key.microbatch);
+    return link.send(std::move(info), lease.data, std::move(lease.hold), lease.slot);
+}
+
 inline Arrived receive(Link& link, const Key& key, double timeout = 30.0) {
     const int64_t deadline = steady_ns() + to_ns(timeout);
     for (;;)
@@ -93,6 +105,14 @@ void until(const char* what, F&& condition, double timeout = 30.0) {
         if (steady_ns() > deadline) check::fail(__FILE__, __LINE__, std::string("never: ") + what);
         std::this_thread::yield();
     }
+}
+
+inline void paths_up(Link& link) {
+    until("paths up", [&] {
+        const auto paths = link.stats().paths;
+        return std::all_of(paths.begin(), paths.end(),
+                           [](const PathStats& p) { return p.state == "UP"; });
+    });
 }
 
 }  // namespace pipemorph
