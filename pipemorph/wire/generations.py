@@ -18,14 +18,22 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipemorph.api.layout import RankLayout
-from pipemorph.wire.base import Answer, Count, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.base import (
+    PRINTABLE,
+    Answer,
+    Count,
+    PlanVersion,
+    Seconds,
+    WallClock,
+    WireModel,
+)
 
 MAX_POD_REPORT_BYTES = 32 * 1024
 LONGEST_LINE = 500
 
 MOST_WAITS = 16
 
-Line = Annotated[str, Field(max_length=LONGEST_LINE)]
+Line = Annotated[str, Field(max_length=LONGEST_LINE), PRINTABLE]
 Generation = PlanVersion
 """Bounded far below what can be counted."""
 

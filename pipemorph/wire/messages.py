@@ -30,6 +30,7 @@ from pydantic import Field
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire.base import (
+    PRINTABLE,
     Answer,
     Count,
     ObjectName,
@@ -113,7 +114,7 @@ class LinkHealthReport(WireModel):
     transports: TransportsView | None = None
     stragglers: StragglersView | None = None
     events: list[EventReport] = Field(default_factory=list, max_length=MOST_EVENTS)
-    message: str | None = Field(default=None, max_length=1024)
+    message: Annotated[str, Field(max_length=1024), PRINTABLE] | None = None
 
     @property
     def is_progress(self) -> bool:

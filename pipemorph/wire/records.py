@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipemorph.planning.ir import Route
-from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.base import PRINTABLE, Count, PlanVersion, Seconds, WallClock, WireModel
 from pipemorph.wire.states import LinkState
 
-Text = Annotated[str, Field(max_length=32768)]
+Text = Annotated[str, Field(max_length=32768), PRINTABLE]
 
 
 class OwnPlanRecord(WireModel):

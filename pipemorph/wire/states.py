@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning.analysis.partition import spread_layers
-from pipemorph.wire.base import Count, Seconds, WallClock, WireModel
+from pipemorph.wire.base import PRINTABLE, Count, Seconds, WallClock, WireModel
 from pipemorph.wire.samples import DeviceClock, SlowestEdge
 
 SHOWN = 32
@@ -29,9 +29,9 @@ MOST_SLOW = 512
 Direction = Literal["forward", "backward"]
 Positive = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Device = Annotated[str, Field(min_length=1, max_length=64)]
-Word = Annotated[str, Field(max_length=32)]
-Text = Annotated[str, Field(max_length=500)]
+Device = Annotated[str, Field(min_length=1, max_length=64), PRINTABLE]
+Word = Annotated[str, Field(max_length=32), PRINTABLE]
+Text = Annotated[str, Field(max_length=500), PRINTABLE]
 RouteTimes = Annotated[dict[Annotated[str, Field(max_length=16)], Seconds], Field(max_length=4)]
 
 STRICT = ConfigDict(extra="forbid")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,8 @@ from pipemorph.wire import (
     StageProfile,
     WireTime,
 )
+from pipemorph.wire.generations import Loss
+from pipemorph.wire.records import OwnPlanRecord
 
 
 @given(
@@ -137,3 +140,35 @@ def test_a_profile_without_replica_is_of_the_first() -> None:
         stage=1, forward=1, backward_input=1, backward_weight=0, split="fused", peak_memory=1
     )
     assert profile.replica == 0
+
+
+EVIL = "a\r\ncompleted: 12 of 12\x1b[2J\x9b\u202e\u2028b"
+
+
+def leaves(value: Any) -> list[str]:
+    """All texts in a message."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value
+    return (
+        [text for each in inner for text in leaves(each)] if isinstance(value, (dict, list)) else []
+    )
+
+
+def test_no_text_of_a_peer_adds_a_line_to_a_terminal() -> None:
+    """Of reports, records that are handed in, and what launchers report."""
+    port = {"stage": 0, "replica": 0, "device": EVIL, "port": 1, "state": EVIL, "what": EVIL}
+    end = {"link": 0, "replica": 0, "direction": "forward", "agreed": "rdma", "fallbacks": 1}
+    sent = report(
+        message=EVIL,
+        events=[{"iteration": 1, "text": EVIL}],
+        rails={"health": "sick", "sick": [port]},
+        transports={"links": [EVIL], "fallen": [end | {"transport": EVIL, "trouble": EVIL}]},
+    )
+    loss = {"reason": EVIL, "at": 1.0, "error": EVIL, "waits": [EVIL]}
+    own = {"replicas": [0], "text": EVIL, "warmup": [1], "routes": []}
+    read = (sent, Loss.model_validate(loss), OwnPlanRecord.model_validate(own))
+    shown = [text for each in read for text in leaves(each.model_dump(mode="json"))]
+    found = [text for text in shown if "completed" in text]
+    assert len(found) == 12 and all(text.isprintable() for text in found), found
+    assert report(message="two  spaces: \u00e9").message == "two  spaces: \u00e9"
