@@ -160,8 +160,9 @@ class FakeCluster(Cluster):
         await self.answers("apply", url)
         return made
 
-    async def patch(self, url: str, changes: Object, owner: str) -> Object:
+    async def patch(self, url: str, changes: Object, owner: str, *, merge: bool = False) -> Object:
         await self._arrives("patch", url)
+        url = url.removesuffix("/status")
         found = self.objects.get(url)
         if found is None:
             raise ApiRefused(404, "NotFound", f"{url} not found")

@@ -204,10 +204,10 @@ class Cluster:
         """Replace an object as it was read. Fails with 409 if it has changed since."""
         return await self._json("PUT", path_of(obj), {}, obj)
 
-    async def patch(self, url: str, changes: Object, owner: str) -> Object:
-        """A strategic merge patch."""
+    async def patch(self, url: str, changes: Object, owner: str, *, merge: bool = False) -> Object:
+        """A strategic merge patch; with ``merge`` a JSON merge patch, as custom resources need."""
         query = {"fieldManager": owner}
-        kind = "application/strategic-merge-patch+json"
+        kind = f"application/{'' if merge else 'strategic-'}merge-patch+json"
         return await self._json("PATCH", url, query, changes, kind)
 
     async def post(self, url: str, body: Object) -> Object:

@@ -201,7 +201,7 @@ class Reconciler:
             decision = await self._create(seen, decision)
         if decision.status is not None:
             await self._write_status(seen.body, decision.status)
-        await self._restore(seen.body, decision)
+        again = await self._restore(seen.body, decision)
         for pod in decision.replace_pods:
             await self._uncount(path("Pod", namespace, pod.name), pod)
         for pod in decision.forget_pods:
@@ -220,14 +220,17 @@ class Reconciler:
             log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
             await emit(self._cluster, metadata, event, names.OPERATOR_OWNER)
         await self._accuse_nodes(f"{namespace}/{metadata['name']}", decision.accused)
-        return decision.again_in
+        return min((each for each in (again, decision.again_in) if each is not None), default=None)
 
-    async def _restore(self, body: Mapping[str, Any], decision: Decision) -> None:
-        """Create the lasting objects of a running attempt again if somebody has deleted them."""
+    async def _restore(self, body: Mapping[str, Any], decision: Decision) -> float | None:
+        """Create the lasting objects of a running attempt again if somebody has deleted them.
+        Returns in how many seconds it may, if not yet."""
         key = body["metadata"]["namespace"], body["metadata"]["name"]
         now = time.monotonic()
-        if not decision.restore or now < self._restored.get(key, now):
-            return
+        if not decision.restore:
+            return None
+        if (wait := self._restored.get(key, now) - now) > 0 and not decision.replace_pods:
+            return wait
         self._restored[key] = now + RESTORE_SECONDS
         for obj in decision.restore:
             what = f"{obj['kind']} {obj['metadata']['name']}"
@@ -240,6 +243,7 @@ class Reconciler:
             if made is not None:
                 said = f"{what} had been deleted; it is made again"
                 decision.events.append(Event("Warning", names.R_RESTORED, said))
+        return None
 
     async def _accuse_nodes(self, job: str, measured: Mapping[str, str]) -> None:
         """Emit the events of nodes that several jobs accuse now."""
@@ -338,13 +342,28 @@ class Reconciler:
             "status": dump(status),
         }
         try:
-            await self._cluster.apply(written, names.OPERATOR_OWNER, subresource="status")
+            made = await self._cluster.apply(written, names.OPERATOR_OWNER, subresource="status")
+            await self._remove_left(made, status)
         except ApiRefused as refused:
             if refused.status == CONFLICT:
                 raise Overtaken(refused.message) from refused
             if refused.status in (INVALID, BAD, SERVER_FAULT):
                 await self._status_refused(body, refused.message)
             raise
+
+    async def _remove_left(self, made: Mapping[str, Any], status: JobStatus) -> None:
+        """Remove what ``status`` has no longer and another client has set too, such as one that
+        restores a backup: an apply leaves such fields, and decisions would rest on them."""
+        found, wanted = dump(operator_part(made)), dump(status)
+        left: dict[str, Any] = dict.fromkeys(found.keys() - wanted.keys())
+        types = {c["type"] for c in found["conditions"]} - {c["type"] for c in wanted["conditions"]}
+        if types:
+            left["conditions"] = [c for c in made["status"]["conditions"] if c["type"] not in types]
+        if left:
+            url = f"{path_of(made)}/status"
+            version = made["metadata"]["resourceVersion"]
+            changes = {"metadata": {"resourceVersion": version}, "status": left}
+            await self._cluster.patch(url, changes, names.OPERATOR_OWNER, merge=True)
 
     async def _status_refused(self, body: Mapping[str, Any], why: str) -> None:
         """Emit why nothing can be written to status, as of an object that was stored under another

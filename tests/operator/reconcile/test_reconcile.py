@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from kstatus import kstatus
 from operator_objects import CONFIG, body
 from pydantic import ValidationError
 
-from pipemorph_operator.cluster.client import ApiRefused, _refusal
+from pipemorph_operator.cluster.client import ApiRefused, _refusal, path
 from pipemorph_operator.cluster.events import Event, emit
 from pipemorph_operator.cluster.job import read_status
+from pipemorph_operator.reconcile import reconciler
 from pipemorph_operator.reconcile.reconciler import NAMESPACE_ENDS_SECONDS, Reconciler
 from pipemorph_operator.reconcile.waits import LOOK_AGAIN_SECONDS
 
@@ -40,6 +42,7 @@ class Refusing:
 
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         self.statuses.append(obj["status"])
+        return obj
 
 
 class Events(Refusing):
@@ -366,3 +369,79 @@ def test_a_job_that_somebody_else_has_just_made_is_looked_at_again() -> None:
     with pytest.raises(ApiRefused, match="was created by another client meanwhile"):
         reconcile(api)
     assert (api.statuses, api.deleted) == ([], []), "its pods need what goes with it"
+
+
+def turns(api: FakeCluster, count: int, **config: Any) -> list[float | None]:
+    """So many reconciles in a row by one process; what each of them returned."""
+
+    async def all_of_them() -> list[float | None]:
+        reconciler = Reconciler(api, lambda: replace(CONFIG, **config), lambda *_: [])
+        return [await reconciler.reconcile("team", "gpt") for _ in range(count)]
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("condition", ["", "Failed"])
+def test_a_job_that_a_backup_restores_with_its_status_starts_once(condition: str) -> None:
+    """The status is another client's then, and names the Job of another UID: an apply does not
+    remove it, and 47 attempts ended in 30 s. A job that had ended does not start again."""
+    api = FakeCluster(body())
+    turns(api, 2)
+    status = api.objects[path("PipeMorphJob", "team", "gpt")]["status"]
+    job = body() | {"status": status}
+    if condition:
+        since = {
+            "reason": "RankFailed",
+            "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
+        status["conditions"].append({"type": condition, "status": "True"} | since)
+    api = FakeCluster(job | {"metadata": job["metadata"] | {"uid": "u-2"}})
+    turns(api, 6)
+    status = api.objects[path("PipeMorphJob", "team", "gpt")]["status"]
+    jobs = [obj["metadata"]["name"] for obj in api.objects.values() if obj["kind"] == "Job"]
+    if condition:
+        assert (jobs, status["state"]) == ([], "Failed")
+        return
+    assert (status["attempt"], status["disruptions"], status["state"]) == (1, 1, "Starting")
+    assert jobs == [status["jobName"]]
+
+
+def test_a_condition_that_another_client_has_set_goes_with_its_state() -> None:
+    api = FakeCluster(body())
+    turns(api, 2)
+    job = api.objects[path("PipeMorphJob", "team", "gpt")]
+    since = {"reason": "R", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    job["status"]["conditions"].append({"type": "Stalled", "status": "True"} | since)
+    turns(api, 1)
+    types = [
+        c["type"] for c in api.objects[path("PipeMorphJob", "team", "gpt")]["status"]["conditions"]
+    ]
+    assert "Stalled" not in types and {"Ready", "Running", "Reconciling"} <= set(types)
+
+
+def test_what_a_running_attempt_needs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = FakeCluster(body())
+
+    def deleted() -> set[str]:
+        found = [url for url in api.objects if "/services/" in url or "/networkpolicies/" in url]
+        for url in found:
+            del api.objects[url]
+        return set(found)
+
+    turns(api, 1, network_policies=True)
+    gone = deleted()
+    assert len(gone) == 2
+    turns(api, 1, network_policies=True)
+    assert gone <= api.objects.keys()
+    said = [obj["message"] for obj in api.objects.values() if obj.get("reason") == "ObjectRestored"]
+    assert len(said) == 2 and all("had been deleted; it is made again" in each for each in said)
+    # Most find them there, so looks are rare; but none is left out.
+    job = next(obj for obj in api.objects.values() if obj["kind"] == "Job")
+    job["status"] = {"active": 2, "ready": 2}
+    _, again = turns(api, 2, network_policies=True)
+    assert again is not None and 0 < again <= reconciler.RESTORE_SECONDS
+    monkeypatch.setattr(reconciler, "RESTORE_SECONDS", 0.0)
+    deleted()
+    turns(api, 2, network_policies=True)
+    assert gone <= api.objects.keys()
