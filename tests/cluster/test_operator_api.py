@@ -625,6 +625,23 @@ def test_an_installation_without_a_trainer_image_says_what_is_missing(
     assert ("--set trainer.image=" in said) is (not image)
 
 
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        ("crds.keep=true", {"crd", "secret"}),
+        ("crds.keep=false", set()),
+        ("crds.enabled=false", {"secret"}),
+        ("ingest.tls.existingSecret=mine", {"crd"}),
+    ],
+)
+def test_nobody_is_told_to_delete_what_the_chart_has_not_made(
+    jobs: Jobs, value: str, kept: set[str]
+) -> None:
+    where = ("--namespace", "sys", "--dry-run=client", f"--set={value}")
+    said = jobs.cluster.helm("install", "x", str(CHART), *where)
+    assert {kind for kind in ("crd", "secret") if f"kubectl delete {kind} " in said} == kept
+
+
 def test_two_server_side_managers_apply_one_manifest(jobs: Jobs, tmp_path: Path) -> None:
     """As Argo CD does beside a person: the API server must not add to what both say."""
     for path in EXAMPLES:
