@@ -46,7 +46,7 @@ if victim and generation == 1 and how == "changed":
     for path in (context.kept_dir / "rank-1.generation-0").glob("[a-f]"):
         Copy.open(path).raw()[0] += 1
 if victim and generation == 1 and how == "misread":
-    resuming.digest = lambda copy: "of other bytes"
+    Copy.damaged = property(lambda copy: True)
 if victim and generation == 1 and how == "gone":
     shutil.rmtree(context.kept_dir / "rank-1.generation-0")
 if victim and how == "refusing":
@@ -154,10 +154,8 @@ def test_copies_that_are_not_those_that_were_left(
     told = json.loads((tmp_path / "places-2-0").read_text())
     assert json.loads(told[0]) == [0, 1, 2, 3]
     second = report["recoveries"][-1]
-    if how == "gone":
-        assert "ranks do not have their copies in their new layout" in report["said"]
-    else:
-        assert "does not fit its stage: its bytes are not those that the rank had" in report["said"]
+    assert "ranks do not have their copies in their new layout" in report["said"]
+    assert ("a copy of rank 1 is damaged" in report["said"]) is (how != "gone")
     if how == "misread":
         assert second["state"] == "kept", second
         assert losses(report) == undisturbed

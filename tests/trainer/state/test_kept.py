@@ -414,6 +414,40 @@ def test_a_rank_without_memory_takes_that_of_its_replica(
     compare(found, whole, 3)
 
 
+def spoil(*names: str) -> Callable[[int, Path], None]:
+    """Changes a byte of these copies."""
+
+    def flip(_: int, folder: Path) -> None:
+        for path in (each for name in names for each in folder.glob(name)):
+            copy = Copy.open(path)
+            assert copy is not None
+            copy.raw()[5] += 1
+
+    return flip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "rung"),
+    [
+        ({"pp": 2, "dp_replicate": 2}, ["rank-3.*/[ab]"], "replica"),
+        pytest.param({"pp": 2}, ["rank-1.*/[ab]"], "checkpoint", marks=pytest.mark.full),
+        pytest.param({"pp": 2}, ["rank-0.*/a", "rank-1.*/a"], "kept", marks=pytest.mark.full),
+        pytest.param({"pp": 2}, ["rank-0.*/b", "rank-1.*/b"], "kept", marks=pytest.mark.full),
+    ],
+)
+def test_a_damaged_copy_is_named_and_not_used(
+    mesh: dict[str, int], names: list[str], rung: str, tmp_path: Path
+) -> None:
+    case = Case(mesh, drawn=False)
+    whole = run_ranks(case.ranks, train, case, {})
+    found, (word,) = survive(
+        case, [(1, "backward", 5)], tmp_path / "kept", str(tmp_path / "checkpoints"),
+        lose=spoil(*names),
+    )  # fmt: skip
+    assert word["rung"] == rung and "is damaged" in word["why"], word
+    compare(found, whole, word["iteration"])
+
+
 @pytest.mark.full
 def test_copies_of_every_few_iterations(tmp_path: Path) -> None:
     """Iterations since the last copy run again, at most as many as lie between two copies."""

@@ -15,6 +15,7 @@ from pipemorph_trainer.state.kept.choice import Offer
 from pipemorph_trainer.state.kept.copies import Copy, Entry
 from pipemorph_trainer.state.kept.exchange import Head
 from pipemorph_trainer.state.kept.held import HeldCopies
+from pipemorph_trainer.state.kept.slots import Slots
 
 FORM = (
     Entry("weight", "float32", (3, 2)),
@@ -78,6 +79,39 @@ def test_no_copy(tmp_path: Path) -> None:
     assert Copy.open(path) is None
 
 
+BIG = Entry("big", "float32", (5000,))
+
+
+@pytest.mark.parametrize("where", ["form", "mark", "object", "weight", "big", "last", "swapped"])
+def test_a_copy_with_other_bytes_is_none(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    copy = Copy.create(path, (*FORM, BIG), 10)
+    copy.begin()
+    copy.write(VALUES | {"big": torch.arange(5000.0)})
+    copy.write_object(b"the rest")
+    copy.finish({"offer": [3]})
+    assert not copy.damaged, "nothing to compare with yet"
+    copy.add_checksum()
+    found = Copy.open(path)
+    assert found is not None and found.whole and not found.damaged
+    big = copy.tensors["big"]
+    if where == "swapped":
+        first = big[:1024].clone()
+        big[:1024], big[1024:2048] = big[1024:2048], first
+    elif where == "form":
+        copy._memory[4096] ^= 1
+    elif where == "mark":
+        copy._memory[copies._HEAD.size] ^= 1
+    elif where == "object":
+        copy._memory[copy._object_at] ^= 1
+    else:
+        spoilt = copy.tensors["weight"] if where == "weight" else big
+        spoilt.view(-1)[-1 if where == "last" else 0] += 1
+    assert Slots(tmp_path).find(lambda mark: True) == []
+    again = Copy.open(path)
+    assert again is None or not again.whole or again.damaged
+
+
 @pytest.mark.parametrize(("group", "room"), [(4097, 4097), (-5, 0)])
 def test_room_is_not_more_than_that_of_the_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, room: int
@@ -97,7 +131,7 @@ def test_a_neighbour_holds_copies_of_one_iteration_before_and_after_layers_moved
     tmp_path: Path,
 ) -> None:
     """Those of before stay while the new parts are on trial, and go when newer ones come."""
-    held, head = HeldCopies(tmp_path), Head([list(entry) for entry in FORM], 10, {})
+    held, head = HeldCopies(tmp_path), Head([list(entry) for entry in FORM], 10, {}, 0)
 
     def receive(iteration: int, split: list[int], number: float) -> None:
         copy = held.room(2, head)

@@ -21,7 +21,12 @@ from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.state.kept import neighbour
 from pipemorph_trainer.state.kept.choice import Choice, Offer, choose
 from pipemorph_trainer.state.kept.copies import Copy, Entry
-from pipemorph_trainer.state.kept.exchange import receive_body, send_body
+from pipemorph_trainer.state.kept.exchange import (
+    receive_body,
+    receive_head,
+    send_body,
+    send_head,
+)
 from pipemorph_trainer.state.kept.neighbour import Ring
 from pipemorph_trainer.state.kept.slots import Slot, Slots
 
@@ -118,7 +123,7 @@ class Pods:
 
 
 def sends_once(context: TrainerContext, folder: str) -> bool:
-    """Rank 0 sends a copy that is not valid in the end, then one that is. Rank 1: which came."""
+    """Rank 0 writes to a copy while it sends it, and then not. Rank 1: which came."""
     store = f"tcp://{context.master_addr}:{context.master_port}"
     dist.init_process_group("gloo", store, rank=context.rank, world_size=context.world_size)
     own = Copy.create(Path(folder) / str(context.rank), FORM, 10)
@@ -127,11 +132,16 @@ def sends_once(context: TrainerContext, folder: str) -> bool:
     own.write_object(bytes(10))
     group, came = dist.group.WORLD, []
     assert group is not None
-    for valid in (False, True):
+    own.finish({})
+    for written in (1.0, 0.0):
         if context.rank == 0:
-            send_body(own, 1, group, lambda work: work.wait(), lambda valid=valid: valid)
+            send_head(own, 1, group)
+            own.tensors["weight"][1] += written
+            send_body(own, 1, group, lambda work: work.wait())
         else:
-            came.append(receive_body(own, 10, 0, group, lambda work: work.wait()))
+            head = receive_head(0, group)
+            assert head is not None
+            came.append(receive_body(own, head, 0, group, lambda work: work.wait()))
     dist.destroy_process_group()
     return came == [False, True] or context.rank == 0
 

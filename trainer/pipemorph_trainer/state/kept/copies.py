@@ -6,8 +6,10 @@ and the tensors' bytes. The first number says whether the copy is whole. It is c
 anything is written and set last, and the memory belongs to the kernel: a process that is killed
 within a write leaves a copy that says it is not whole, and anything else is as it was written.
 
-Nothing is hashed here, since that would take longer than the copy. Bytes that travel are (see
-:mod:`.exchange`).
+The last number is a checksum of form, object and tensors. It is added when the copy is whole, by a
+thread where it takes long, and cleared with the first number: a process that is killed between the
+two leaves a copy that is taken as it is. Hashing as well would take longer than the copy; sums of
+pages, and the CRC of these, take less.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -28,14 +32,20 @@ from torch import Tensor
 
 from pipemorph.discovery.cgroup import memory_room
 
-_MAGIC = b"PMKEPT\x00\x01"
-_HEAD = struct.Struct("<8s6Q")
+log = logging.getLogger("pipemorph.trainer")
+
+_MAGIC = b"PMKEPT\x00\x02"
+_HEAD = struct.Struct("<8s8Q")
 """Magic, whole, length of the mark, of the form, room for the object, length of the object, total
-size."""
+size, CRC of the mark, checksum of the rest (0: none yet)."""
 _WHOLE = struct.Struct("<Q")
 _MARK_ROOM = 4096 - _HEAD.size
 _ALIGNMENT = 64
 _LEAST_OBJECT_ROOM = 1 << 16
+_WORDS = 512
+"""Words of 8 bytes that are summed to one: a page."""
+_SUMMED = 1 << 32
+"""Set in a checksum, so that none is 0."""
 
 
 class Entry(NamedTuple):
@@ -108,12 +118,12 @@ class Copy:
         finally:
             os.close(fd)
         memory[4096 : 4096 + len(encoded)] = encoded
-        _HEAD.pack_into(memory, 0, _MAGIC, 0, 0, len(encoded), object_room, 0, size)
+        _HEAD.pack_into(memory, 0, _MAGIC, 0, 0, len(encoded), object_room, 0, size, 0, 0)
         return Copy(path, memory, form, object_room)
 
     @staticmethod
     def open(path: Path) -> Copy | None:
-        """Open a file; None if there is none, or if it is none of these."""
+        """Open a file; None if there is none, or if it is none of these, or its form is damaged."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -125,11 +135,20 @@ class Copy:
             memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        magic, _, _, form_bytes, object_room, _, told = _HEAD.unpack_from(memory, 0)
+        magic, _, _, form_bytes, object_room, _, told, *_ = _HEAD.unpack_from(memory, 0)
         if magic != _MAGIC or told != size:
             return None
-        entries = json.loads(memory[4096 : 4096 + form_bytes])
-        return Copy(path, memory, form_of(entries), object_room)
+        try:
+            form = form_of(json.loads(memory[4096 : 4096 + form_bytes]))
+            return Copy(path, memory, form, object_room)
+        except (ValueError, TypeError, RuntimeError) as error:
+            log.warning("%s is damaged: %s", path, error)
+            return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return len(self._memory) - self._tensors_at
 
     def fits(self, form: Form, object_bytes: int) -> bool:
         """Whether a state of this form can be written into this copy."""
@@ -137,7 +156,42 @@ class Copy:
 
     @property
     def whole(self) -> bool:
-        return bool(self._head()[1])
+        _, whole, length, _, _, _, _, crc, _ = self._head()
+        if whole != 1:
+            return False
+        if zlib.crc32(self._memory[_HEAD.size : _HEAD.size + length]) != crc:
+            log.warning("%s is damaged: its mark has other bytes than were written", self.path)
+            return False
+        return True
+
+    @property
+    def checksum(self) -> int:
+        """What was added to it; 0: nothing yet."""
+        return int(self._head()[8])
+
+    @checksum.setter
+    def checksum(self, found: int) -> None:
+        _WHOLE.pack_into(self._memory, 64, found)
+
+    def sum_up(self) -> int:
+        """The checksum of form, object and tensors."""
+        words = self.raw().view(torch.int64)
+        pages = len(words) // _WORDS * _WORDS
+        sums = words[:pages].view(-1, _WORDS).sum(1)
+        rest = zlib.crc32(self.object, zlib.crc32(_encoded(self.form)))
+        rest = zlib.crc32(words[pages:].numpy().tobytes(), rest)
+        return zlib.crc32(sums.numpy().tobytes(), rest) | _SUMMED
+
+    def add_checksum(self) -> None:
+        self.checksum = self.sum_up()
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a whole copy has other bytes than were written."""
+        if self.checksum in (0, self.sum_up()):
+            return False
+        log.warning("%s is damaged: it has other bytes than were written", self.path)
+        return True
 
     @property
     def mark(self) -> dict[str, Any]:
@@ -156,6 +210,7 @@ class Copy:
     def begin(self) -> None:
         """Begin to write: the copy is not whole until :meth:`finish`."""
         _WHOLE.pack_into(self._memory, 8, 0)
+        self.checksum = 0
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Copy tensors, by name. Between :meth:`begin` and :meth:`finish`."""
@@ -179,6 +234,7 @@ class Copy:
         _WHOLE.pack_into(self._memory, 8, 0)
         self._memory[_HEAD.size : _HEAD.size + len(encoded)] = encoded
         _WHOLE.pack_into(self._memory, 16, len(encoded))
+        _WHOLE.pack_into(self._memory, 56, zlib.crc32(encoded))
         _WHOLE.pack_into(self._memory, 8, 1)
 
     def raw(self) -> Tensor:

@@ -1,11 +1,11 @@
-"""Sends copies of a rank's state to other ranks, over a group: hashed, and in pieces.
+"""Sends copies of a rank's state to other ranks, over a group, in pieces.
 
-First the *head*: what a copy is of and its form, so that the receiver makes room; then the bytes.
+First the *head*: what a copy is of, its form, so that the receiver makes room, and its checksum;
+then the bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ class Head(NamedTuple):
     entries: list[list[Any]]
     length: int
     mark: dict[str, Any]
+    checksum: int
 
     def make(self, path: Path) -> Copy:
         """A file for it. Raises :class:`OSError` if there is no memory for it."""
@@ -47,7 +48,9 @@ def send_head(copy: Copy | None, to: int, group: dist.ProcessGroup) -> None:
     """``copy``: the one to be sent; None: there is none."""
     head = None
     if copy is not None:
-        head = Head([list(entry) for entry in copy.form], len(copy.object), copy.mark)
+        entries = [list(entry) for entry in copy.form]
+        checksum = copy.checksum or copy.sum_up()
+        head = Head(entries, len(copy.object), copy.mark, checksum)
     body = bytearray(_HEAD.dump_json(head))
     dist.send(torch.tensor([len(body)]), to, group=group)
     dist.send(torch.frombuffer(body, dtype=torch.uint8), to, group=group)
@@ -69,41 +72,23 @@ def receive_head(source: int, group: dist.ProcessGroup) -> Head | None:
         ) from None
 
 
-def send_body(
-    copy: Copy,
-    to: int,
-    group: dist.ProcessGroup,
-    wait: Wait,
-    valid: Callable[[], bool] = lambda: True,
-) -> None:
-    """Send what a copy holds, and its hash. If it is not ``valid`` in the end, since somebody may
-    have written to it meanwhile, what is sent is no hash of it."""
-    content = copy.object
-    digest = hashlib.blake2b(content, digest_size=32)
-    _post(dist.isend, torch.frombuffer(bytearray(content), dtype=torch.uint8), to, group, wait)
+def send_body(copy: Copy, to: int, group: dist.ProcessGroup, wait: Wait) -> None:
+    """Send what a copy holds."""
+    _post(dist.isend, torch.frombuffer(bytearray(copy.object), dtype=torch.uint8), to, group, wait)
     for piece in _pieces(copy.raw()):
         _post(dist.isend, piece, to, group, wait)
-        digest.update(piece.numpy().data)
-    told = digest.digest() if valid() else bytes(digest.digest_size)
-    sent = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-    _post(dist.isend, sent, to, group, wait)
 
 
-def receive_body(
-    copy: Copy, length: int, source: int, group: dist.ProcessGroup, wait: Wait
-) -> bool:
-    """Receive into ``copy``, which is not whole. Returns whether its bytes are those that were
-    sent."""
-    content = torch.empty(length, dtype=torch.uint8)
+def receive_body(copy: Copy, head: Head, source: int, group: dist.ProcessGroup, wait: Wait) -> bool:
+    """Receive into ``copy``, which is not whole. Returns whether its bytes are those of the head's
+    checksum: not if somebody has written to the sender's copy meanwhile."""
+    content = torch.empty(head.length, dtype=torch.uint8)
     _post(dist.irecv, content, source, group, wait)
-    digest = hashlib.blake2b(content.numpy().data, digest_size=32)
     for piece in _pieces(copy.raw()):
         _post(dist.irecv, piece, source, group, wait)
-        digest.update(piece.numpy().data)
-    told = torch.empty(32, dtype=torch.uint8)
-    _post(dist.irecv, told, source, group, wait)
     copy.write_object(content.numpy().tobytes())
-    return told.numpy().tobytes() == digest.digest()
+    copy.checksum = copy.sum_up()
+    return copy.checksum == head.checksum
 
 
 def send(copy: Copy, to: int, group: dist.ProcessGroup, wait: Wait) -> None:
@@ -121,17 +106,9 @@ def receive(
     """
     head = receive_head(source, group)
     assert head is not None, "this rank was told that there is a copy"
-    if not receive_body(room(head), head.length, source, group, wait):
+    if not receive_body(room(head), head, source, group, wait):
         raise PipelineError(f"the state that rank {source} sent arrived with other bytes")
     return head.mark
-
-
-def digest(copy: Copy) -> str:
-    """The hash of what a copy holds, in hexadecimal."""
-    found = hashlib.blake2b(copy.object, digest_size=32)
-    for piece in _pieces(copy.raw()):
-        found.update(piece.numpy().data)
-    return found.hexdigest()
 
 
 def _pieces(raw: Tensor) -> Iterator[Tensor]:

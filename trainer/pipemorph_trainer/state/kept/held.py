@@ -37,13 +37,14 @@ class HeldCopies:
         return sorted((int(match[1]), match[2]) for match in names if match)
 
     def offers(self, fits: Callable[[Mapping[str, Any]], bool]) -> tuple[Held, int]:
-        """The whole copies whose mark ``fits``, by rank, and the bytes of the largest."""
+        """The whole copies whose mark ``fits``, by rank, but no damaged ones; and the bytes of the
+        largest."""
         found: dict[int, list[Offer]] = {}
         size = 0
         for owner, name in self._found():
             path = self._path(owner, name)
             copy = Copy.open(path)
-            if copy is not None and copy.whole and fits(copy.mark):
+            if copy is not None and copy.whole and fits(copy.mark) and not copy.damaged:
                 found.setdefault(owner, []).append(Offer(*copy.mark["offer"]))
                 size = max(size, path.stat().st_size)
         return found, size

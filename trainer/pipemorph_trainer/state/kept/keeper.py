@@ -26,6 +26,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ from pipemorph_trainer.state.gradients import levelled_over
 from pipemorph_trainer.state.kept.choice import Offer
 from pipemorph_trainer.state.kept.composed import Composed
 from pipemorph_trainer.state.kept.copies import Form
-from pipemorph_trainer.state.kept.exchange import digest
 from pipemorph_trainer.state.kept.held import HeldCopies
 from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.lending import memory_of
@@ -58,6 +58,8 @@ log = logging.getLogger("pipemorph.trainer")
 
 LOCK_SECONDS = 10.0
 """Longest wait for the process that was this rank before to end."""
+SUMMED_AT_ONCE = 1 << 20
+"""Most bytes of a copy whose checksum takes less than to have a thread do it."""
 WRITE_SECONDS = 300.0
 """Longest wait for the copy before, which is being written beside."""
 _OWN = re.compile(r"rank-(\d+)\.generation-(\d+)")
@@ -112,6 +114,9 @@ class Keeper:
         self._late = late
         # A copy is finished later than its iteration begins, by up to one copy.
         self._slots, self._held = Slots(mine, whole=1 if late is None else 2), HeldCopies(mine)
+        self._sums = ThreadPoolExecutor(1, "pipemorph-sums")
+        self._summing: Future[None] | None = None
+        """The checksum of the newest copy, until it is there."""
         self._before: Slot | None = None
         """The copy of the layout before, until the new one counts."""
         self._neighbour: Neighbour | None = None
@@ -163,6 +168,7 @@ class Keeper:
 
     def close(self, *, goodbye: bool) -> None:
         """End what runs beside. ``goodbye``: all ranks do so."""
+        self._sums.shutdown(wait=False)
         if self._late is not None and goodbye:
             with contextlib.suppress(PipelineError):
                 # Nobody needs it any more, but its thread uses the device.
@@ -243,6 +249,7 @@ class Keeper:
         if self._why:
             return
         self._inside = True
+        self._await_sum()
         if self._before is not None and iteration > self.counts_from:
             old, self._before = self._before, None
             self._slots.remove(lambda slot: slot is old)
@@ -267,13 +274,18 @@ class Keeper:
 
         def write(found: Mapping[str, Tensor]) -> None:
             """In another thread."""
-            self._fill(slot, found, content)
-            self._finish(slot, offer)
+            self._write(slot, found, content, offer)
 
         try:
             self._late.begin(values, changes_within_iterations, write)
         except RuntimeError as error:  # As without page-locked memory.
             self._stop(error)
+
+    def _await_sum(self) -> None:
+        """Wait until the last copy has its checksum: it may be written next."""
+        if self._summing is not None:
+            self._summing.result()
+            self._summing = None
 
     def _await_neighbour(self, iteration: int) -> None:
         """Wait until another pod has the newest copy from before ``iteration``. Whoever is told
@@ -307,19 +319,20 @@ class Keeper:
     def _write(
         self, slot: Slot, values: Mapping[str, Tensor], content: bytes, offer: Offer
     ) -> None:
-        self._fill(slot, values, content)
-        self._finish(slot, offer)
-
-    @staticmethod
-    def _fill(slot: Slot, values: Mapping[str, Tensor], content: bytes) -> None:
         assert slot.copy is not None
         slot.copy.begin()
         slot.copy.write(values)
         slot.copy.write_object(content)
+        self._finish(slot, offer)
 
     def _finish(self, slot: Slot, offer: Offer) -> None:
         """A slot holds a whole copy."""
         self._slots.finish(slot, offer, self._part)
+        assert slot.copy is not None
+        if self._late is None and slot.copy.nbytes > SUMMED_AT_ONCE:
+            self._summing = self._sums.submit(slot.copy.add_checksum)
+        else:
+            slot.copy.add_checksum()
         # Whoever has no state before iteration 0 begins there.
         if self._neighbour is not None and offer.iteration:
             self._neighbour.offer(offer.iteration)
@@ -332,13 +345,14 @@ class Keeper:
         self._tell()
 
     def seal(self, iteration: int, *, exact: bool = True) -> str:
-        """Finish the copy before an iteration, for the next layout. ``exact``: with its hash, for a
-        generation in which all have their own. Returns why there is none; empty if there is."""
+        """Finish the copy before an iteration, for the next layout. ``exact``: for a generation in
+        which all have their own. Returns why there is none; empty if there is."""
         if self._late is not None and not self._why:
             try:
                 self._late.finish(WRITE_SECONDS)
             except PipelineError as error:
                 self._stop(error)
+        self._await_sum()
         slot = None if self._why else self._slots.of(iteration)
         if slot is None:
             return self._why or f"it has no copy of iteration {iteration}"
@@ -351,8 +365,7 @@ class Keeper:
             neighbour.await_safe(iteration)
             self._wait.waiting.end()
         assert slot.copy is not None and slot.offer is not None
-        sealed = {"hash": digest(slot.copy), "left": self._generation}
-        self._slots.finish(slot, slot.offer, {**slot.copy.mark, **sealed})
+        self._slots.finish(slot, slot.offer, {**slot.copy.mark, "left": self._generation})
         return ""
 
     def clear(self) -> None:
@@ -408,7 +421,7 @@ class Keeper:
         return Resumed(
             found.iteration,
             "kept" if found.exact else "neighbour" if found.neighbours else "replica",
-            inexact(found) or found.why_not_newer,
+            "; ".join(filter(None, (inexact(found), found.why_not_newer))),
             unreported,
         )
 

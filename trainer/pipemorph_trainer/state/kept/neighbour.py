@@ -237,12 +237,13 @@ class Neighbour:
         good = True
         for sends in (self._sends_first, not self._sends_first):
             if sends:
-                # Whoever ends the rounds may write to the copies that were pinned.
-                send_body(mine, self._target, self._group, self._wait, lambda: not self._ending)
+                # Whoever ends the rounds may write to the copies that were pinned: then what comes
+                # has another checksum.
+                send_body(mine, self._target, self._group, self._wait)
                 continue
             for source, copy in made.items():
                 head = heads[source]
-                came = receive_body(copy, head.length, source, self._group, self._wait)
+                came = receive_body(copy, head, source, self._group, self._wait)
                 if came:
                     copy.finish(head.mark)
                 else:

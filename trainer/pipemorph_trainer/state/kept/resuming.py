@@ -13,7 +13,7 @@ from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.kept.choice import Choice, Held, Offer, choose
 from pipemorph_trainer.state.kept.composed import Composed, Source, compose
 from pipemorph_trainer.state.kept.copies import Copy, form_of, room
-from pipemorph_trainer.state.kept.exchange import Head, digest, receive, send
+from pipemorph_trainer.state.kept.exchange import Head, receive, send
 from pipemorph_trainer.state.kept.held import HeldCopies
 from pipemorph_trainer.state.kept.lending import (
     Needs,
@@ -30,14 +30,14 @@ from pipemorph_trainer.topology.world import World
 
 LAYOUT = ("split", "rank")
 """Of what a copy is of, what differs between layouts."""
-DAMAGED = "its bytes are not those that the rank had when it left"
 
 
 class _Told(NamedTuple):
     """What a rank tells of its copies. ``of``: the rank that those at its ``place`` are of;
     ``held``: of ranks of another pod; ``size``: bytes of the largest; ``room``: that it has;
     ``saved``: the iteration of the newest checkpoint; ``moved``: ranks have left one for this
-    generation, which has another layout."""
+    generation, which has another layout; ``damaged``: another copy has other bytes than were
+    written."""
 
     of: int
     place: int
@@ -48,6 +48,7 @@ class _Told(NamedTuple):
     saved: int
     reason: str
     moved: bool = False
+    damaged: bool = False
 
 
 class Resuming:
@@ -112,10 +113,6 @@ class Resuming:
         rank, control = self._world.coordinate.rank, self._world.control
         here = self._slots.of(found.iteration)
         left = here.copy if here is not None else None
-        damaged = left is not None and left.mark.get("hash") not in (None, digest(left))
-        # Nobody takes or borrows from a copy that is.
-        if text := self._misfit(DAMAGED if damaged else ""):
-            return text
         if self.moved:
             assert left is not None, "all ranks have their copies"
             self.left, self.split = here, left.mark["split"]
@@ -207,6 +204,10 @@ class Resuming:
     def _composed(self, own: Copy, iteration: int) -> Composed | str:
         """The state of this rank's new part; or why there is none."""
         place, generation = self._world.coordinate, self._generation
+        split = own.mark["split"]
+
+        def of_split(mark: Mapping[str, Any]) -> bool:
+            return bool(mark.get("split") == split)
 
         def others() -> Iterator[Source]:
             """Those of the same column, the nearest stages first."""
@@ -217,7 +218,7 @@ class Resuming:
                     continue
                 where = f"rank-{self._at[rank][1]}.generation-{generation}"
                 slots = Slots(self._folder / where)
-                slots.find(lambda mark: mark.get("split") == own.mark["split"])
+                slots.find(of_split, compared=True)
                 slot = slots.of(iteration)
                 if slot is not None and slot.copy is not None:
                     yield Source(slot.copy, stage)
@@ -257,6 +258,7 @@ class Resuming:
             saved,
             "",
             moved,
+            self._slots.damaged,
         )
 
     def _choose(self, told: Sequence[_Told]) -> Choice | str:
@@ -266,9 +268,13 @@ class Resuming:
             for rank, (holder, _) in enumerate(self._at)
         ]
         found = choose(offers, self._alike, [each.held for each in told])
+        damaged = [f"a copy of rank {r} is damaged" for r, each in enumerate(told) if each.damaged]
         if isinstance(found, str):
             reasons = [f"rank {r}: {each.reason}" for r, each in enumerate(told) if each.reason]
-            return "; ".join([found, *reasons[:1]])
+            return "; ".join([found, *reasons[:1], *damaged[:1]])
+        if damaged:
+            why = "; ".join(filter(None, [found.why_not_newer, damaged[0]]))
+            found = replace(found, why_not_newer=why)
         saved = told[0].saved
         if saved > found.iteration:
             return f"the newest that all ranks have kept is iteration {found.iteration}"

@@ -39,12 +39,21 @@ class Slots:
         self._whole = whole
         self._slots = [Slot(folder / name) for name in NAMES]
         self._order = 0
+        self.damaged = False
+        """Whether :meth:`find` has found a damaged copy."""
 
-    def find(self, fits: Callable[[Mapping[str, Any]], bool]) -> list[Offer]:
-        """Take over the whole copies whose mark ``fits``. Returns what they are of."""
+    def find(
+        self, fits: Callable[[Mapping[str, Any]], bool], *, compared: bool = False
+    ) -> list[Offer]:
+        """Take over the whole copies whose mark ``fits``, but no damaged ones. Returns what they
+        are of. ``compared``: whose they are has compared them."""
         for slot in self._slots:
             copy = Copy.open(slot.path)
-            if copy is not None and copy.whole and fits(copy.mark):
+            if copy is None or not copy.whole or not fits(copy.mark):
+                continue
+            if not compared and copy.damaged:
+                self.damaged = True
+            else:
                 slot.copy, slot.offer = copy, Offer(*copy.mark["offer"])
         with self._lock:
             for slot in sorted(self._finished(), key=_iteration):
