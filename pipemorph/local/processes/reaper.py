@@ -5,7 +5,8 @@ JSON, adds to or removes from the list of things to clean up. When the pipe clos
 or deletes what is on the list. A host that exits normally empties the list first.
 
 ``["watch", PGID]``, ``["forget", PGID]``: a process group.
-``["delete", PATH]``, ``["keep", PATH]``: a folder with secrets.
+``["delete", PATH]``, ``["keep", PATH]``: a folder with secrets. Processes whose environment
+names it are killed: programs that ranks have started in sessions of their own.
 """
 
 import json
@@ -14,6 +15,7 @@ import shutil
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 
 def main() -> None:
@@ -34,6 +36,11 @@ def main() -> None:
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            environ = (process / "environ").read_bytes()
+            if any(os.fsencode(folder) in environ for folder in folders):
+                os.kill(int(process.name), signal.SIGKILL)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

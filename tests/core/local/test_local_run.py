@@ -533,8 +533,11 @@ def test_ctrl_c_at_a_terminal_reaches_the_host_alone(runs: Runs) -> None:
     assert_clean(run)
 
 
-def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs) -> None:
-    run = runs({1: "parent", 2: "stubborn"}, executed=True)
+@pytest.mark.parametrize(
+    "parent", ["parent session", pytest.param("parent", marks=pytest.mark.full)]
+)
+def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs, parent: str) -> None:
+    run = runs({1: parent, 2: "stubborn"}, executed=True)
     host = run.start()
     assert len(run.processes()) >= 6
     assert run.leftovers()
