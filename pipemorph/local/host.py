@@ -337,9 +337,8 @@ class _Host:
     def _refresh(self) -> None:
         """Show what is new, and that the ranks have recovered. The job does not end for an error
         in that."""
-        chores = self.progress.chores
-        chores.do("the job's progress cannot be followed", self._look)
-        chores.do("no other layout can be looked for", self._consider_layouts)
+        self.progress.attempt("the job's progress cannot be followed", self._look)
+        self.progress.attempt("no other layout can be looked for", self._consider_layouts)
         self.show()
 
     def _look(self) -> None:
@@ -381,7 +380,7 @@ class _Host:
     def shared(self, life: Life) -> Iterator[AttemptEnvironment]:
         """A new secret, the port of rank 0's store, and what else the ranks' environments share."""
         try:
-            private = PrivateFolder.make(self.job, self.service.token)
+            private = PrivateFolder(self.job, self.service.token)
         except OSError as error:
             raise OSError(
                 f"the ranks' secret cannot be written to {tempfile.gettempdir()}: {error.strerror}"

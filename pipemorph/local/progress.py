@@ -150,24 +150,6 @@ def stragglers_phrase(
     return f"slow stage {worst.stage} x{worst.ratio:.1f}{better}{more}"
 
 
-class Chores:
-    """Does what a job can go on without, and says each error of it once."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self._told: set[str] = set()
-
-    def do(self, without: str, chore: Callable[[], None]) -> None:
-        """``without``: what a failure of ``chore`` means."""
-        try:
-            chore()
-        except Exception as error:  # noqa: BLE001  # Whatever it is, the job goes on.
-            told = one_line(f"{without}: {error!r}", 300)
-            if told not in self._told and len(self._told) < MOST_TOLD:
-                self._told.add(told)
-                self._note(told)
-
-
 class Progress:
     """Shows the journal's progress. Call :meth:`update` a few times a second.
 
@@ -210,7 +192,8 @@ class Progress:
         self._line = ""
         self._diverged = False
         """Whether a loss that is not finite was told of."""
-        self.chores = Chores(self.note)
+        self._errors: set[str] = set()
+        """Of what was attempted, that were told."""
 
     def note(self, text: str) -> None:
         """Print ``text`` on separate lines. What ranks or reports supply comes here as one line."""
@@ -219,7 +202,18 @@ class Progress:
 
     def update(self, *, final: bool = False) -> None:
         """Show changes since the last call. ``final``: do not skip lines in a plain log."""
-        self.chores.do("the job's progress cannot be shown", lambda: self._show(final))
+        self.attempt("the job's progress cannot be shown", lambda: self._show(final))
+
+    def attempt(self, failed: str, what: Callable[[], None]) -> None:
+        """Do what the job can go on without, and say each error of it once. ``failed``: what an
+        error means."""
+        try:
+            what()
+        except Exception as error:  # noqa: BLE001  # Whatever it is, the job goes on.
+            told = one_line(f"{failed}: {error!r}", 300)
+            if told not in self._errors and len(self._errors) < MOST_TOLD:
+                self._errors.add(told)
+                self.note(told)
 
     def _show(self, final: bool) -> None:
         view, unseen = self._journal.view, self._journal.unseen()

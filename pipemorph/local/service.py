@@ -12,7 +12,7 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pipemorph.api.spec import PipeMorphJob
@@ -88,11 +88,7 @@ class ControlService:
 
     def begin_attempt(self, attempt: int) -> None:
         """Switch to the ranks of a new attempt. Raises ValueError unless it is a later one."""
-
-        async def begin() -> None:
-            self.begin_attempt_here(attempt)
-
-        self._call(begin())
+        self._do(lambda: self.begin_attempt_here(attempt))
 
     def begin_attempt_here(self, attempt: int) -> None:
         """Like :meth:`begin_attempt`, in the thread of the ingest."""
@@ -104,47 +100,39 @@ class ControlService:
 
     def adaptations(self) -> list[AdaptationRecord]:
         """Every adaptation so far, oldest first."""
-
-        async def read() -> list[AdaptationRecord]:
-            return [record.model_copy(deep=True) for record in self._controller.records]
-
-        return self._call(read())
+        return self._do(lambda: [r.model_copy(deep=True) for r in self._controller.records])
 
     def change_layout(self, slow: Sequence[LinkState] | None, layers: tuple[int, ...]) -> None:
         """See :meth:`JobController.change_layout`."""
-
-        async def change() -> None:
-            self._controller.change_layout(slow, layers)
-
-        self._call(change())
+        self._do(lambda: self._controller.change_layout(slow, layers))
 
     def network(self) -> Network | None:
         """What another layout would be judged by, see :meth:`JobController.network`."""
-
-        async def read() -> Network | None:
-            return self._controller.network(now())
-
-        return self._call(read())
+        return self._do(lambda: self._controller.network(now()))
 
     def status(self) -> tuple[TrainingStatus, list[Condition]]:
         """How training goes, as a job's status says on a cluster."""
 
-        async def read() -> tuple[TrainingStatus, list[Condition]]:
+        def read() -> tuple[TrainingStatus, list[Condition]]:
             at = now()
             reported_at = None if self.heard_at is None else at - self.silence()
             source, view = Source(self._controller, reported_at), self._controller.view(at)
             return summarize(source, at, view), judge(source, [], at, view)
 
-        return self._call(read())
+        return self._do(read)
 
     def outlook(self) -> Outlook | None:
         """What its plans can be predicted from, see :meth:`JobController.outlook`. Raises
         TimeoutError if the ingest does not answer."""
+        return self._do(lambda: self._controller.outlook(now()))
 
-        async def read() -> Outlook | None:
-            return self._controller.outlook(now())
+    def _do(self, what: Callable[[], T]) -> T:
+        """Call something in the thread of the ingest."""
 
-        return self._call(read())
+        async def do() -> T:
+            return what()
+
+        return self._call(do())
 
     def _on_report(self, report: LinkHealthReport) -> None:
         self.heard_at = time.monotonic()

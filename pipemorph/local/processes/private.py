@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipemorph.api.spec import PipeMorphJob
@@ -14,43 +13,21 @@ from pipemorph.local.processes.locked import TemporaryFolder
 SECRET_BYTES = 32
 
 
-@dataclass(frozen=True)
-class PrivateFolder:
-    """A folder of mode 0700 with files of mode 0600. Call :meth:`remove` at the end."""
+class PrivateFolder(TemporaryFolder):
+    """A folder with files of mode 0600, among them a new random secret. Raises OSError if it cannot
+    be written."""
 
-    folder: TemporaryFolder
-
-    @staticmethod
-    def make(job: PipeMorphJob, token: str) -> PrivateFolder:
-        """Create a folder with a new random secret. Raises OSError if it cannot be written."""
-        folder = PrivateFolder(TemporaryFolder("run", Path(tempfile.gettempdir())))
+    def __init__(self, job: PipeMorphJob, token: str) -> None:
+        super().__init__("run", Path(tempfile.gettempdir()))
+        self.secret, self.token = self.root / "secret", self.root / "token"
+        self.job = self.root / "job.json"
         try:
-            _write(folder.secret, secrets.token_bytes(SECRET_BYTES))
-            _write(folder.token, token.encode())
-            _write(folder.job, job.model_dump_json(by_alias=True, exclude_none=True).encode())
+            _write(self.secret, secrets.token_bytes(SECRET_BYTES))
+            _write(self.token, token.encode())
+            _write(self.job, job.model_dump_json(by_alias=True, exclude_none=True).encode())
         except OSError:
-            folder.remove()
+            self.remove()
             raise
-        return folder
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
-
-    @property
-    def secret(self) -> Path:
-        return self.root / "secret"
-
-    @property
-    def token(self) -> Path:
-        return self.root / "token"
-
-    @property
-    def job(self) -> Path:
-        return self.root / "job.json"
-
-    def remove(self) -> bool:
-        return self.folder.remove()
 
 
 def _write(path: Path, content: bytes) -> None:

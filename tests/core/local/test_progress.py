@@ -16,7 +16,6 @@ from run_records import FALLEN, HAPPENED, RAILS, TRANSPORTS, emulated, job, reco
 from pipemorph.control.record.history import Decision
 from pipemorph.local.logs import collected_logs
 from pipemorph.local.progress import (
-    Chores,
     Progress,
     headline,
     links_phrase,
@@ -212,12 +211,12 @@ def test_an_output_that_nobody_reads_ends_the_run_and_a_full_one_is_told_once(
 
 
 def test_what_fails_beside_the_job_is_told_once_and_ends_nothing() -> None:
-    told: list[str] = []
-    chores = Chores(told.append)
+    stream = io.StringIO()
+    progress = Progress(stream, job(), Journal())
     for error in (OSError(24, "Too many open files"), KeyError("x"), OSError(24, "Too many open")):
         for _ in range(3):
-            chores.do("nothing is shown", lambda error=error: (_ for _ in ()).throw(error))
-    assert told == [
+            progress.attempt("nothing is shown", lambda error=error: (_ for _ in ()).throw(error))
+    assert stream.getvalue().splitlines() == [
         "nothing is shown: OSError(24, 'Too many open files')",
         "nothing is shown: KeyError('x')",
         "nothing is shown: OSError(24, 'Too many open')",

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prepared_processes import PreparedProcess
 
+from pipemorph_trainer.launcher import __main__ as launcher_main
 from pipemorph_trainer.preflight import EXIT_UNFIT
 
-DEADLINE = 60.0
+DEADLINE, ITERATIONS = 60.0, 3
 JOB = {
     "apiVersion": "pipemorph.io/v1alpha1",
     "kind": "PipeMorphJob",
@@ -23,7 +25,7 @@ JOB = {
     "spec": {
         "parallelism": {"stages": 4, "replicas": 1, "ranksPerPod": 2},
         "schedule": {"microbatches": 4},
-        "trainer": {"module": "a.b", "preload": ["fractions"], "iterations": 3},
+        "trainer": {"module": "a.b", "preload": ["fractions"], "iterations": ITERATIONS},
         "transport": {"deadlineSeconds": 30},
     },
 }
@@ -132,6 +134,47 @@ time.sleep(300)
     assert sorted(out.splitlines()) == ["[rank 2] saved", "[rank 3] saved"]
     assert "SIGTERM" in err
     assert time.monotonic() - began < 5, "they ended at once, before the grace period"
+
+
+LEAVES = """
+import os
+from pathlib import Path
+from pipemorph.exits import progress_bytes, progress_file
+rank = int(os.environ["RANK"])
+path = Path(os.environ["PIPEMORPH_PROGRESS_DIR"], progress_file(rank))
+path.write_bytes(progress_bytes({finished}, 0))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_ranks_that_exit_with_0_before_the_last_iteration_have_failed(
+    tmp_path: Path, early: bool
+) -> None:
+    wanted = ITERATIONS - early
+    program = LEAVES.format(finished=wanted)
+    pod = launcher(tmp_path, program, forked=False, PIPEMORPH_HANG_SECONDS="60")
+    _, err = pod.communicate(timeout=DEADLINE)
+    assert pod.returncode == early
+    said = f"rank 2 (stage 2) exited with code 0 after {wanted} of {ITERATIONS} iterations\n"
+    assert (said in err) is early
+
+
+def test_an_error_of_the_launcher_is_its_last_line_and_the_reason_of_the_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("bookkeeping\nforged")
+
+    (tmp_path / "log").touch()
+    monkeypatch.setattr(launcher_main, "TERMINATION_LOG", tmp_path / "log")
+    monkeypatch.setattr(launcher_main.Pod, "from_env", fails)
+    with pytest.raises(SystemExit) as ends:
+        launcher_main.main(["--", "true"])
+    said = "the launcher of the pod failed: KeyError: 'bookkeeping\\nforged'"
+    assert ends.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert (tmp_path / "log").read_text() == f"{said}\n"
 
 
 @pytest.mark.parametrize(

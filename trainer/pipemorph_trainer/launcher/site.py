@@ -182,35 +182,21 @@ class PodSite:
 
     def _supervise(self, ranks: RankSet, life: Life) -> Ending:
         meeting = self.meeting
-        straggle = self.pod.job.spec.transport.deadline_seconds
-        saves = self.pod.job.spec.checkpoint is not None
-        if meeting is None:
-            return supervise(
-                ranks,
-                self.events,
-                refresh=lambda: None,
-                note=note,
-                grace=self.grace,
-                straggle=straggle,
-                saves=saves,
-                hung=self.hangs.look,
-                early=self.hangs.early,
-            )
         return supervise(
             ranks,
             self.events,
-            refresh=lambda: self._look(meeting, life.generation),
+            refresh=lambda: None if meeting is None else self._look(meeting, life.generation),
             note=note,
             grace=self.grace,
-            straggle=straggle,
-            recovers=True,
-            saves=saves,
+            straggle=self.pod.job.spec.transport.deadline_seconds,
+            recovers=meeting is not None,
+            saves=self.pod.job.spec.checkpoint is not None,
             # Ranks leave only by an agreement of all, which another pod may have asked for.
-            moves=lambda: self.pod.resizes or self.pod.moves,
+            moves=lambda: meeting is not None and (self.pod.resizes or self.pod.moves),
             hung=self.hangs.look,
             early=self.hangs.early,
-            told=lambda: meeting.over(life.generation),
-            on_failure=lambda ending: self._tell(meeting, life, ending),
+            told=lambda: None if meeting is None else meeting.over(life.generation),
+            on_failure=lambda ending: self._tell(life, ending),
         )
 
     def is_over(self) -> bool:
@@ -278,9 +264,9 @@ class PodSite:
             return replace(ending, status=EXIT_FAILED)
         return ending if met.verdict == "attempt" else replace(ending, status=EXIT_NO_MORE)
 
-    def _tell(self, meeting: Meeting, life: Life, ending: Ending) -> None:
-        if not ending.told:
-            meeting.failed(life.generation, loss_of(ending))
+    def _tell(self, life: Life, ending: Ending) -> None:
+        if self.meeting is not None and not ending.told:
+            self.meeting.failed(life.generation, loss_of(ending))
 
     def _forget_what_is_old(self) -> None:
         """Remove copies of the state of an earlier generation, if one ran without this pod: those
