@@ -99,8 +99,6 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
     progress = Progress(stream, job, journal, on_closed=interrupts.output_closed, who=WHO)
     with ExitStack() as outer:
         folder = None
-        if options.out:
-            folder = outer.enter_context(OutFolder.claim(options.out, force=options.force))
         try:
             with ExitStack() as stack:
                 stack.enter_context(interrupts)
@@ -117,6 +115,8 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
                         f"--listen {one_line(options.listen)} cannot be used: "
                         f"{error.strerror or error}"
                     ) from None
+                if options.out:
+                    folder = outer.enter_context(OutFolder.claim(options.out, force=options.force))
                 progress.note(headline(job))
                 progress.note(environment(service.url, options))
 

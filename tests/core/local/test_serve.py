@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,36 @@ def test_an_address_has_a_host_and_a_port(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "expected HOST:PORT" in refusal(tmp_path, capsys, "--listen", text)
+
+
+def test_what_is_refused_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        out = tmp_path / "out"
+        line = refusal(tmp_path, capsys, "--listen", listen, "--out", str(out))
+    assert "cannot be used: " in line and "already in use" in line
+    assert not out.exists()
+
+
+def test_an_error_of_the_host_is_one_line_and_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> list[str]:
+        raise KeyError("bookkeeping")
+
+    monkeypatch.setattr(RollCall, "news", fails)
+    file, out = tmp_path / "job.json", tmp_path / "out"
+    file.write_text(json.dumps(manifest()))
+    secrets, stream = (tmp_path / "token", tmp_path / "secret"), io.StringIO()
+    options = serve.ServeOptions("127.0.0.1:0", *secrets, out=out)
+    assert serve.serve_job(str(file), options, stream=stream) == 1
+    said = [line for line in stream.getvalue().splitlines() if "bookkeeping" in line]
+    report = json.loads((out / "report.json").read_text())
+    assert said == [report["reason"]]
+    assert said[0].startswith("the host of the run failed: KeyError: 'bookkeeping' (test_serve.py:")
+    assert (report["end"], not (out / ".lock").exists()) == ("failed", True)
 
 
 def test_addresses_are_read() -> None:
