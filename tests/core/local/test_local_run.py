@@ -25,8 +25,8 @@ from pipemorph.cli import main
 from pipemorph.local import run_job
 from pipemorph.local.host import _Host
 from pipemorph.local.moves import LeaveRequests
+from pipemorph.local.processes import kept
 from pipemorph.local.processes.hang import HangWatch
-from pipemorph.local.processes.kept import SHARED_MEMORY
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet, Reaper, _live_members
 from pipemorph.local.progress import Progress
@@ -80,6 +80,7 @@ def in_process(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str
     monkeypatch.chdir(run.folder)
     monkeypatch.setenv(MARK, run.mark)
     monkeypatch.setattr(tempfile, "tempdir", str(run.folder / "tmp"))
+    monkeypatch.setattr(kept, "SHARED_MEMORY", run.folder / "tmp")
     stream = io.StringIO()
     return run_job("job.yaml", Path("out"), stream=stream), stream.getvalue()
 
@@ -351,7 +352,6 @@ def test_an_error_of_the_host_ends_the_run_in_one_line_with_its_report(
     def fails(*_: Any, **__: Any) -> None:
         raise KeyError("bookkeeping")
 
-    kept = set(SHARED_MEMORY.glob("pipemorph-kept-*"))
     monkeypatch.setattr(where, what, fails)
     status, output = in_process(run, monkeypatch)
     assert status == 1
@@ -365,8 +365,7 @@ def test_an_error_of_the_host_ends_the_run_in_one_line_with_its_report(
     report = run.report()
     assert (report["end"], report["reason"]) == ("failed", said)
     assert {each["end"] for each in report["attempts"]} == {"failed"}
-    assert run.processes() == [] and run.leftovers() == []
-    assert set(SHARED_MEMORY.glob("pipemorph-kept-*")) <= kept
+    assert_clean(run)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +435,7 @@ def test_what_a_run_left_that_was_killed_with_all_its_processes_goes_with_the_ne
     restarts = {"failurePolicy": {"maxRestarts": 1}}
     run = runs(others="hang", stages=2, executed=True, spec=restarts)
     run.start()
-    kept = Path(run.seen_by(0)["env"]["PIPEMORPH_KEPT_DIR"])
+    copies = Path(run.seen_by(0)["env"]["PIPEMORPH_KEPT_DIR"])
     before, pids = run.leftovers(), run.processes()
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -444,14 +443,14 @@ def test_what_a_run_left_that_was_killed_with_all_its_processes_goes_with_the_ne
         os.kill(pid, signal.SIGKILL)
     ended(run)
     until(lambda: not run.processes(), "all gone")
-    assert before and set(run.leftovers()) == set(before) and kept.exists()
+    assert before and set(run.leftovers()) == set(before) and copies.exists()
     status, output = refused(run)
     assert (status, "holds an earlier run" in output) == (2, True)
     run.others = "finish"
     run.__post_init__()
     status, output = run.finish("--force")
     assert status == 0, output
-    assert not kept.exists()
+    assert not copies.exists()
     assert_clean(run)
 
 
