@@ -299,7 +299,7 @@ class _Host:
 
     def _go_on(self, ending: Ending, following: Life, why: str) -> None:
         """Prepare the next start of the ranks, and tell of it."""
-        self.progress.note(describe(ending))
+        self.progress.note(ending.describe())
         checkpoint = self.job.spec.checkpoint
         where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
         attempt, generation = following.attempt, following.generation
@@ -522,11 +522,6 @@ def written(
     return True
 
 
-def describe(ending: Ending) -> str:
-    """All lines of an ending: the reason, then indented details."""
-    return "\n".join((ending.reason, *(f"  {line}" for line in ending.details)))
-
-
 def _resumes(checkpoint: Checkpoint) -> bool:
     """Whether a new run would resume from a checkpoint."""
     try:
@@ -540,7 +535,7 @@ def _final_message(
     ending: Ending, run: RunRecord, folder: OutFolder, manifest: str, complete: bool
 ) -> str:
     """The final message: how the run ended, where its results are, how to resume."""
-    lines = [] if ending.end is End.COMPLETED else [describe(ending)]
+    lines = [] if ending.end is End.COMPLETED else [ending.describe()]
     lines.append(run.summary())
     if complete:
         lines.append(f"report: {folder.report}")

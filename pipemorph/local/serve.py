@@ -33,7 +33,6 @@ from pipemorph.local.host import (
     EXIT,
     UNWRITTEN_STATUS,
     conclude,
-    describe,
     end_of_host,
     written,
 )
@@ -134,7 +133,7 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
         except Exception as error:  # noqa: BLE001  # The ranks train on; the report is written.
             ending = end_of_host(run, journal, error, folder)
         complete = folder is None or written(write_report, folder, run, who=WHO)
-    lines = [] if ending.end is End.COMPLETED else [describe(ending)]
+    lines = [] if ending.end is End.COMPLETED else [ending.describe()]
     lines.append(run.summary())
     if folder is not None and complete:
         lines.append(f"report: {folder.report}")

@@ -39,6 +39,8 @@ AGENT_SECONDS = 2.5
 """Time for rank 0's agent to send the last report after rank 0 has exited."""
 LAST_LINES, LONGEST_SHOWN = 20, 1000
 """Last lines of a rank that are shown, and the characters of each."""
+LONGEST_LINE_SHOWN = 2000
+"""Characters of any line of an ending: ranks of other pods may have written it."""
 MOST_PEERS = 16
 _PREFIX = re.compile(r"^\[rank\d+\]: ")
 _LOST = re.compile("closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
@@ -69,6 +71,14 @@ class Signalled:
 
 
 Events = SimpleQueue["RankExited | Signalled"]
+
+
+Early = Callable[[int], str | None]
+"""See :meth:`~pipemorph.local.processes.hang.HangWatch.early`."""
+
+
+def _nothing_known(_: int) -> None:
+    return None
 
 
 class Told(NamedTuple):
@@ -107,6 +117,11 @@ class Ending:
     saved: bool = False
     """Whether the ranks saved before they ended, as they were asked to."""
 
+    def describe(self) -> str:
+        """All lines of it: the reason, then indented details."""
+        lines = (self.reason, *(f"  {line}" for line in self.details))
+        return "\n".join(printable_line(line, LONGEST_LINE_SHOWN) for line in lines)
+
 
 def supervise(
     ranks: RankSet,
@@ -121,7 +136,7 @@ def supervise(
     saves: bool = False,
     moves: Callable[[], bool] = lambda: False,
     hung: Callable[[], str | None] = lambda: None,
-    early: Callable[[int], str | None] = lambda _: None,
+    early: Early = _nothing_known,
     told: Callable[[], Told | None] = lambda: None,
     on_failure: Callable[[Ending], None] = lambda _: None,
     clock: Callable[[], float] = time.time,
@@ -133,10 +148,8 @@ def supervise(
     ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
     that is not needed. ``saves``: ranks that are asked to end save, and exit with EXIT_SAVED.
     ``moves``: whether they have been asked to leave together, and exit with EXIT_MOVES.
-    ``hung``: why the ranks are taken for hanging. ``early``: of a rank, by its place among those
-    here, how far it had come if it ended before the last iteration, see
-    :meth:`~pipemorph.local.processes.hang.HangWatch.early`. ``told``: why they have to end, as
-    those of other pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called
+    ``hung``: why the ranks are taken for hanging. ``told``: why they have to end, as those of other
+    pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called
     several times a second. ``clock``: wall clock. On return no rank runs that can be killed.
     """
     ending = _until_the_end(
@@ -259,7 +272,7 @@ def _cause(
     killed: list[RankProcess],
     *,
     moving: bool = False,
-    early: Callable[[int], str | None] = lambda _: None,
+    early: Early = _nothing_known,
 ) -> Ending | None:
     """The failure that caused the others: of the ranks that failed by themselves, the first that
     had not lost a peer; else the first that exited with code 0 before the last iteration; else the
@@ -283,9 +296,7 @@ def _cause(
     return _failure(cause or bad[0]) if bad else None
 
 
-def _first_to_leave(
-    ranks: RankSet, early: Callable[[int], str | None]
-) -> tuple[RankProcess | None, str]:
+def _first_to_leave(ranks: RankSet, early: Early) -> tuple[RankProcess | None, str]:
     """The first rank that exited with code 0 before the last iteration, and how far it had come."""
     for rank in ranks.ended:
         how_far = early(ranks.ranks.index(rank)) if rank.status == 0 else None
@@ -298,7 +309,7 @@ def _cause_is_to_come(
     ranks: RankSet,
     *,
     moving: bool = False,
-    early: Callable[[int], str | None] = lambda _: None,
+    early: Early = _nothing_known,
 ) -> bool:
     """Whether all failed ranks failed because they lost a peer, whose own failure is to come.
     ``moving``: they were asked to leave together, and those that did have not failed. ``early``:
@@ -381,7 +392,7 @@ def _stop(
     saves: bool = False,
     moving: bool = False,
     stopped: Sequence[RankProcess] = (),
-    early: Callable[[int], str | None] = lambda _: None,
+    early: Early = _nothing_known,
     told: Callable[[], Told | None],
 ) -> tuple[list[RankProcess], bool]:
     """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether

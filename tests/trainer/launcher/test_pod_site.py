@@ -23,7 +23,7 @@ from pipemorph.wire import GenerationState, Loss
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.launcher.meeting import Meeting
 from pipemorph_trainer.launcher.pod import Pod
-from pipemorph_trainer.launcher.site import PodSite, describe, exit_code
+from pipemorph_trainer.launcher.site import PodSite, exit_code
 
 PODS = 2
 NEXT = GenerationState(attempt=0, generation=1)
@@ -180,7 +180,7 @@ def test_no_pod_starts_ranks_of_which_it_does_not_know_the_generation(tmp_path: 
     ending = begin(pod_of(tmp_path, 1), "no ingest knows this pod: timed out (waited 300 s)")
     assert isinstance(ending, Ending)
     assert exit_code(ending) == EXIT_SIGTERM, "the host makes it again, and it does not count"
-    assert describe(ending).splitlines() == [
+    assert ending.describe().splitlines() == [
         "no ingest knows this pod: timed out (waited 300 s)",
         "  only the ingest knows which generation of the ranks runs: see that it runs, and that"
         " this pod reaches https://ingest:8443",

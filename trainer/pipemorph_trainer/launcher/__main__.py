@@ -25,7 +25,7 @@ from pipemorph.arguments import duration
 from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph_trainer.launcher.pod import Pod
-from pipemorph_trainer.launcher.site import describe, exit_code, note, run
+from pipemorph_trainer.launcher.site import exit_code, note, run
 from pipemorph_trainer.preflight import EXIT_UNFIT, TERMINATION_LOG
 
 GRACE_SECONDS = 28.0
@@ -35,12 +35,11 @@ MESSAGE_BYTES = 4096
 
 
 def _tell(ending: Ending) -> None:
-    text = describe(ending)
-    for line in text.splitlines():
-        note(line)
+    text = ending.describe()
+    note(text)
     if ending.end is End.FAILED and TERMINATION_LOG.exists():
         with contextlib.suppress(OSError):
-            TERMINATION_LOG.write_bytes(text.encode()[:MESSAGE_BYTES])
+            TERMINATION_LOG.write_bytes(f"{text}\n".encode()[:MESSAGE_BYTES])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -26,15 +26,20 @@ from pipemorph.local.processes.hang import HangWatch
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import End, Ending, Events, loss_of, supervise
+from pipemorph.local.processes.supervise import (
+    LONGEST_LINE_SHOWN,
+    End,
+    Ending,
+    Events,
+    loss_of,
+    supervise,
+)
 from pipemorph.wire import GenerationState
 from pipemorph_trainer.launcher.meeting import Meeting, ingest_client
 from pipemorph_trainer.launcher.page.gate import PageGate
 from pipemorph_trainer.launcher.pod import Pod
 
 EXIT_FAILED = 1
-MOST_CHARACTERS = 2000
-"""Of a line: what other pods and the ranks say may be longer."""
 MEET_SECONDS = 60.0
 """How long to wait for the next generation, beside the grace period that ranks elsewhere may use
 up: longer than another ingest needs to take over."""
@@ -223,7 +228,7 @@ class PodSite:
         if self.page is not None:
             self.page.explain(ending.reason)
         if ending.end is not End.MOVED:
-            _print(ending)
+            note(ending.describe())
         # Of ranks that hang, all pods say what theirs did.
         told = ending.end is End.MOVED or (ending.told and not ending.hang)
         loss = None if told else loss_of(ending)
@@ -341,17 +346,7 @@ def exit_code(ending: Ending) -> int:
     return status if status >= 0 else 128 - status
 
 
-def describe(ending: Ending) -> str:
-    """All lines of an ending: the reason, then indented details."""
-    lines = (ending.reason, *(f"  {line}" for line in ending.details))
-    return "".join(f"{printable_line(line, MOST_CHARACTERS)}\n" for line in lines)
-
-
-def note(line: str) -> None:
-    with contextlib.suppress(OSError):  # The disk of the pod's log may be full.
-        print(printable_line(line, MOST_CHARACTERS), file=sys.stderr, flush=True)
-
-
-def _print(ending: Ending) -> None:
-    for line in describe(ending).splitlines():
-        note(line)
+def note(text: str) -> None:
+    for line in text.split("\n"):
+        with contextlib.suppress(OSError):  # The disk of the pod's log may be full.
+            print(printable_line(line, LONGEST_LINE_SHOWN), file=sys.stderr, flush=True)
