@@ -41,6 +41,11 @@ def progress_file(rank: int) -> str:
     return f"progress.rank-{rank}"
 
 
+def note_file(rank: int) -> str:
+    """Name of the file, in the same folder, in which a rank leaves a line for its host to show."""
+    return f"note.rank-{rank}"
+
+
 def progress_bytes(finished: int, first: int) -> bytes:
     """The content of that file: the iterations of the job that are finished for this rank, and
     ``first``, those of them that it began with."""

@@ -342,6 +342,8 @@ class _Host:
         self.show()
 
     def _look(self) -> None:
+        for line in self.hangs.notes():
+            self.progress.note(line)
         resumed = None
         if (self.starting or self.recovering is not None) and self.kept is not None:
             resumed = self.kept.resumed(self.life.generation)

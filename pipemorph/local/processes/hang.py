@@ -15,9 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipemorph.api.sections.recovery import FailurePolicy
+from pipemorph.errors import one_line
 from pipemorph.exits import progress_file, progress_of
 from pipemorph.local.processes.ranks import RankProcess
 
+LONGEST_NOTE = 500
+"""Characters of a line that a rank leaves for the output of its host."""
 STALL_SECONDS = 2.0
 """If this host has not looked for longer, it stood still itself, and that time does not count."""
 _WAITING = re.compile(
@@ -71,6 +74,7 @@ class HangWatch:
     def begin(self, files: Sequence[Path]) -> None:
         """The ranks are about to be started, with these files for their counts."""
         self._files = files
+        self._noted: set[Path] = set()
         self._began = self._moved = self._looked = self._clock()
         self._counts = [-1 for _ in files]
         self._firsts = [0 for _ in files]
@@ -96,6 +100,16 @@ class HangWatch:
     def end(self) -> None:
         """The ranks have ended; their files are still there."""
         self._read(self._clock())
+
+    def notes(self) -> list[str]:
+        """The lines that ranks have left for the output of this host since the last call."""
+        found = []
+        for file in self._files:
+            path = file.with_name(f"note{file.suffix}")
+            if path not in self._noted and path.exists():
+                self._noted.add(path)
+                found.append(one_line(path.read_text(errors="replace"), LONGEST_NOTE))
+        return found
 
     def early(self, index: int) -> str | None:
         """How far a rank that has ended, by its place among those of this host, had come before the

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.api.sections.trainer import Checkpoint
+from pipemorph.local.processes.hang import HangWatch
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.state.kept.copies import Copy
 from pipemorph_trainer.state.kept.resumed import Resumed, leave_word
-from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.placement import local
 
@@ -497,13 +498,7 @@ WHY = "Pipeline was given no optimizer"
 
 
 def refused(context: TrainerContext) -> str:
-    module, told, publish = nn.Linear(WIDTH, WIDTH), [], Reporter.publish
-
-    def heard(self: Reporter, **what: Any) -> None:
-        told.append(what.get("message"))
-        publish(self, **what)
-
-    Reporter.publish = heard  # type: ignore[method-assign]
+    module = nn.Linear(WIDTH, WIDTH)
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N
     ) as pipe:  # fmt: skip
@@ -511,11 +506,17 @@ def refused(context: TrainerContext) -> str:
         pipe.step(x, target=x)
     assert context.kept_dir is not None
     assert not list(context.kept_dir.glob("rank-*/[ab]"))
-    assert told[0] == f"{pipe.coordinate} keeps no state in memory: {WHY}", "for the host"
+    assert context.progress_dir is not None
+    watch = HangWatch(FailurePolicy(), 1)
+    watch.begin(HangWatch.files(context.progress_dir, [0]))
+    assert watch.notes() == [f"{pipe.coordinate} keeps no state in memory: {WHY}"]
+    assert watch.notes() == []
     return ""
 
 
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
-    (result,) = Ranks(1, refused, context={"kept_dir": tmp_path}).wait()
+    (result,) = Ranks(
+        1, refused, context={"kept_dir": tmp_path / "kept", "progress_dir": tmp_path}
+    ).wait()
     assert result.exitcode == 0, result.error
     assert f"keeps no state in memory: {WHY}" in result.output

@@ -58,6 +58,7 @@ from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.steps.iteration import Iterations, RankContext
 from pipemorph_trainer.telemetry.metrics import metered
 from pipemorph_trainer.telemetry.processors import crowding
+from pipemorph_trainer.telemetry.progress import leave_note
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.accelerator import Accelerator, accelerator_of
@@ -247,6 +248,7 @@ class Parts:
         self._split = context.split(self.coordinate.mesh.stages)
         self._generation, self._run = context.generation, context.run
         self._place = context.rank if context.place is None else context.place
+        self._leave_note = partial(leave_note, context.progress_dir, context.rank)
         self.extra = Extra(self.state, self.coordinate, self.device)
         self.checkpoints = self._open_checkpoints()
         self.keeper: Keeper | None = None
@@ -309,7 +311,7 @@ class Parts:
             folder, values, self.world, self.placements, self.wait_for,
             generation=self._generation, every=every, late=late, place=self._place,
             changes=self._resizes, split=self._split,
-            tell=lambda text: self.reporter.publish(message=text),
+            tell=self._leave_note,
         )  # fmt: skip
 
     def _open_checkpoints(self) -> Checkpoints | None:

@@ -3,15 +3,26 @@ knows after a failure whether there was a further one."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 from pathlib import Path
 
 from pipemorph.errors import InputError
-from pipemorph.exits import progress_bytes, progress_file
+from pipemorph.exits import note_file, progress_bytes, progress_file
 
 _STDERR = 2
+
+
+def leave_note(folder: Path | None, rank: int, text: str) -> None:
+    """Leave a line for the output of this rank's host, also before an agent has begun. ``folder``:
+    as of :class:`Progress`."""
+    if folder is not None:
+        unfinished = folder / f"unfinished.{note_file(rank)}"
+        with contextlib.suppress(OSError):  # The log of the rank has it, too.
+            unfinished.write_text(text)
+            unfinished.rename(folder / note_file(rank))
 
 
 class Progress:
