@@ -31,7 +31,9 @@ std::vector<Inbox::Room> Inbox::missing(int direction, uint32_t wanted, uint64_t
 
 uint32_t Inbox::add_segment(int direction, const Room& room, std::shared_ptr<Memory> memory) {
     const auto number = static_cast<uint32_t>(segments_.size());
-    const uint64_t stride = room.slots > 0 ? memory->size() / room.slots : 0;
+    uint64_t stride = room.slots > 0 ? memory->size() / room.slots : 0;
+    // Whole pages, whatever the memory was rounded up to: the tensors in the slots are aligned.
+    if (stride >= 4096) stride -= stride % 4096;
     segments_.push_back(std::move(memory));
     for (uint32_t i = 0; i < room.slots; ++i) {
         Slot s;

@@ -136,6 +136,15 @@ struct Reserved {
 
 }  // namespace
 
+TEST(slots_begin_at_whole_pages_however_their_memory_was_rounded_up) {
+    constexpr uint64_t kEach = uint64_t{700} << 10;
+    Inbox in;
+    const auto memory = Memory::anonymous(3 * kEach);
+    CHECK(memory->size() / 3 % 64 != 0);
+    for (const SlotGrant& grant : in.grant_segment(in.add_segment(0, {0, 3, kEach}, memory)))
+        CHECK(grant.offset % 4096 == 0);
+}
+
 TEST(room_is_made_exactly_for_one_size_and_for_a_second) {
     Reserved r;
     r.reserve(4, 1000);
