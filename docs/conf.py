@@ -47,6 +47,7 @@ CONTENTS = {
         "ARCHITECTURE",
         "glossary",
         "control-loop",
+        "stage-rules",
         "split-backward",
         "engine",
         "scaling",

@@ -288,7 +288,7 @@ class Pipeline:
         With ``return_outputs`` the target may be missing; then the loss is NaN.
         """
         self._ending.check_open("evaluate")
-        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
+        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight, evaluation=True)
         with self._ending.failing():
             self._calls.end_iteration(self.iteration, monotonic())
             loss, inputs = self._calls.run(

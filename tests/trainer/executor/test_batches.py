@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from trainer_jobs import make_batch, make_stage
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
+from pipemorph_trainer.executor.dispatch import Inputs
+from pipemorph_trainer.executor.inputs import check_graphs, split
 
 N, STAGES, PADDING = 4, 2, -100
 
@@ -117,3 +120,55 @@ def split_already(context: TrainerContext) -> None:
 
 def test_a_batch_may_be_split_already() -> None:
     run_ranks(STAGES, split_already)
+
+
+def encoded(shared: bool) -> list[Tensor]:
+    """Microbatches with a graph: one of all, or each its own."""
+    encoder = nn.Linear(3, 3)
+    x = torch.ones(2 * N, 3)
+    if shared:
+        return list(encoder(x).tanh().chunk(N))
+    return [encoder(part).tanh() for part in x.chunk(N)]
+
+
+@pytest.mark.parametrize("place", ["args", "kwargs", "targets", "nested"])
+def test_inputs_with_one_graph_are_refused_before_anything_is_sent(place: str) -> None:
+    def inputs(parts: list[Tensor]) -> Inputs:
+        given: dict[str, list[Any]] = {
+            "args": [(part,) for part in parts],
+            "kwargs": [{"mask": part} for part in parts],
+            "targets": list(parts),
+            "nested": [([{"a": part}],) for part in parts],
+        }
+        return Inputs(**{"args" if place == "nested" else place: given[place]})
+
+    with pytest.raises(InputError, match=r"0 and 1 come from one graph \(Tanh.*x\.detach"):
+        check_graphs("rank 0", inputs(encoded(shared=True)))
+    # What frees nothing, and graphs that no two microbatches share.
+    leaf = torch.ones(2 * N, 3, requires_grad=True)
+    for fine in (encoded(shared=False), leaf.chunk(N), (leaf + 1).view(N, 2, 3).unbind()):
+        check_graphs("rank 0", inputs(list(fine)))
+    assert len(split((leaf,), {}, N)[0]) == N
+
+
+def refused(context: TrainerContext) -> list[str]:
+    """Two steps: one with a graph, which all ranks refuse, and one without."""
+    module = make_stage(context.rank, STAGES, torch.float32)
+    tokens, target = make_batch(0, 2 * N)
+    scale = torch.ones(2 * N, 1, 1, requires_grad=True) * torch.tensor(2.0, requires_grad=True)
+    told = []
+    with Pipeline(
+        module, context=context, loss_fn=lambda out, y: (out * y[1]).sum(), microbatches=N
+    ) as pipe:
+        try:
+            pipe.step(tokens, target=(target, scale.exp()))
+        except BatchError as error:
+            told.append(str(error))
+        pipe.evaluate(tokens, target=(target, scale))
+        pipe.step(tokens, target=(target, scale.detach()))
+    return told
+
+
+def test_all_ranks_refuse_a_step_with_such_inputs() -> None:
+    for (told,) in run_ranks(STAGES, refused):
+        assert "(stage 1): the inputs of microbatches 0 and 1 come from one graph" in told

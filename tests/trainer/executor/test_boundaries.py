@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from gate import same_bits
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.errors import BatchError, ShapeError, SplitError
+from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.stages.structure import Structure, take_apart
 
 N, STAGES, WIDTH = 4, 3, 6
@@ -212,7 +217,254 @@ def test_what_a_stage_cannot_return_is_named() -> None:
     assert Structure.decode(structure.encode()) == structure
     positional, named = structure.arguments(tensors)
     assert (positional[1], named) == (None, {}) and positional[2]["a"] is tensors[1]
+    assert structure == take_apart([torch.zeros(1), None, {"a": torch.ones(2)}])[1]
+    assert str(structure) == "[tensor, None, {'a': tensor}]"
     assert take_apart(Pair(torch.ones(1), "x")) == take_apart((torch.ones(1), "x"))
     _, odd = take_apart([Pair(torch.ones(1), "x")])
     with pytest.raises(ShapeError, match="cannot be described to the next"):
         odd.encode()
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        ([{(1, 2): torch.ones(1)}], r"key \(1, 2\), a tuple; between stages keys are strings"),
+        ([{"a": [{Colour.RED: 1}]}], "RED: 1>, a Colour"),
+        ([{b"a": 1}], "key b'a', a bytes"),
+        ([{frozenset({1}): 1}], r"key frozenset\(\{1\}\), a frozenset"),
+        ({1: torch.ones(1)}, "key 1; the next stage gets a dict as keyword arguments"),
+        ([Colour.RED], r"output\[0\] of the stage is a Colour; a stage returns tensors, Python's"),
+        ([np.float64(1.5)], "is a float64"),
+        ((torch.ones(1), 1j), "is a complex"),
+    ],
+)
+def test_the_sender_refuses_what_would_arrive_as_something_else(output: Any, told: str) -> None:
+    with pytest.raises((ShapeError, SplitError), match=told):
+        take_apart(output)[1].encode()
+
+
+VALUES = (1, True, 1.0, 0.0, -0.0, math.nan, 0, False, math.inf, -(1 << 63), (1 << 63) - 1, 5e-324)
+
+
+def valued(context: TrainerContext, route: Any) -> list[str]:
+    """Each microbatch has another number, of another type, and gets what that says."""
+    got: list[str] = []
+    values = iter(VALUES * 2)
+
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            value = next(values)
+            return {"x": super().forward(x), "value": [value, None, "text", 1 << 70, [value]]}
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor, value: Any) -> Tensor:
+            got.append(repr(value))
+            return super().forward(x)
+
+    with Pipeline(
+        (First, Last)[context.rank](WIDTH, WIDTH), context=context, microbatches=N,
+        loss_fn=nn.functional.mse_loss, options=Options(route=route),
+    ) as pipe:  # fmt: skip
+        for call in range(2 * len(VALUES) // N):
+            x, target = make_batch(call)
+            (pipe.evaluate if call % 3 == 2 else pipe.step)(x, target=target)
+    return got
+
+
+@pytest.mark.parametrize(
+    "route", ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
+)
+def test_numbers_arrive_as_they_were_in_each_microbatch(route: str) -> None:
+    _, got = run_ranks(2, valued, route)
+    assert got == [repr([value, None, "text", 1 << 70, [value]]) for value in VALUES * 2]
+
+
+class Changing(nn.Module):
+    """A stage that draws noise and counts its calls, and whose output changes with ``mode``."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.index, self.linear, self.mode, self.calls = index, nn.Linear(WIDTH, WIDTH), 0, 0
+        self.generator = torch.Generator().manual_seed(index)
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        self.calls += 1
+        x = torch.tanh(self.linear(x)) + torch.rand(x.shape, generator=self.generator)
+        x = x.view(-1, WIDTH) * (1 + len(rest)) + (0.5 if "b" in rest else 0)
+        return x if self.index == STAGES - 1 else CHANGES[self.mode](x)
+
+
+CHANGES: tuple[Callable[[Tensor], Any], ...] = (
+    lambda x: x,
+    lambda x: x.detach(),
+    lambda x: x[None].contiguous(),
+    lambda x: (x, torch.ones(2), None),
+    lambda x: (x, "a"),
+    lambda x: (x, "b"),
+    lambda x: (x, x.bfloat16()),
+)
+MODES = ((0, 0), (1, 0), (0, 0), (2, 2), (2, 0), (3, 1), (3, 4), (4, 4), (5, 4), (6, 6), (0, 1))
+"""Of the first two stages, by iteration. No input changes with it."""
+
+
+def changing(context: TrainerContext, options: dict[str, Any]) -> Any:
+    place = context.coordinate(STAGES)
+    module = Changing(place.stage)
+    found = []
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N, stages=STAGES,
+        deadline_seconds=30.0, options=Options(**options),
+    ) as pipe:  # fmt: skip
+        for iteration, modes in enumerate(MODES):
+            module.mode = (*modes, 0)[place.stage]
+            x, target = make_batch(iteration)
+            loss = pipe.step(x, target=target)
+            found.append((loss, {n: p.grad.clone() for n, p in named_grads(module)}))
+            module.zero_grad()
+    assert module.calls == N * len(MODES)
+    return place.stage, found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (STAGES, {"route": "direct"}),
+        pytest.param(STAGES, {"route": "delegated"}, marks=pytest.mark.needs_engine),
+        (STAGES, {"dispatch": "guided"}),
+        (2 * STAGES, {}),
+    ],
+    ids=["direct", "delegated", "guided", "replicas"],
+)
+def test_what_changes_at_a_boundary_is_sent_again_and_nothing_runs_twice(
+    ranks: int, options: dict[str, Any]
+) -> None:
+    found = run_ranks(ranks, changing, options)
+    modules = [Changing(index) for index in range(STAGES)]
+    for iteration, modes in enumerate(MODES):
+        total = 0.0
+        for x, target in zip(*(t.chunk(N) for t in make_batch(iteration)), strict=True):
+            value: Any = (x,)
+            for module, mode in zip(modules, (*modes, 0), strict=True):
+                module.mode = mode
+                value = module(*(value if isinstance(value, tuple) else (value,)))
+            loss = nn.functional.mse_loss(value, target)
+            total += float(loss.detach())
+            (loss / N).backward()
+        for stage, results in found:
+            # Replicas have the same data here, so their mean is that of one.
+            loss, grads = results[iteration]
+            same_bits(loss, torch.tensor(total / N), f"loss of {iteration}")
+            expected = dict(named_grads(modules[stage]))
+            assert grads.keys() == expected.keys(), iteration
+            for name, parameter in expected.items():
+                same_bits(grads[name], parameter.grad, f"{iteration}: {name}")
+        for module in modules:
+            module.zero_grad()
+
+
+class Workspace(torch.autograd.Function):
+    """A fused kernel that writes to memory of its module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor) -> Tensor:
+        torch.mul(x, 2, out=out)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad, None
+
+
+class Own(nn.Module):
+    """A stage with memory that each forward writes to, and a function of it and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.linear = function, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("mean", torch.ones(2, WIDTH))
+        self.plain, self.kept = torch.zeros(2, WIDTH), []
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            for memory in (self.mean, self.plain, *self.kept):
+                memory.mul_(0.5).add_(x.sum())
+            self.count += 1
+        return self.function(self, x)
+
+
+def keeps_output(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.linear(x)
+    m.kept = [out.detach()]
+    return out
+
+
+def keeps_part(m: Any, x: Tensor) -> Tensor:
+    both: Tensor = torch.cat([m.linear(x), x])
+    m.kept = [both.detach()[:1]]
+    return both[:2]
+
+
+def writes_in_place(m: Any, x: Tensor) -> Tensor:
+    m.plain = m.plain.detach().copy_(m.linear(x))
+    out: Tensor = m.plain
+    return out
+
+
+def writes_weight(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.linear.weight.add_(x.sum())
+    weight: Tensor = m.linear.weight
+    return weight
+
+
+OWN = {
+    "buffer": lambda m, x: (m.linear(x), m.count),
+    "view of a buffer": lambda m, x: {"x": m.linear(x), "mean": m.mean.t()[1:]},
+    "plain attribute": lambda m, x: m.plain,
+    "out=": lambda m, x: torch.mul(x, 2, out=m.plain),
+    "custom function": lambda m, x: Workspace.apply(m.linear(x), m.plain),
+    "own output": keeps_output,
+    "part of an output": keeps_part,
+    "in place with a graph": writes_in_place,
+    "parameter": writes_weight,
+    "numpy": lambda m, x: torch.from_numpy(m.plain.numpy()),
+    "buffer in a list": lambda m, x: [m.linear(x), {"a": [m.mean[0].expand(3, -1)]}],
+}
+
+
+@pytest.mark.parametrize("place", ["first", "last", "evaluation"])
+@pytest.mark.parametrize("function", OWN.values(), ids=OWN.keys())
+def test_what_a_stage_returned_stays_while_it_runs_on(
+    function: Callable[[Any, Tensor], Any], place: str
+) -> None:
+    inputs = make_batch(0)[0].chunk(N)
+    alone, whole = Own(function), Own(function)
+    wanted = [[each.clone() for each in take_apart(alone(x))[0]] for x in inputs]
+    last = place == "last"
+    runner = StageRunner(
+        whole, is_first=True, is_last=last, microbatches=N,
+        loss_fn=(lambda out, target: whole.mean[0, 0]) if last else None,
+    )  # fmt: skip
+    outputs: list[Any] = []
+    runner.begin_iteration(fused=frozenset(), outputs=outputs)
+    run = runner.evaluate if place == "evaluation" else runner.forward
+    sent = [run(k, (x,), target=0) for k, x in enumerate(inputs)]
+    if last:
+        assert len({float(loss) for (loss,) in sent}) == N
+        sent = [take_apart(each)[0] for each in outputs]
+    for k, (found, expected) in enumerate(zip(sent, wanted, strict=True)):
+        for mine, its in zip(found, expected, strict=True):
+            same_bits(mine.detach(), its, f"microbatch {k}")
+
+
+def test_what_an_op_has_just_made_is_sent_without_a_copy() -> None:
+    runner = StageRunner(nn.Linear(WIDTH, WIDTH), is_first=True, is_last=False, microbatches=N)
+    (sent,) = runner.forward(0, (make_batch(0)[0],))
+    assert sent.data_ptr() == runner._flights[0].outputs[0].data_ptr()

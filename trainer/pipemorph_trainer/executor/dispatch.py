@@ -23,7 +23,7 @@ from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.device_times import DeviceTimes, TimedCopy, TimedOp
 from pipemorph_trainer.executor.mailbox import Mailbox, name_call
-from pipemorph_trainer.executor.refusal import Gate, is_of_batch
+from pipemorph_trainer.executor.refusal import BoundaryChanged, Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
@@ -137,7 +137,8 @@ class StageIteration:
 
     ``device_limit``: most microbatches with activations on the device; with ``recompute`` those of
     others are dropped and computed again, else moved to host memory. ``receives``: from above and
-    from below. ``evaluation``: there are only forwards, without gradients.
+    from below. ``evaluation``: there are only forwards, without gradients. ``again``: the iteration
+    was refused, and its forwards that ran do not run again.
     """
 
     ops: Sequence[Op]
@@ -149,6 +150,7 @@ class StageIteration:
     recompute: bool = False
     receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL)
     evaluation: bool = False
+    again: bool = False
 
 
 class Executor:
@@ -182,6 +184,11 @@ class Executor:
         """Whether the iteration is refused: messages are sent as planned, but empty."""
         self.cause: Exception | None = None
         """The error that the stage raised in a refused iteration, if any."""
+        self.repeats = False
+        """Whether the results of all forwards of this call are here, should it begin again."""
+        self._results: dict[int, tuple[Tensor, ...]] = {}
+        self._before: dict[int, tuple[Tensor, ...]] = {}
+        """Results of forwards that ran before this iteration began again."""
         self._uncounted = 0
         """Calls so far that did not count as iterations: evaluations, and what was refused."""
         self._above, self._below = self._up, self._down
@@ -204,11 +211,13 @@ class Executor:
         self._sources: dict[OpKind, LinkEnd | None] = {}
         """The link on which the message of each kind of op arrives; None if it needs none."""
 
-    def end_uncounted(self) -> None:
+    def end_uncounted(self, *, again: bool = False) -> None:
         """End an evaluation or a refused iteration. The next iteration has the same number, but
-        other message keys."""
+        other message keys. ``again``: it is this one, and its results so far are used."""
         self._uncounted += 1
         self.cause = None
+        if self.refused and not again:
+            self._runner.discard()
 
     def begin(self, now: StageIteration) -> Outcome:
         """Prepare for the ops of one iteration. Returns the record that they fill.
@@ -224,8 +233,16 @@ class Executor:
         self._outcome = Outcome()
         self._shapes_known = not start.shapes_to_below
         fused = frozenset(op.microbatch for op in now.ops if op.kind is OpKind.BW)
-        self._runner.begin_iteration(fused=fused, outputs=inputs.outputs, divisor=inputs.divisor)
+        self._before = self._before | self._results if now.again else {}
+        self._results = {}
+        if not now.again:
+            self._runner.begin_iteration(
+                fused=fused, outputs=inputs.outputs, divisor=inputs.divisor
+            )
         self._compose()
+        # Ranks that compute together would have to agree.
+        together = self._coordinate.mesh.lockstep > 1
+        self.repeats = self._limited is None and not (now.evaluation or together)
         self.refused, self.cause = start.refused, None
         if self._gate is not None:
             self._gate.begin()
@@ -345,14 +362,18 @@ class Executor:
             if self._limited is not None:
                 self._limited.before_forward(microbatch)
             start = self._start_op()
-            outputs = self._computes[OpKind.F](microbatch, args, kwargs, target)
+            outputs = self._before.pop(microbatch, None)
+            if outputs is None:
+                outputs = self._computes[OpKind.F](microbatch, args, kwargs, target)
+            if self.repeats:
+                self._results[microbatch] = outputs
             if self._limited is not None:
                 # Drop the reference, so that the runner can move the inputs.
                 args = ()
                 self._limited.after_forward(microbatch)
             self._end_op(OpKind.F, microbatch, start)
             if below is not None and not self._expected(outputs):
-                self._check_outputs(outputs, below)
+                self._check_outputs(microbatch, outputs, below)
         except Exception as error:
             if not self._only_refuses(error, microbatch):
                 raise
@@ -384,6 +405,8 @@ class Executor:
         if taken is None or (microbatch == 0 and not self._may_begin_backward()):
             self._refuse(kind, microbatch)
             return
+        if self.repeats:
+            self.repeats, self._results = False, {}
         grads: list[Tensor | None] | None = None
         if self._below is not None:
             came = iter(taken)
@@ -453,10 +476,9 @@ class Executor:
         self._send_empty(kind, microbatch)
 
     def _drop(self) -> None:
-        """Drop what the refused iteration has computed so far."""
+        """Compute no more of this iteration, which is refused."""
         self.refused = True
         self._op_clock.busy = False
-        self._runner.discard()
         if self._below is not None and not self._shapes_known:
             self._below.socket.send_shapes(None)
             self._below = None
@@ -501,7 +523,7 @@ class Executor:
         if gradients:
             end.incoming.begin(self._batch(generation, gradients, self._now.receives[1]))
 
-    def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
+    def _check_outputs(self, microbatch: int, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
         """Send the shapes to the next stage if they are unknown there; else raise."""
         structure = self._runner.structure
         metas = tuple(map(TensorMeta.of, outputs))
@@ -517,17 +539,21 @@ class Executor:
             self._shared.reserve(end, gradients_of(metas))
             self._begin_downstream(end)
             self._shapes_known = True
-        elif structure != self._structure:
-            raise ShapeError(
-                f"{self._coordinate}: the structure of the outputs is {structure.encode()} in "
-                f"{self.mail.call}; expected {self._structure.encode()} as in its first microbatch"
-            )
         else:
+            same = structure == self._structure
+            found, known = (
+                (f"outputs are {words(metas)}", words(self.output_metas)) if same
+                else (f"the stage returned {structure}", str(self._structure))
+            )  # fmt: skip
+            what = f"{self._coordinate}: {found} in {self.mail.call}"
+            if microbatch == 0:
+                hint = "" if self._refuses else "; make a new schedule, since torch's stages"
+                raise BoundaryChanged(
+                    f"{what}; before, {known}" + (hint and f"{hint} say this once")
+                )
             raise ShapeError(
-                f"{self._coordinate}: outputs are {words(metas)} in {self.mail.call}; "
-                f"expected {words(self.output_metas)} as in its first microbatch. All "
-                "microbatches of an iteration need the same shapes; they may change between "
-                "iterations together with the shapes given to step()"
+                f"{what}; expected {known} as in its first microbatch: all microbatches of an"
+                " iteration need the same shapes"
             )
 
     def _expected(self, outputs: tuple[Tensor, ...]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import ShapeError
 from pipemorph_trainer.executor.dispatch import Inputs
+from pipemorph_trainer.executor.split.flight import nodes_below
+from pipemorph_trainer.executor.torch_private import saved_tensors
 from pipemorph_trainer.links.message import TensorMeta
 
 
@@ -100,6 +103,7 @@ class Given:
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
     weight: Any = None
+    evaluation: bool = False
 
 
 def of_stage(
@@ -151,6 +155,22 @@ def of_stage(
         if given.weight is not None:
             inputs.divisor = _total(given.weight)
     return inputs, shapes
+
+
+def check_graphs(who: object, inputs: Inputs) -> None:
+    """Raise :class:`InputError` if the backwards of two microbatches would run through one graph of
+    the caller's, which the first of them frees."""
+    seen: dict[Any, int] = {}
+    for k, values in enumerate(zip_longest(inputs.args, inputs.kwargs, inputs.targets)):
+        roots = [tensor for tensor in _tensors_in(values) if tensor.grad_fn is not None]
+        for node in nodes_below(roots):
+            first = seen.setdefault(node, k)
+            if first != k and next(saved_tensors(node), None) is not None:
+                raise InputError(
+                    f"{who}: the inputs of microbatches {first} and {k} come from one graph"
+                    f" ({type(node).__name__}), through which only one backward can run; give"
+                    " x.detach(), or make what computes them part of the stage"
+                )
 
 
 def _check_alike(inputs: Inputs, shapes: Any, microbatches: int) -> None:

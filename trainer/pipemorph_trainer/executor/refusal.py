@@ -24,12 +24,19 @@ from pipemorph_trainer.topology.hierarchy import Hierarchy, Pending
 from pipemorph_trainer.topology.world import World
 
 _TEXT_BYTES = 480
+_AGAIN, _REFUSES, _CANNOT = range(3)
+"""What a rank says of a refused call: nothing against running it again, why it refuses, or that it
+has forwards that cannot count a second time."""
 _OF_MACHINE: tuple[type[BaseException], ...] = (
     MemoryError, OSError, EOFError, torch.OutOfMemoryError, dist.DistError,
     *(found for found in (getattr(torch, "AcceleratorError", None),) if found is not None),
 )  # fmt: skip
 _NO_MEMORY = re.compile("can(no|')t allocate memory", re.IGNORECASE)
 """What torch says without memory of the host, in a RuntimeError."""
+
+
+class BoundaryChanged(ShapeError):
+    """The stage's first output of a call is not like those before. The next stage has to know."""
 
 
 def is_of_batch(error: BaseException) -> bool:
@@ -86,19 +93,27 @@ class Gate:
         self._said = self._columns.all_reduce(self._refused, dist.ReduceOp.MAX)
 
 
-def tell(world: World, wait: CollectiveWait, call: str, error: Exception | None) -> BatchError:
-    """Make the error that all ranks raise for a refused call. Collective.
+def tell(
+    world: World, wait: CollectiveWait, call: str, error: Exception | None, *, repeats: bool
+) -> BatchError | None:
+    """Make the error that all ranks raise for a refused call; None if they run it again, since
+    nothing but what crosses a boundary has changed. Collective.
 
     ``call``: such as ``step() of iteration 7``. ``error``: why this rank refused it, None if others
-    did.
+    did. ``repeats``: whether this rank has the results of all forwards that it ran.
     """
     said = _describe(world.coordinate, error).encode()[:_TEXT_BYTES]
-    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    mine = torch.zeros(_TEXT_BYTES + 1, dtype=torch.uint8)
+    mine[-1] = _AGAIN if repeats else _CANNOT
+    if error is not None and not isinstance(error, BoundaryChanged):
+        mine[-1] = _REFUSES
     mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else mine[:0]
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(world.control))]
     work = dist.all_gather(everyone, mine, group=world.control, async_op=True)
     wait(work, f"all ranks to say why {call} is refused")
-    texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
+    if all(int(each[-1]) == _AGAIN for each in everyone):
+        return None
+    texts = [bytes(each[:-1].tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
     reasons = [text for text in texts if text]
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     return BatchError(

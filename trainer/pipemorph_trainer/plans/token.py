@@ -145,10 +145,17 @@ class TokenPass:
         return has_shapes or bool(socket.shapes)
 
     def start(
-        self, iteration: int, shapes: Any, *, refused: bool = False, evaluation: bool = False
+        self,
+        iteration: int,
+        shapes: Any,
+        *,
+        refused: bool = False,
+        evaluation: bool = False,
+        again: bool = False,
     ) -> tuple[int, Start]:
         """Start an iteration, or the ``evaluation`` before it, on this stage. Waits for the token,
-        except on stage 0. Returns the version of its plan; an evaluation keeps the current one.
+        except on stage 0. Returns the version of its plan; an evaluation, and an iteration that
+        begins ``again``, keep the current one.
 
         ``shapes``: signature of what this rank gives to its stage; if it changes, shapes are
         exchanged with all stages below. ``refused``: the input of this rank does not fit. Raises
@@ -161,7 +168,8 @@ class TokenPass:
             to_below = bool(shapes != self._shapes)
             self._shapes = shapes
         if up is None:
-            version = self._agreement.current if evaluation else self._agreement.choose()
+            keeps = evaluation or again
+            version = self._agreement.current if keeps else self._agreement.choose()
         else:
             token = self._mail.await_queue(up, f"stage {up.peer_stage} to begin", up.socket.tokens)
             if token.iteration != iteration or token.evaluation != evaluation:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.executor.inputs import Given
+from pipemorph_trainer.executor.inputs import Given, check_graphs
 from pipemorph_trainer.steps.parts import Parts
 
 Run = Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float]
@@ -57,6 +57,8 @@ class Calls:
         try:
             for stage, own in self._parts.stages.items():
                 inputs[stage], shapes[stage] = own.inputs(given, needs_target=needs_target)
+                if not given.evaluation:
+                    check_graphs(self._parts.coordinate.of(stage), inputs[stage])
         except Exception as error:  # noqa: BLE001  all ranks are told of any error
             return inputs, shapes, error
         return inputs, shapes, None

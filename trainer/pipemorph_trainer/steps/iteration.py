@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import monotonic, time
 from typing import Any
@@ -214,12 +214,28 @@ class Iterations:
         final = inputs[self._coordinate.held[-1]]
         self._weigh(final)
         refused = self._any_refuses(f"iteration {iteration}", refusal is not None)
-        version = self._turns.start(Call(iteration, inputs, shapes, refused))
-        plan = self._begin(iteration, version)
         divisor = final.divisor or self._microbatches
-        self._loss.begin(divisor)
         if final.scale != 1.0:
             final.divisor = divisor / final.scale
+        call = Call(iteration, inputs, shapes, refused)
+        loss = self._attempt(call, divisor, refusal)
+        again = loss is None
+        while loss is None:
+            self._rounds.begin(iteration, at=monotonic())
+            loss = self._attempt(replace(call, again=True), divisor, refusal)
+        self._synchronize(iteration)
+        for own in self._stages.values():
+            own.update()
+        self._take_measured()
+        self._end(iteration, origin, loss, again=again)
+        return loss
+
+    def _attempt(self, call: Call, divisor: float, refusal: Exception | None) -> float | None:
+        """Run the ops of an iteration. Returns the loss; None if it has to begin again, since what
+        crosses a boundary has changed. Raises :class:`BatchError` if a rank refuses it."""
+        iteration = call.iteration
+        plan = self._begin(iteration, self._turns.start(call))
+        self._loss.begin(divisor)
         if self._tied is not None:
             self._tied.begin()
         if self._reducer is not None and self.synchronizes:
@@ -236,12 +252,9 @@ class Iterations:
             if self._reducer is not None:
                 self._reducer.drop()
             self._rounds.drop(iteration)
-            raise self._refused(f"step() of iteration {iteration}", refusal)
-        self._synchronize(iteration)
-        for own in self._stages.values():
-            own.update()
-        self._take_measured()
-        self._end(iteration, plan, origin, loss)
+            if (error := self._refused(f"step() of iteration {iteration}", refusal)) is not None:
+                raise error
+            return None
         return loss
 
     def _reduce_shards(self, iteration: int) -> None:
@@ -311,7 +324,9 @@ class Iterations:
                 own.reduce()
             loss = self._loss.wait(call, refused=self._turns.refused)
             if self._loss.refused:
-                raise self._refused(f"evaluate() before iteration {iteration}", refusal)
+                error = self._refused(f"evaluate() before iteration {iteration}", refusal)
+                assert error is not None, "an evaluation does not begin again"
+                raise error
             self._turns.end_uncounted()
         finally:
             for end in self._ends:
@@ -360,16 +375,22 @@ class Iterations:
         self._wait_for(work, f"the weight of {self._mail.call} of the other replicas")
         inputs.divisor = float(total) / dist.get_world_size(group)
 
-    def _refused(self, call: str, refusal: Exception | None) -> BatchError:
-        """Prepare for the next call after a refused one. Returns the error to raise. ``refusal``:
-        why the input of this rank does not fit, if it does not."""
+    def _refused(self, call: str, refusal: Exception | None) -> BatchError | None:
+        """Prepare for the next call after a refused one. Returns the error to raise; None if the
+        call is to begin again. ``refusal``: why the input of this rank does not fit, if it does
+        not."""
         refusal = refusal or self._turns.cause
-        told = refusals.tell(self._world, self._wait_for, call, refusal)
-        self._turns.end_uncounted()
+        told = refusals.tell(
+            self._world, self._wait_for, call, refusal, repeats=self._turns.repeats
+        )
+        self._turns.end_uncounted(again=told is None)
         # Its messages were empty from some point on.
         self._turns.restart()
         if self._device_times is not None:
             self._device_times.forget()
+        if told is None:
+            log.info("%s: %s begins again: %s", self._coordinate, call, refusal or "as others say")
+            return None
         if refusal is not None:
             self._reporter.publish(message=str(told))
         told.__cause__ = refusal
@@ -392,9 +413,10 @@ class Iterations:
             self._reporter.begin_iteration(iteration, plan.version)
         return plan
 
-    def _end(self, iteration: int, plan: RankPlan, origin: float, loss: float) -> None:
+    def _end(self, iteration: int, origin: float, loss: float, *, again: bool) -> None:
         """Prepare a plan that has waited for this, and report the iteration, its profile and its
-        trace."""
+        trace. ``again``: some of its forwards ran before it began."""
+        plan = self._plans.in_force
         outcomes, ran = self._turns.outcomes, self._turns.ran
         ops = [op for _, op in ran]
         if self._device_times is not None:
@@ -422,7 +444,7 @@ class Iterations:
         for stage, outcome in outcomes.items():
             first = stage == self._coordinate.stage
             if self._reports:
-                self._publish(stage, iteration, plan.version, origin, outcome)
+                self._publish(stage, iteration, plan.version, origin, outcome, again=again)
             if (trace := self._rank.traces.get(stage)) is not None:
                 trace.iteration(
                     iteration, plan.version, origin, outcome, reduction if first else None
@@ -432,13 +454,20 @@ class Iterations:
             self._allow(self._rank.deadline)
 
     def _publish(
-        self, stage: int, iteration: int, version: int, origin: float, outcome: Outcome
+        self,
+        stage: int,
+        iteration: int,
+        version: int,
+        origin: float,
+        outcome: Outcome,
+        *,
+        again: bool,
     ) -> None:
         """Report what a stage has measured in an iteration."""
         own = self._stages[stage]
         host_bytes = sum(each.host_bytes for each in self._stages.values())
         # Ops of the first iteration are slower than later ones.
-        profiled = self._warm and not own.measures
+        profiled = self._warm and not (own.measures or again)
         self._reporter.publish(
             profile=own.profile(outcome.ops, outcome.copies) if profiled else None,
             offloaded=offloaded(outcome.copies, host_bytes),

@@ -70,6 +70,8 @@ class Call:
     shapes: Mapping[int, Any]
     refused: bool = False
     evaluation: bool = False
+    again: bool = False
+    """Whether it was refused and begins again, with the results of the forwards that ran."""
 
 
 class Turns:
@@ -230,7 +232,7 @@ class Turns:
             generations=self._tokens[stage].generations, inputs=call.inputs[stage], start=start,
             device_limit=None if mine is None else mine.device_limit,
             recompute=mine is not None and mine.recompute,
-            receives=receives, evaluation=call.evaluation,
+            receives=receives, evaluation=call.evaluation, again=call.again,
         )  # fmt: skip
         self.outcomes[stage] = executor.begin(now)
         self._begun[stage] = executor
@@ -238,8 +240,9 @@ class Turns:
     def _start(self, stage: int) -> tuple[int, Start]:
         call = self._call
         return self._tokens[stage].start(
-            call.iteration, call.shapes[stage], refused=call.refused, evaluation=call.evaluation
-        )
+            call.iteration, call.shapes[stage], refused=call.refused,
+            evaluation=call.evaluation, again=call.again,
+        )  # fmt: skip
 
     @property
     def refused(self) -> bool:
@@ -252,11 +255,16 @@ class Turns:
         causes = (executor.cause for executor in self._executors.values())
         return next((cause for cause in causes if cause is not None), None)
 
-    def end_uncounted(self) -> None:
+    @property
+    def repeats(self) -> bool:
+        """Whether the stages of this rank have the results of all forwards of a refused call."""
+        return all(executor.repeats for executor in self._executors.values())
+
+    def end_uncounted(self, *, again: bool = False) -> None:
         """End an evaluation or a refused iteration. The next iteration has the same number, but
-        other message keys."""
+        other message keys. ``again``: it is this one."""
         for executor in self._executors.values():
-            executor.end_uncounted()
+            executor.end_uncounted(again=again)
 
     def restart(self) -> None:
         """Exchange shapes again in the next call: this one was refused."""

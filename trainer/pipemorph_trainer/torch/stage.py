@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.split.flight import to_send
 from pipemorph_trainer.executor.stages.interface import Grads, Split
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
 from pipemorph_trainer.torch.private import StageOps, local
@@ -85,7 +86,7 @@ class TorchStageRunner:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             self._look(outputs)
             return tuple(
-                local(each.detach()).requires_grad_(each.requires_grad) for each in outputs
+                local(to_send(each)).requires_grad_(each.requires_grad) for each in outputs
             )
         self._loss_of(output, microbatch)
         loss = self._loss_kept(microbatch)

@@ -110,6 +110,8 @@ class Call(torch.autograd.Function):
     output is the product.
     """
 
+    allocates = True
+
     @staticmethod
     def forward(  # noqa: PLR0917
         ctx: Any,
@@ -175,6 +177,8 @@ def _dense(parameter: Tensor, grad: Grad) -> Tensor:
 
 class _Output(torch.autograd.Function):
     """The product of a linear; its gradient goes to where the operands were saved."""
+
+    allocates = True
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, product: Product, operands: list[Any]) -> Tensor:

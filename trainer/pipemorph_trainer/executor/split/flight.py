@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
@@ -19,7 +20,7 @@ from pipemorph_trainer.executor.split import calls, sinks
 from pipemorph_trainer.executor.split.products import PartGrad
 from pipemorph_trainer.executor.split.sinks import Sink, Work
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure, take_apart
-from pipemorph_trainer.executor.torch_private import version
+from pipemorph_trainer.executor.torch_private import holders, holders_unknown, version
 from pipemorph_trainer.topology.placement import is_dtensor
 
 if TYPE_CHECKING:
@@ -125,9 +126,24 @@ class Flight:
         return tuple(grads)
 
 
-def _apart(out: Tensor) -> Tensor:
-    """The tensor without its graph. ``requires_grad`` says whether it needs a gradient."""
-    return out.detach().requires_grad_(out.requires_grad)
+def is_fresh(out: Tensor) -> bool:
+    """Whether no other tensor shares the memory of this one, which an op has allocated and nothing
+    has written since. Custom functions may return memory of their module."""
+    base = out if out._base is None else out._base
+    node: Any = base.grad_fn
+    if node is None or base._version:
+        return False
+    if isinstance(base.grad_fn, BackwardCFunction) and not hasattr(node._forward_cls, "allocates"):
+        return False
+    tensors = 1 if base is out else 2
+    return not holders_unknown() and holders(out.untyped_storage()) == tensors
+
+
+def to_send(out: Tensor) -> Tensor:
+    """The tensor without its graph; a copy, unless it is fresh: the next forward may write to its
+    memory, as to a buffer, while it is sent. ``requires_grad`` says whether it needs a gradient."""
+    apart = out.detach() if is_fresh(out) else out.detach().clone()
+    return apart.requires_grad_(out.requires_grad)
 
 
 def _root(out: Tensor | Edge) -> Root:
@@ -205,10 +221,12 @@ class StageCall:
                     outputs, self.structure = (output,), SINGLE
                 else:
                     outputs, self.structure = take_apart(output)
-                return Flight(microbatch, leaves, outputs, sent=tuple(map(_apart, outputs)))
+                return Flight(microbatch, leaves, outputs, sent=tuple(map(to_send, outputs)))
             loss = self._loss(output, target)
             self._keep(output)
-            return Flight(microbatch, leaves, (loss / self.divisor,), sent=(loss.detach(),))
+            return Flight(
+                microbatch, leaves, (loss / self.divisor,), sent=(to_send(loss).detach(),)
+            )
 
     def evaluate(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
@@ -219,11 +237,11 @@ class StageCall:
             output = self._run(args, kwargs)
             if not self.is_last:
                 outputs, self.structure = take_apart(output)
-                return tuple(out.detach() for out in outputs)
+                return tuple(map(to_send, outputs))
             self._keep(output)
             if target is None and self.loss_fn is not None:
                 return (torch.tensor(torch.nan),)
-            return (self._loss(output, target),)
+            return (to_send(self._loss(output, target)),)
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         named = dict(kwargs or {})
@@ -239,7 +257,7 @@ class StageCall:
 
     def _keep(self, output: Any) -> None:
         if self.outputs is not None:
-            self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
+            self.outputs.append(tree_map_only(Tensor, lambda out: to_send(out).detach(), output))
 
     def _leaf(self, index: int, arg: Any) -> Tensor | None:
         if isinstance(arg, Tensor):

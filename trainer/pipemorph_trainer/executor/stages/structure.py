@@ -1,16 +1,18 @@
 """The structure of what a stage returns: tensors in tuples, lists, dicts and what torch's pytrees
 know besides, such as the outputs of Hugging Face's models.
 
-Tensors are sent as a flat sequence; the structure and what is not a tensor are sent once, with the
-shapes. The next stage gets them put together again.
+Tensors are sent as a flat sequence, with numbers as one more tensor. The structure, strings and
+None are sent with the shapes. The next stage gets them put together again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import (
     TreeSpec,
@@ -27,32 +29,52 @@ from pipemorph_trainer.errors import ShapeError, SplitError
 from pipemorph_trainer.topology.placement import is_dtensor
 
 _PLAIN = (bool, int, float, str, type(None))
+_NUMBERS = (bool, int, float)
+_DOUBLE, _WORD = struct.Struct("<d"), struct.Struct("<q")
 
 
 class Structure(NamedTuple):
-    """Where the tensors are in the output of a stage. ``constants``: the leaves that are no
-    tensors, by their place among all leaves."""
+    """Where the tensors are in the output of a stage. ``constants``: the leaves that are strings,
+    None or integers of more than 64 bits, by their place among all leaves. ``numbers``: the places
+    of the others that are no tensors; their values are in the last tensor."""
 
     tree: TreeSpec
     constants: tuple[tuple[int, Any], ...] = ()
+    numbers: tuple[int, ...] = ()
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the next stage: a tuple or list is its positional
         arguments, a mapping its keyword arguments, and anything else one argument."""
         if self == SINGLE:
             return tuple(tensors), {}
-        leaves = list(tensors)
-        for place, value in self.constants:
-            leaves.insert(place, value)
-        whole = tree_unflatten(leaves, self.tree)
+        leaves, others = list(tensors), list(self.constants)
+        if self.numbers:
+            others += zip(self.numbers, _numbers_in(leaves.pop()), strict=True)
+        whole = self._filled(leaves, others)
         if isinstance(whole, (tuple, list)):
             return tuple(whole), {}
         return ((), dict(whole)) if isinstance(whole, Mapping) else ((whole,), {})
 
+    def _filled(self, leaves: list[Any], others: Sequence[tuple[int, Any]]) -> Any:
+        for place, value in sorted(others, key=lambda each: each[0]):
+            leaves.insert(place, value)
+        return tree_unflatten(leaves, self.tree)
+
+    def __str__(self) -> str:
+        tensors = self.tree.num_leaves - len(self.constants) - len(self.numbers)
+        others = [*self.constants, *((place, _Word("number")) for place in self.numbers)]
+        return repr(self._filled([_Word("tensor")] * tensors, others))
+
     def encode(self) -> str:
-        """As text. Raises :class:`ShapeError` if it has a type that torch cannot describe."""
+        """As text. Raises :class:`ShapeError` if that would change it, or cannot be done."""
+        for key in _keys_of(self.tree):
+            if type(key) not in _PLAIN:
+                raise ShapeError(
+                    f"the stage's output has a dict with the key {key!r}, a {type(key).__name__};"
+                    " between stages keys are strings, numbers or None"
+                )
         try:
-            return json.dumps([treespec_dumps(self.tree), self.constants])
+            return json.dumps([treespec_dumps(self.tree), self.constants, self.numbers])
         except (NotImplementedError, TypeError) as error:
             raise ShapeError(
                 f"the stage's output cannot be described to the next: {error}"
@@ -60,8 +82,41 @@ class Structure(NamedTuple):
 
     @staticmethod
     def decode(text: str) -> Structure:
-        tree, constants = json.loads(text)
-        return Structure(treespec_loads(tree), tuple((place, value) for place, value in constants))
+        tree, constants, numbers = json.loads(text)
+        return Structure(treespec_loads(tree), tuple(map(tuple, constants)), tuple(numbers))
+
+
+class _Word(str):
+    """A word for a leaf in a description, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _keys_of(tree: TreeSpec) -> Iterator[Any]:
+    if isinstance(tree.context, list):
+        yield from tree.context
+    for child in tree.children():
+        yield from _keys_of(child)
+
+
+def _as_tensor(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers as int64 (2 · numbers,): of each its type, and its value or its bits."""
+    words: list[int] = []
+    for value in numbers:
+        bits = value
+        if type(value) is float:
+            (bits,) = _WORD.unpack(_DOUBLE.pack(value))
+        words += _NUMBERS.index(type(value)), int(bits)
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+def _numbers_in(packed: Tensor) -> list[Any]:
+    words = packed.tolist()
+    return [
+        _DOUBLE.unpack(_WORD.pack(bits))[0] if _NUMBERS[kind] is float else _NUMBERS[kind](bits)
+        for kind, bits in zip(words[::2], words[1::2], strict=True)
+    ]
 
 
 SINGLE = Structure(tree_structure(0))
@@ -79,20 +134,36 @@ def take_apart(output: Any) -> tuple[tuple[Tensor, ...], Structure]:
         output = tuple(output)
     elif isinstance(output, Mapping):
         output = dict(output)
+        for key in output:
+            if not isinstance(key, str):
+                raise SplitError(
+                    f"the stage returned a dict with the key {key!r}; the next stage gets a dict as"
+                    " keyword arguments, so its keys are strings"
+                )
     leaves, tree = tree_flatten(output)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if len(tensors) == len(leaves) and not any(map(is_dtensor, tensors)):
         return tensors, Structure(tree)
-    for path, leaf in tree_flatten_with_path(output)[0]:
+    constants, numbers = [], []
+    for at, (path, leaf) in enumerate(tree_flatten_with_path(output)[0]):
         _check_local(leaf, keystr(path))
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
+        if isinstance(leaf, Tensor):
+            continue
+        kind = type(leaf)
+        if kind not in _PLAIN:
             where = f"output{keystr(path)} of the stage"
             raise SplitError(
-                f"{where} is a {type(leaf).__name__}; a stage returns tensors, numbers, strings or "
-                "None, in tuples, lists or dicts"
+                f"{where} is a {kind.__name__}; a stage returns tensors, Python's own numbers and "
+                "strings or None, in tuples, lists or dicts"
             )
-    constants = [(at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
-    return tensors, Structure(tree, tuple(constants))
+        if kind in _NUMBERS and (kind is not int or -(1 << 63) <= leaf < 1 << 63):
+            numbers.append(at)
+        else:
+            constants.append((at, leaf))
+    if numbers:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        tensors += (_as_tensor([leaves[at] for at in numbers], device),)
+    return tensors, Structure(tree, tuple(constants), tuple(numbers))
 
 
 def _check_local(value: Any, where: str) -> None:
