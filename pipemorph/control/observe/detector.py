@@ -350,6 +350,9 @@ class DelayDetector:
             if within.low <= expected <= value:
                 if self.level is Level.SLOW:
                     self._since.append(within)
+                elif self._since and value < median(window.low for window in self._since):
+                    # As expected, and not as late as those that raised a suspicion.
+                    self._observe_healthy(known, known.value, within, mark, weight, hold=hold)
                 else:
                     self._turned_at = None
                 return

@@ -99,6 +99,8 @@ class Series:
         least a small part of the op that hides it: as a whole, every busy receiver would look like
         a slow link; as nothing, plans would have no room for the little time that every message
         takes."""
+        if self.detector.base_is_exact:
+            return self.detector.wire_time
         base, low = self.detector.base or 0.0, self.detector.least_base
         if self.well:
             low = max(low, min(base, median(self.well)))

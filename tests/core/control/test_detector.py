@@ -201,6 +201,17 @@ def test_one_that_never_showed_an_arrival_is_known_by_what_is_sure(
     assert detector.delay == (0.0 if delay is None else pytest.approx(delay, abs=0.003))
 
 
+def test_outliers_far_apart_are_no_alarm_where_arrivals_are_not_exact() -> None:
+    detector = DelayDetector()
+    for k in range(200):
+        value = 0.130 if k % 40 == 39 else 0.042
+        detector.observe(value, mark=k, route="direct", exact=False, slack=0.016)
+        assert detector.level is not Level.SLOW
+    for k in range(4):
+        detector.observe(0.130, mark=200 + k, route="direct", exact=False, slack=0.016)
+    assert detector.level is Level.SLOW
+
+
 def test_in_a_long_first_iteration_most_windows_tell_what_is_normal() -> None:
     detector = DelayDetector()
     for value in [0.095] * 6 + [BASE] * 14:
