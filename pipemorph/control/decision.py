@@ -38,6 +38,7 @@ from pipemorph.control.decide.truth import (
     Evidence,
     Reference,
     has_failed,
+    is_slower,
     spread_of,
 )
 from pipemorph.control.first_plan import initial_routes
@@ -190,16 +191,18 @@ def _take_reference(state: DecisionState, now: float) -> None:
 
 def _judge(state: DecisionState, trial: Trial, now: float) -> None:
     """Record what a change brought, once that is known. If it failed, request the plan before."""
-    after = [f.seconds for f in state.ledger.under(trial.version)[1:]]
-    if len(after) < JUDGED_AFTER:
-        return
+    after = [f.seconds for f in state.ledger.under(trial.version)]
     ran = state.ledger.under(trial.previous.version)
     old = ran[1:]
     before = [f.seconds for f in old if f.index > trial.since][-MOST:]
+    slower = is_slower(trial.promise.spread, before, after)
+    after = after[1:]
+    if not slower and len(after) < JUDGED_AFTER:
+        return
     part = [f.seconds for f in old if f.index == trial.since]
     if not (before or part) and ran and ran[0].index >= trial.since:
         part = [ran[0].seconds]  # The old plan ran only once. It includes the change to it.
-    failed = has_failed(trial.promise, before, part, after)
+    failed = slower or has_failed(trial.promise, before, part, after)
     if failed is None and len(after) < GIVEN_UP_AFTER:
         return
     state.trial = None
@@ -216,15 +219,27 @@ def _judge(state: DecisionState, trial: Trial, now: float) -> None:
     )
     _log(state, now, "outcome", line, line)
     stages = state.observed.stages.times()
-    if not failed or stages is None or not trial.promise.may_go_back:
+    if not failed or stages is None:
         return
     links = state.observed.links.states(now)
     present = measured(state, stages, links, now)
+    state.missed = abs(median(after) - trial.promise.after), present
+    slower = slower or (bool(before) and median(after) > median(before))
+    if not (slower or trial.promise.may_go_back):
+        return
     # Without the evidence that was wrong, which is not believed again for now.
     _hold(state, trial.sources, _finished(state) + 1, DOUBTED_NEEDS)
     state.plans.baseline = trial.baseline
     situation = without(present, trial.sources, trial.before)
-    _ask(state, "undelivered", situation, links, previous=trial.previous)
+    _ask(
+        state,
+        "undelivered",
+        situation,
+        links,
+        since=ran[-1].index if slower else None,
+        previous=trial.previous,
+        faster=(median(before), median(after)) if slower else None,
+    )
 
 
 # --- evidence that is not believed ------------------------------------------------------------
@@ -285,9 +300,18 @@ def _evidence(
         without(situation, sources, state.last.situation),
         tuple(f.seconds for f in iterations if f.index > first),
         doubted=doubt > 0,
+        missed=_missed(state, situation),
         overdue=waited >= PATIENCE * 4**doubt,
     )
     return found, since
+
+
+def _missed(state: DecisionState, now: Situation) -> float:
+    """Seconds by which predictions are known to be wrong in this situation."""
+    if state.missed is None:
+        return 0.0
+    seconds, then = state.missed
+    return 0.0 if times_differ(now, then) or not now.slow_as(then) else seconds
 
 
 def _detectable_at(state: DecisionState, now: Situation, links: Sequence[LinkState]) -> int:
@@ -381,7 +405,7 @@ def find_cause(state: DecisionState, now: Situation) -> Cause | None:
     least = state.spec.adaptation.min_delay_ms / 1e3
     if (change := change_of_links(now, last.situation, least)) is not None:
         return change
-    if last.after is not None and last.cause != "steady" and any(now.slow):
+    if last.after is not None and not last.steadied and any(now.slow):
         waited = _finished(state) - last.after >= STEADY * max(HOLD, hold_iterations(state))
         if waited and plan.all_routes != initial_routes(state.spec):
             return "steady"
@@ -475,7 +499,7 @@ def consider(state: DecisionState, now: float) -> None:
         if _hold(state, sources, since, lacking):
             keep(state, now, reasons.doubted(cause, links, lacking))
         return
-    _ask(state, cause, situation, links, evidence=evidence, sources=sources)
+    _ask(state, cause, situation, links, since=since, evidence=evidence, sources=sources)
 
 
 def _must_not(state: DecisionState, links: Sequence[LinkState], now: float) -> bool:
@@ -522,12 +546,15 @@ def _ask(
     situation: Situation,
     links: Sequence[LinkState],
     *,
+    since: int | None = None,
     evidence: Evidence | None = None,
     sources: Sources = frozenset(),
     previous: Plan | None = None,
+    faster: tuple[float, float] | None = None,
 ) -> None:
-    """Leave the decision to the host."""
+    """Leave the decision to the host. ``faster``: see :attr:`Replan.measured`."""
     last, plans = state.last, state.plans
+    shown = _detectable_at(state, situation, links)
     # Readings of other op times; not if limits differ, which are known and not measured.
     readings = last.readings if cause == "profile" and len(last.readings) == READINGS else ()
     # Iterations for which the plan of a directive issued now would be in effect.
@@ -547,14 +574,18 @@ def _ask(
             running=plans.running,
             start=plans.first,
             previous=previous,
+            measured=faster,
             readings=readings,
         ),
         links=tuple(links),
-        detectable_at=_detectable_at(state, situation, links),
+        detectable_at=shown,
         before=copy.copy(last),
+        since=shown if since is None else since,
         sources=sources,
     )
     last.situation, last.after, last.cause = situation, _finished(state), cause
+    if cause not in ("profile", "memory", "barrier", "undelivered"):
+        last.steadied = cause == "steady"
     if cause in ("profile", "memory"):
         last.profiled_at, last.readings = _finished(state), ()
     if not any(situation.slow):
@@ -595,7 +626,7 @@ def settle(state: DecisionState, asked: Replan, proposal: Proposal, now: float) 
             sources=pending.sources,
             promise=proposal.promise,
             before=pending.before.situation,
-            since=min([pending.detectable_at, *(hold.since for hold in ended)]),
+            since=min([pending.since, *(hold.since for hold in ended)]),
         )
     if asked.cause in ("profile", "memory", "barrier") and not any(asked.situation.slow):
         state.plans.keep_as_baseline()

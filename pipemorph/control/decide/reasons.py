@@ -200,6 +200,13 @@ def _sentence(finding: replan.Finding) -> str:
                 f" {shown_time(measured)}, not {shown_time(expected)} as predicted; the"
                 f" {shown_time(gain)} that a change would save are within this error"
             )
+        case replan.Missing(gain, missed):
+            return (
+                f"kept the plan: predictions of iterations in this state miss {shown_time(missed)},"
+                f" which is more than the {shown_time(gain)} that the best other plan would save"
+            )
+        case replan.Eases():
+            return "it is no slower, and delegates fewer links"
         case replan.GoesBack(slower):
             if slower:
                 return "kept the plan: the one before it would be slower"

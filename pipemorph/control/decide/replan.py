@@ -27,6 +27,10 @@ CHECKED: frozenset[Cause] = frozenset(
 """Causes of changes for a gain, which measured iterations can confirm. When a link has recovered,
 the plan for healthy links returns even if it is no faster."""
 
+UNHURRIED: frozenset[Cause] = frozenset({"eased", "varies", "steady", "profile", "barrier"})
+"""Those of them that nothing new was measured for: a change must gain more than what predictions
+miss."""
+
 MAY_EASE: frozenset[Cause] = frozenset({"steady", "recovered"})
 """Causes for which a plan that is no faster may replace the current one: with fewer links
 delegated."""
@@ -117,11 +121,25 @@ class NotConfirmed:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """A change would save ``gain`` seconds, which is less than the prediction ``missed`` of
+    iterations in this state."""
+
+    gain: float
+    missed: float
+
+
+@dataclass(frozen=True)
 class GoesBack:
     """The last change did not bring its promise: the plan before it returns, unless it would be
     slower (``slower``)."""
 
     slower: bool
+
+
+@dataclass(frozen=True)
+class Eases:
+    """The best other plan is no slower, and delegates fewer links."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +197,9 @@ Finding = (
     | Passing
     | Saves
     | NotConfirmed
+    | Missing
     | GoesBack
+    | Eases
     | OffloadWeighed
     | RecomputeWeighed
     | FusedWeighed
@@ -200,7 +220,8 @@ class Replan:
     ranks run a plan that the controller does not know; ``start``: the plan of the start, which the
     job would still have if nothing had ever been changed; ``remaining``: iterations that a new plan
     would run, None if no end is known; ``change_seconds``: measured cost of a change, None before
-    the first one; ``previous``: the plan before the current one, for cause ``undelivered``;
+    the first one; ``previous``: the plan before the current one, for cause ``undelivered``, and
+    ``measured``: seconds of an iteration under it and under the current one, if it was faster;
     ``readings``: op times at several moments, for cause ``profile``, in each of which a gain must
     show.
     """
@@ -217,6 +238,7 @@ class Replan:
     evidence: Evidence
     start: Plan | None = None
     previous: Plan | None = None
+    measured: tuple[float, float] | None = None
     readings: tuple[tuple[StageTimes, ...], ...] = ()
 
 
@@ -262,7 +284,7 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
     try:
         current = None if asked.lost else forecast.of(asked.current)
         if asked.previous is not None and current is not None:
-            return _go_back(asked.previous, forecast, current)
+            return _go_back(asked, asked.previous, forecast, current)
         options = _options(asked, forecast, current)
         options += _own_plans(asked, forecast, options)
         chosen, why = _choose(asked, forecast, options, current)
@@ -277,6 +299,10 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
     broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
         return Proposal(None, current, (MustNotRun(broken),))
+    if isinstance(why, Eases) and current is not None:
+        promised = truth.promise(forecast, current, chosen, asked.evidence)
+        promised = replace(promised, before=promised.after)  # It must only not be slower.
+        return Proposal(chosen, current, found, promised, returns_at_once=hurries)
     if current is None or asked.cause not in CHECKED or not current.seconds > chosen.seconds:
         return Proposal(chosen, current, found, returns_at_once=hurries)
     if passing := _passing(asked, forecast, chosen):
@@ -285,6 +311,8 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
     promised = truth.promise(forecast, running, chosen, asked.evidence)
     if promised.seconds <= 0:
         return Proposal(chosen, current, found, returns_at_once=hurries)
+    if asked.cause in UNHURRIED and promised.seconds <= promised.missed:
+        return Proposal(None, current, (Missing(promised.seconds, promised.missed),))
     objection = _objection(promised, asked.evidence)
     if objection is not None:
         return Proposal(None, current, (objection,), waits=True)
@@ -342,12 +370,16 @@ def _passing(asked: Replan, forecast: Forecast, chosen: Option) -> Passing | Non
     return Passing(min(gains), len(gains), least)
 
 
-def _go_back(previous: Plan, forecast: Forecast, current: Option) -> Proposal:
-    """The plan before the last change, if it is valid and predicted to be no slower."""
+def _go_back(asked: Replan, previous: Plan, forecast: Forecast, current: Option) -> Proposal:
+    """The plan before the last change, if it is valid, and measured or predicted to be no
+    slower. Where it was measured, that is what is promised."""
     broken = runnable(previous) or forecast.excess(previous)
     if broken is not None:
         return Proposal(None, current, (MustNotRun(broken),))
     option = forecast.of(previous)
+    if asked.measured is not None:
+        faster, now = asked.measured
+        return Proposal(option, current, (GoesBack(False),), Promise(now, faster))
     slower = option.seconds > current.seconds * (1 + SAME)
     return Proposal(None if slower else option, current, (GoesBack(slower),))
 
@@ -445,7 +477,7 @@ def _choose(
         and (asked.cause == "steady" or _keeps_slow(option, forecast))
     ]
     if lighter:
-        return forecast.best(lighter), None
+        return forecast.best(lighter), Eases()
     return None, TooLittle(current.seconds, gain, least)
 
 

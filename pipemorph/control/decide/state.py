@@ -157,6 +157,8 @@ class LastDecision:
     """The same at the last decision for op times or memory limits."""
     compare_from: int = 0
     """The iteration from which op times are compared again."""
+    steadied: bool = False
+    """Whether a constant delay was considered once more since links last changed."""
     readings: tuple[tuple[StageTimes, ...], ...] = ()
     """Op times at the newest comparisons that differed, oldest first."""
 
@@ -183,6 +185,8 @@ class Pending(NamedTuple):
     detectable_at: int
     before: LastDecision
     """The last decision: a host that takes over meanwhile decides again from it."""
+    since: int
+    """The iteration after which those under the plan in effect are comparable."""
     sources: Sources = frozenset()
 
 
@@ -265,6 +269,8 @@ class DecisionState:
     doubts: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     """Per source: the level of doubt, and the iteration it is from; None before the first."""
     holds: dict[int, Hold] = field(default_factory=dict)
+    missed: tuple[float, Situation] | None = None
+    """Seconds by which the prediction of the last change that failed was wrong, and for what."""
 
     def __post_init__(self) -> None:
         self.last = LastDecision.first(self.spec)

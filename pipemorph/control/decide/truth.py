@@ -10,6 +10,9 @@ may show a fault that is not there. So the iterations themselves have the last w
   are hardly shorter than those before, the plan before comes back, and the links (or op times)
   that were the reason are *doubted*: next time a change for them needs iterations that confirm it,
   more each time. Doubt fades slowly.
+- Whatever is predicted, a plan that was measured to be slower than the one before is taken back as
+  soon as noise allows to say so, and that is measured in turn. By how much the prediction was wrong
+  is what a change must gain at least until the state is another one.
 
 An iteration takes longer than its ops: optimizer, data loading, gradient norm. This *overhead* is
 what earlier iterations took beyond their prediction (:class:`Reference`), so that only changes of
@@ -35,6 +38,12 @@ is left open, if noise still allows both results."""
 KEPT_PROMISE, PAYS = 0.5, 0.02
 """Fraction of the predicted gain that a change must bring. If it saves the fraction PAYS of an
 iteration it stays, even if it promised more: the plan before is measured to be slower."""
+SLOWER = 0.05
+"""Fraction of an iteration by which a new plan may be slower until it has been judged. Less is for
+:func:`has_failed`, which waits longer."""
+OUTSIDE = 0.25
+"""Fraction of an iteration beyond its prediction that may be optimizer and data loading. If it is
+more, the prediction misses something."""
 SIGMAS = 2.0
 """Standard errors of a median that count as noise."""
 MODEL_ERROR = 0.05
@@ -57,13 +66,15 @@ class Evidence:
     """What is known about a situation beside the situation itself. ``measured``: seconds of
     iterations of the current plan that ran in it from start to end; ``otherwise``: the situation if
     what is new in it is wrong; ``doubted``: the same kind of evidence has been wrong before;
-    ``overdue``: it has been waiting for too long."""
+    ``overdue``: it has been waiting for too long; ``missed``: seconds by which the prediction of a
+    change in this state was wrong."""
 
     reference: Reference | None = None
     otherwise: Situation | None = None
     measured: tuple[float, ...] = ()
     doubted: bool = False
     overdue: bool = False
+    missed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,8 @@ class Promise:
 
     ``before``: with the old plan; ``after``: with the new one; ``if_wrong``: with the new one if
     the evidence is wrong, None if unknown; ``may_go_back``: whether in this case the old plan is
-    no slower than the new one. ``spread``: standard deviation of a measured iteration.
+    no slower than the new one. ``spread``: standard deviation of a measured iteration;
+    ``missed``: seconds that the model of the old plan misses, or 0.
     """
 
     before: float
@@ -80,6 +92,7 @@ class Promise:
     if_wrong: float | None = None
     may_go_back: bool = True
     spread: float = 0.0
+    missed: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -102,12 +115,14 @@ def promise(forecast: Forecast, current: Option, chosen: Option, evidence: Evide
     if evidence.otherwise is not None:
         other = forecast.under(evidence.otherwise)
         old, new = other.of(current.plan).seconds, other.of(chosen.plan).seconds
+    unexplained = overhead > OUTSIDE * (overhead + current.seconds)
     return Promise(
         before=overhead + current.seconds,
         after=overhead + chosen.seconds,
         if_wrong=overhead + new if reference is not None else None,
         may_go_back=old <= new * (1 + SAME),
         spread=spread,
+        missed=max(evidence.missed, overhead if unexplained else 0.0),
     )
 
 
@@ -115,6 +130,18 @@ def spread_of(seconds: Sequence[float]) -> float:
     """Standard deviation of one of some iterations, robust to outliers."""
     middle = median(seconds)
     return 1.4826 * median(abs(each - middle) for each in seconds)
+
+
+def is_slower(spread: float, before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether a new plan is so much slower than the one before that it must not run on. ``after``:
+    from its very first iteration on, which shows it as well, but with the change; ``spread``: see
+    :class:`Promise`."""
+    if not before or len(after) < 2:
+        return False
+    spread = max(spread, spread_of(before), spread_of(after) if len(after) > FEWEST else 0.0)
+    noise = SIGMAS * spread * sqrt(1 / len(before) + 1 / (len(after) - 1))
+    lost = min(after[0], median(after[1:])) - median(before)
+    return lost > max(noise, SLOWER * median(before))
 
 
 def has_failed(
@@ -127,7 +154,8 @@ def has_failed(
     half = KEPT_PROMISE * promised.seconds
     shorter = False
     if old := before or part:
-        least = min(half, PAYS * median(old))
+        # What promised nothing must only not be slower.
+        least = min(half, PAYS * median(old)) if half > 0 else -SAME * median(old)
         noise = SIGMAS * spread * sqrt(1 / len(old) + 1 / len(after))
         saved = median(old) - middle
         shorter = saved > least

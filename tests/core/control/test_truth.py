@@ -15,7 +15,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, decision
 from pipemorph.control.decide.replan import NotConfirmed, Proposal, Replan, propose
 from pipemorph.control.decide.state import Trial
-from pipemorph.control.decide.truth import Promise
+from pipemorph.control.decide.truth import Promise, has_failed, is_slower
 from pipemorph.planning import StageTimes
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
 
@@ -28,6 +28,7 @@ class Lies:
 
     ``link`` seems to be ``delay`` seconds late, op times of ``stage`` seem ``inflation`` times as
     long. Each iteration takes ``overhead`` seconds more than its ops, and up to ``noise`` of it.
+    Those of plan v1 take ``slower`` times as long.
     """
 
     when: Seen = lambda _: False
@@ -36,6 +37,7 @@ class Lies:
     stage: int = 1
     inflation: float = 1.0
     overhead: float = 0.0
+    slower: float = 1.0
     noise: float = 0.0
 
 
@@ -69,6 +71,7 @@ class LyingPlant(Plant):
                 each.model_copy(
                     update={
                         "seconds": (each.seconds + lies.overhead)
+                        * (lies.slower if each.plan_version == 1 else 1.0)
                         * (1 + lies.noise * self.rng.random())
                     }
                 )
@@ -76,6 +79,9 @@ class LyingPlant(Plant):
             ]
             assert all(isinstance(each, IterationSample) for each in fields["iterations"])
         super().send(**fields)
+
+    def said(self) -> list[str]:
+        return [decision.line for decision in self.controller.decisions]
 
     def kinds(self) -> list[str]:
         return [record.kind for record in self.controller.records]
@@ -138,6 +144,44 @@ def test_op_times_that_do_not_lengthen_iterations_change_nothing() -> None:
     plant.run(60)
     assert plant.kinds() == ["adapt", "revert"], "what was tried after all is taken back"
     assert plant.plan.runs_as(first)
+
+
+@pytest.mark.parametrize("slower", [1.2, 1.5])
+def test_what_was_measured_to_be_slower_is_undone_whatever_is_predicted(slower: float) -> None:
+    plant = LyingPlant(
+        spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.005}), Lies(slower=slower)
+    )
+    first = plant.plan
+    plant.run(150)
+    assert plant.kinds() == ["adapt", "revert"], "tried again without anything new"
+    adapt, revert = plant.controller.records
+    assert plant.plan.runs_as(first)
+    assert adapt.applied_at_iteration is not None and revert.applied_at_iteration is not None
+    assert revert.applied_at_iteration - adapt.applied_at_iteration <= 3
+    assert revert.measured == pytest.approx(revert.promised, abs=0.02)
+
+
+def test_a_gain_within_what_predictions_miss_changes_nothing() -> None:
+    """A third of each iteration is beyond its ops: more than optimizer and data loading take."""
+    job = spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.005})
+    plant = LyingPlant(job, Lies(overhead=0.2))
+    plant.run(40)
+    assert plant.kinds() == []
+    line = next(line for line in plant.said() if "in this state miss 20" in line)
+    assert "which is more than the 3" in line
+
+
+def test_noise_of_iterations_undoes_nothing() -> None:
+    before = [1.0, 1.1, 0.9, 1.2, 0.8, 1.0]
+    assert not is_slower(0.0, before, [1.5, 1.15])
+    assert not is_slower(0.0, [1.0] * 8, [1.5, 1.0]), "the first one has the change"
+    assert not is_slower(0.0, [1.0] * 8, [1.5]), "nor is it enough"
+    assert is_slower(0.0, before, [1.5, 1.6])
+
+
+@pytest.mark.parametrize(("after", "failed"), [(1.005, False), (1.03, True)])
+def test_a_change_that_promised_nothing_must_only_not_be_slower(after: float, failed: bool) -> None:
+    assert has_failed(Promise(1.0, 1.0), [1.0] * 4, [], [after] * 4) is failed
 
 
 def judged(promised: Promise, part: float, *after: float) -> bool | None:
