@@ -184,6 +184,77 @@ def run_random(seeds: int) -> tuple[list[str], list[dict[str, object]]]:
     return missed, rows
 
 
+# --- from the first iteration on, and without an end ----------------------------------------------
+
+ALL, END = range(7), 130
+States = Callable[[random.Random], Iterator[tuple[int, dict[int, float]]]]
+"""Iterations from which links have these delays, milliseconds."""
+
+
+def steady(begins: int, *links: int, delay: float, until: int = 90) -> States:
+    return lambda rng: iter([(begins, dict.fromkeys(links, delay)), (until, {})])
+
+
+def each_iteration(*links: int, draw: Callable[[int, random.Random], float]) -> States:
+    """Drawn anew in each iteration from the 20th to the 120th."""
+    return lambda rng: (
+        (k, {link: draw(k, rng) for link in links} if k < 120 else {}) for k in range(20, 121)
+    )
+
+
+def pareto(_: int, rng: random.Random) -> float:
+    return min(300.0, 2 * (rng.paretovariate(1.2) - 1))
+
+
+STATES: dict[str, States] = {
+    "slow from 0, 15 ms": steady(0, 3, delay=15),
+    "slow from 0, 40 ms": steady(0, 3, delay=40),
+    "slow from 1, 40 ms": steady(1, 3, delay=40),
+    "slow from 0, two links": steady(0, 1, 5, delay=40),
+    "slow from 0, no end": steady(0, 3, delay=60, until=END),
+    "all links from 0": steady(0, *ALL, delay=30),
+    **{f"own delay {ms} ms": steady(0, *ALL, delay=ms, until=END) for ms in (5, 12, 20, 31, 45)},
+    "own delays, drawn": lambda rng: iter([(0, {k: rng.uniform(5, 45) for k in ALL}), (END, {})]),
+    "sawtooth": each_iteration(2, draw=lambda k, _: 3 * (k % 20)),
+    "spikes": each_iteration(3, draw=lambda k, _: 60 * (k % 10 == 0)),
+    "walking link": lambda rng: ((20 + 8 * k, {k % 7: 40}) for k in range(13)),
+    "heavy tail": each_iteration(3, draw=pareto),
+    "heavy tails": each_iteration(*ALL, draw=pareto),
+}
+SHARES: dict[Telemetry, float] = {"exact": 0.95, "python": 0.9, "device": 0.9}
+HARM, SPAN, HARM_IN_SPAN = 0.01, 20, 0.05
+"""Goals: most that is lost against doing nothing over a trace, and over any SPAN iterations."""
+
+
+def run_states(only: str) -> tuple[list[str], list[dict[str, object]]]:
+    """Goals missed, and a row per trace and telemetry."""
+    problem, missed, rows = load_problem(str(TRACES / "problem.yaml")), [], []
+    heads = "".join(f"{each:>30}" for each in get_args(Telemetry))
+    print(f"{'share; harm over all, over any 20; changes':32} {'limit':>5}{heads}")
+    for kind, cap in ((k, c) for k in STATES if only in k for c in (None, CAP)):
+        lines = (
+            {"at_iteration": at, "links": {str(i): {"delay_ms": ms} for i, ms in links.items()}}
+            for at, links in STATES[kind](random.Random(0))
+        )
+        trace = parse_trace("\n".join(map(json.dumps, lines)), 7)
+        found, cells = None, []
+        for telemetry in get_args(Telemetry):
+            found = replay(
+                with_cap(problem, cap), trace, telemetry=telemetry, iterations=END, known=found
+            )
+            share, harm = found.share("adaptive"), found.harm("adaptive")
+            in_span = found.harm("adaptive", SPAN)
+            cells.append(f"{_percent(share)} {harm:7.1%} {in_span:7.1%} {len(found.changes):3}")
+            name = f"{kind}, limit {cap}, {telemetry} telemetry"
+            if harm > HARM or in_span > HARM_IN_SPAN:
+                missed.append(f"NO {name}: {harm:.1%} lost, {in_span:.1%} in {SPAN} iterations")
+            if " from " in kind and (share or 0.0) < SHARES[telemetry]:
+                missed.append(f"NO {name}:{_percent(share)} of the oracle's gain")
+            rows.append({"case": name, "harm": harm, "harm_in_span": in_span} | found.fields())
+        print(f"{kind:32} {cap or '':>5}{''.join(f'{each:>30}' for each in cells)}", flush=True)
+    return missed, rows
+
+
 def run(case: Case, known: Replay | None = None) -> Replay:
     """``known``: of a case with the same conditions."""
     problem, trace = _given(case)

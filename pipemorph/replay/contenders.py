@@ -86,6 +86,15 @@ class Replay:
             return None
         return (static - took) / (static - oracle)
 
+    def harm(self, name: str, span: int | None = None) -> float:
+        """By which part of its time a contender takes longer than ``static``, at worst: over any
+        ``span`` iterations, or over all that both have run."""
+        pairs = list(zip(self.trained["static"].steps, self.trained[name].steps, strict=False))
+        span = min(span or len(pairs), len(pairs))
+        spans = (pairs[k : k + span] for k in range(len(pairs) - span + 1))
+        sums = [tuple(map(sum, zip(*each, strict=True))) for each in spans]
+        return max(took / kept - 1 for kept, took in sums if kept)
+
     def fields(self) -> dict[str, Any]:
         """As JSON. A contender that could not finish also has a ``reason``."""
         return {
