@@ -41,7 +41,6 @@ from pipemorph.control.decide.truth import (
     is_slower,
     spread_of,
 )
-from pipemorph.control.first_plan import initial_routes
 from pipemorph.control.observed.stages import Room, excess
 from pipemorph.control.record.history import Decision, revise
 from pipemorph.planning import Plan, Policy, StageTimes
@@ -407,7 +406,7 @@ def find_cause(state: DecisionState, now: Situation) -> Cause | None:
         return change
     if last.after is not None and not last.steadied and any(now.slow):
         waited = _finished(state) - last.after >= STEADY * max(HOLD, hold_iterations(state))
-        if waited and plan.all_routes != initial_routes(state.spec):
+        if waited and plan.all_routes != state.plans.baseline.all_routes:
             return "steady"
     if now.barrier != last.barrier and not any(now.slow):
         return "barrier"
@@ -433,7 +432,7 @@ def _profile_is_due(state: DecisionState) -> bool:
         return False
     if last.profiled_at is None:
         return state.ledger.finished >= WARM_UP
-    return _finished(state) - last.profiled_at >= PROFILE_EVERY
+    return any(last.situation.far) or _finished(state) - last.profiled_at >= PROFILE_EVERY
 
 
 def _profile_differs(state: DecisionState, now: Situation) -> bool:
@@ -445,6 +444,13 @@ def _profile_differs(state: DecisionState, now: Situation) -> bool:
         last.compare_from = _finished(state) + (COMPARE_FIRST if first else COMPARE_EVERY)
         assumed = first and last.situation.assumed
         differs = assumed or times_differ(now, last.situation)
+        if (
+            (first or any(last.situation.far))
+            and not any(now.unknown)
+            and now.moved(last.situation)
+        ):
+            # A network that is slow everywhere is so from the start, and does not come and go.
+            return True
         last.readings = (*last.readings, now.stages)[-READINGS:] if differs else ()
     return len(last.readings) == READINGS or limits_differ(now, last.situation)
 

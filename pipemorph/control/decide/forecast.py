@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import inf
+from operator import or_
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
@@ -366,8 +367,9 @@ class Forecast:
     ) -> list[tuple[Route, ...]]:
         """The distinct routes of all links that the spec allows.
 
-        ``auto`` may delegate slow links only, since a healthy link is fastest direct. A link
-        without recent samples keeps its route, and one whose direct route broke has no other.
+        ``auto`` may delegate links that are slow, or on which messages take so long that the two
+        of a direct route may not be enough. A link without recent samples keeps its route, and one
+        whose direct route broke has no other.
         """
         if self._spec.transport.route != "auto":
             return [initial]
@@ -376,11 +378,16 @@ class Forecast:
             now if unknown else first
             for now, first, unknown in zip(current, initial, situation.unknown, strict=True)
         )
-        moved = tuple(
-            Route.DELEGATED if slow else route
-            for route, slow in zip(back, situation.slow, strict=True)
-        )
-        return list(dict.fromkeys(map(situation.carried, (current, back, moved))))
+        choices = [current, back]
+        for away in (situation.slow, map(or_, situation.slow, situation.far)):
+            rows = zip(back, away, situation.unknown, strict=True)
+            choices.append(
+                tuple(
+                    now if unknown else Route.DELEGATED if leaves else Route.DIRECT
+                    for now, leaves, unknown in rows
+                )
+            )
+        return list(dict.fromkeys(map(situation.carried, choices)))
 
 
 def _is_guided(plan: Plan) -> bool:

@@ -54,6 +54,8 @@ MATERIAL = 0.25
 """Relative change of a delay that requires another decision."""
 MATERIAL_OP = 0.2
 """Relative change of an op time that requires another decision."""
+FAR = 0.5
+"""Part of the longest op from which a wire time makes a link one that is far away."""
 _LINK_CAUSES: tuple[Cause, ...] = ("slow", "recovered", "worse", "eased", "varies")
 """Of several replicas, the first of these counts."""
 
@@ -279,6 +281,18 @@ class Situation:
             return tuple(routes)
         pairs = zip(routes, self.failed_over, strict=True)
         return tuple(Route.DELEGATED if failed else route for route, failed in pairs)
+
+    @property
+    def far(self) -> tuple[bool, ...]:
+        """Links that are well, and on which messages take as long as much of an op."""
+        least = FAR * max(op for stage in self.stages for op in _ops(stage))
+        return tuple(w > least and not s for s, w in zip(self.slow, self.wire_times, strict=True))
+
+    def moved(self, before: Situation) -> bool:
+        """Whether links are far that were not, or far from where they were."""
+        least = MATERIAL_OP * max(op for stage in self.stages for op in _ops(stage))
+        rows = zip(self.far, before.far, self.wire_times, before.wire_times, strict=True)
+        return any(far != was or (far and abs(w - b) > least) for far, was, w, b in rows)
 
     def varies(self, link: int) -> bool:
         return bool(self.recent and self.recent[link])

@@ -99,7 +99,7 @@ class Plans:
 
     def keep_as_baseline(self) -> None:
         """The wanted plan is that for healthy links from now on."""
-        self.baseline = replace(self.wanted, version=0, routes=self.first.routes)
+        self.baseline = replace(self.wanted, version=0)
 
     # --- a plan that is not known -----------------------------------------------------------
 

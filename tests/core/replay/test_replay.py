@@ -69,6 +69,23 @@ def test_a_link_that_is_slow_from_the_start_is_told_from_its_peers(
     assert change.measured > 0.1
 
 
+@pytest.mark.parametrize("telemetry", get_args(Telemetry))
+def test_a_network_that_is_slow_everywhere_is_delegated_until_it_is_not(
+    telemetry: Telemetry,
+) -> None:
+    links = ", ".join(f'"{link}": {{"delay_ms": 30}}' for link in range(3))
+    trace = f'{{"at_iteration": 0, "links": {{{links}}}}}\n{{"at_iteration": 30, "links": {{}}}}'
+    found = replay(PROBLEM, parse_trace(trace, 3), telemetry=telemetry, iterations=50)
+    first = found.changes[0]
+    assert "with warm-up" in first.reason and "links 0, 1, 2 delegated" in first.reason
+    assert first.iteration is not None
+    assert first.iteration <= 4
+    assert first.measured is not None
+    assert first.measured > 0.1
+    assert found.harm("adaptive") < 0
+    assert found.harm("adaptive", 20) < 0.05
+
+
 @pytest.mark.parametrize(
     ("phase", "link"),
     [(8, 3), (10, 6), pytest.param(8, 6, marks=FULL), pytest.param(10, 3, marks=FULL)],
