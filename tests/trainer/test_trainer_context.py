@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import prepared_processes
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.errors import PeerLostError
 
 RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
 
@@ -95,3 +98,42 @@ def test_a_rank_that_cannot_read_its_environment_exits_2(tmp_path: Path, module:
     )  # fmt: skip
     why = f"PIPEMORPH_SECRET_FILE: {gone}: cannot be read: No such file or directory"
     assert (done.returncode, done.stderr) == (2, f"{module}: {why}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (InputError("microbatches is missing"), "InputError: microbatches is missing"),
+        (PeerLostError("rank 1 is gone"), "PeerLostError: rank 1 is gone"),
+        (ValueError("of the script"), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_torchruns_summary_names_an_uncaught_error(
+    error: Exception,
+    named: str | None,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = files / "error.json"
+    # As that of a process group, which the script may have made before.
+    monkeypatch.setattr(sys, "excepthook", partial(sys.__excepthook__))
+    before = sys.excepthook
+    monkeypatch.setenv("RANK", "3")
+    TrainerContext.from_env(RANKS)
+    assert sys.excepthook is before, "torchrun has not started this"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    TrainerContext.from_env(RANKS)
+    try:
+        raise error
+    except type(error):
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    shown = capsys.readouterr().err.splitlines()
+    assert (len(shown) == 1) is isinstance(error, InputError), "frames of the trainer's own"
+    assert str(error) in shown[-1]
+    assert file.exists() is (named is not None)
+    if named is not None:
+        # As torchrun reads it for its summary.
+        failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
+        assert f"traceback : {named}" in ChildFailedError("train.py", {3: failure}).format_msg()

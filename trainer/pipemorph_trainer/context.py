@@ -54,6 +54,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.manifest import MAX_BYTES, describe
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.joining import ask_for_job
+from pipemorph_trainer.uncaught import name_uncaught_errors
 
 TRACE_BYTES = 256 << 20
 LEAST_TRACE_BYTES = 1 << 16
@@ -100,6 +101,7 @@ class TrainerContext:
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
         """Read the environment, and the files that it names. Raises :class:`InputError`, which
         names the variable that is missing or invalid."""
+        name_uncaught_errors()
 
         def number(name: str, default: int | None = None) -> int:
             for key in (name, f"PET_{name}"):
