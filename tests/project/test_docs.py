@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
+
+from pipemorph.cli import COMMANDS, _parser
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = subprocess.run(
@@ -84,3 +88,45 @@ def test_rows_of_tables_follow_their_head(name: str) -> None:
     tables = [each.strip().splitlines() for each in blocks if each.strip().startswith("|")]
     torn = [rows[0] for rows in tables if not re.fullmatch(r"\s*\|[\s:|-]+\|", [*rows, ""][1])]
     assert not torn, f"{name}: rows of a table without its head"
+
+
+SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if "```sh\n" in (ROOT / name).read_text()])
+def test_commands_of_a_page_are_taken(name: str) -> None:
+    """Every block is a script, and the arguments of each ``pipemorph`` in it exist."""
+    for block in SHELL.findall((ROOT / name).read_text()):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.match(r"\s*pipemorph ([^|&;>]*)", line)
+            if command is not None:
+                _parser(COMMANDS, "pipemorph").parse_args(shlex.split(command[1], comments=True))
+
+
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >> called
+case "$1" in serve) trap "exit 130" TERM; for _ in $(seq 600); do sleep 0.1; done; esac
+"""
+
+
+def test_the_batch_script_for_slurm_ends_and_starts_what_exists(tmp_path: Path) -> None:
+    """Slurm, and the programs that it starts, are played. bash has what a script starts with ``&``
+    ignore SIGINT."""
+    page = (ROOT / "docs/how-to/adapt-under-torchrun.md").read_text()
+    (script,) = (block for block in SHELL.findall(page) if "srun" in block)
+    for program in ("pipemorph", "srun", "openssl"):
+        (tmp_path / program).write_text(PROGRAM)
+        (tmp_path / program).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_NNODES": "2"}
+    # serve has its trap by then, as srun comes later.
+    script = script.replace("srun ", "until grep -q serve called; do sleep 0.1; done\nsrun ", 1)
+    ended = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, timeout=60, check=False
+    )
+    assert ended.returncode == 130
+    called = dict(line.split(" ", 1) for line in (tmp_path / "called").read_text().splitlines())
+    _parser(COMMANDS, "pipemorph").parse_args(called["pipemorph"].split())
+    launched = called["srun"].partition("torchrun ")[2].split()
+    found = get_args_parser().parse_args(launched)
+    assert (found.nnodes, found.nproc_per_node, found.training_script) == ("2", "2", "train.py")
