@@ -60,6 +60,8 @@ def test_every_node_is_structural_bounded_and_described() -> None:
         assert node.get("additionalProperties") is not False, path
         if node.get("type") == "array":
             assert "maxItems" in node, path
+        # A list is one value to Argo CD and to server-side apply: what is added to it is a change.
+        assert "[]" not in path or "default" not in node, path
         # The API server allows no word on metadata: it has its own.
         if path != "metadata" and not path.endswith(("[]", ".*")):
             assert node.get("description"), f"{path} has no description for kubectl explain"
