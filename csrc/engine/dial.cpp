@@ -99,12 +99,13 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
         if (!handshake_.feed({buffer, static_cast<size_t>(n)})) {
             // Nobody has signed it: the address may belong to another job for a moment, whose
             // secret differs. No later answer changes another version of the protocol.
+            result_.answered = true;
             result_.refused = handshake_.other_version();
             fail(handshake_.failure());
             return;
         }
         if (!send_output() || !handshake_.done()) return;
-        result_.proved = true;
+        result_.answered = result_.proved = true;
         result_.reply = handshake_.reply();
         result_.keys = handshake_.keys();
         if (handshake_.verdict() == Verdict::accepted) {

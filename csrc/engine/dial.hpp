@@ -14,6 +14,7 @@ struct DialResult {
     ConnectionKeys keys;
     std::string error;          // empty on success
     bool refused = false;       // somebody said no, and asking again will hardly help
+    bool answered = false;      // somebody there said no
     bool proved = false;        // that was the peer: it knows the secret
     bool not_yet = false;       // the peer said: not now
     bool nobody_there = false;  // connection refused: no process listens there

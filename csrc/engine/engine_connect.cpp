@@ -23,6 +23,7 @@ struct Engine::Attempt {
     std::string error;
     bool final = false;
     bool cut_short = false;
+    bool answered = false;
 };
 
 std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const std::string& host,
@@ -42,6 +43,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
     Session session;
     fill_random(session);
     std::string trouble = "nothing tried yet";
+    std::string answer;  // the newest refusal, which says more than nobody being there later
     bool known = false;
     bool refused = false;
     for (uint32_t epoch = 1;; ++epoch) {
@@ -103,6 +105,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
                 throw;
             }
             if (attempt->link) return attempt->link;
+            if (attempt->answered) answer = attempt->error;
             // A last attempt without time for an answer would only cover up what is known.
             if (!known || !attempt->cut_short) {
                 trouble = attempt->error;
@@ -115,9 +118,10 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
         std::unique_lock lock(mu_);
         // Nor is it worth an attempt.
         if (steady_ns() + 2 * kRetry >= deadline) {
-            const std::string message = who + ": not connected to " + host + ":" +
-                                        std::to_string(port) + " within " + seconds_text(timeout) +
-                                        " (last: " + trouble + ")";
+            const std::string message =
+                who + ": not connected to " + host + ":" + std::to_string(port) + " within " +
+                seconds_text(timeout) + " (last: " + trouble +
+                (answer.empty() || answer == trouble ? "" : "; before that: " + answer) + ")";
             if (refused) throw EngineError(message);
             throw EngineTimeout(message);
         }
@@ -140,6 +144,7 @@ void Engine::start_attempt(const std::shared_ptr<Attempt>& attempt, const Addres
         attempt->error = r.error;
         attempt->final = r.refused;
         attempt->cut_short = r.cut_short;
+        attempt->answered = r.answered;
         changed_.notify_all();
     });
 }

@@ -116,6 +116,26 @@ def test_what_nobody_has_signed_ends_no_setup(answer):
         right[0].close(0.0)
 
 
+def test_a_timeout_says_who_refused_before_nobody_was_there():
+    other = pairs.engine(1, secret=b"other")
+
+    def leave():
+        pairs.eventually(lambda: bool(other.refused()))
+        other.close(0.0)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    with contextlib.closing(pairs.engine(0)) as dialler, pytest.raises(EngineTimeout) as raised:
+        dialler.connect(
+            peer_rank=1, link_id=pairs.LINK, host="127.0.0.1", port=other.port, timeout=2.0
+        )
+    thread.join()
+    assert re.search(
+        r"last: cannot connect .*: Connection refused; before that: .*authentication failed",
+        str(raised.value),
+    )
+
+
 @pytest.mark.parametrize("version", [0, 1, 99, 65535])
 def test_another_version_is_final_after_one_answer(version):
     answers = []
