@@ -180,7 +180,8 @@ class PodFacts:
         )
         ended = _ended(trainer)
         problem, since = _problem(body, ended.get("exitCode"))
-        stuck, node = _stuck(status), (body.get("spec") or {}).get("nodeName")
+        spec: Mapping[str, Any] = body.get("spec") or {}
+        stuck, node = _stuck(status, spec), spec.get("nodeName")
         return PodFacts(
             name=metadata["name"],
             index=int(index),
@@ -272,7 +273,7 @@ def _problem(body: Mapping[str, Any], trainer_code: int | None) -> tuple[str, st
     return "the pod has failed, and Kubernetes reports no reason", status.get("startTime")
 
 
-def _stuck(status: Mapping[str, Any]) -> str:
+def _stuck(status: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
     if status.get("phase", "Pending") != "Pending":
         return ""
     for group in ("initContainerStatuses", "containerStatuses"):
@@ -284,4 +285,7 @@ def _stuck(status: Mapping[str, Any]) -> str:
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:300]
+    if spec.get("schedulerName") and not spec.get("nodeName") and not status.get("conditions"):
+        # A scheduler that runs says at once if it finds no node.
+        return f"no scheduler has taken it up; schedulerName is {spec['schedulerName']}"[:300]
     return ""

@@ -241,6 +241,30 @@ def test_what_the_kubelet_does_is_told_by_the_newest_warning_or_else_event() -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("spec", "conditions", "words"),
+    [
+        (
+            {"schedulerName": "volcanno"},
+            [],
+            "no scheduler has taken it up; schedulerName is volcanno",
+        ),
+        ({"schedulerName": "s", "nodeName": "n"}, [], ""),
+        ({"schedulerName": "s"}, [{"type": "PodScheduled", "status": "True"}], ""),
+        (
+            {"schedulerName": "s"},
+            [{"type": "PodScheduled", "status": "False", "reason": "R"}],
+            "R: ",
+        ),
+    ],
+)
+def test_a_pod_that_no_scheduler_takes_up_is_named(spec: Any, conditions: Any, words: str) -> None:
+    """As where the gang's scheduler is not installed, or its name is misspelt."""
+    status = {"phase": "Pending", "conditions": conditions}
+    found = PodFacts.of({"metadata": {"name": "p"}, "spec": spec, "status": status})
+    assert found.stuck == words
+
+
 @pytest.mark.parametrize("kind", ["secret", "configmap"])
 @pytest.mark.parametrize("suffix", ["", "-page"])
 def test_an_object_of_the_attempt_that_is_gone_ends_it_when_a_pod_needs_it(
