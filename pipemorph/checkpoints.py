@@ -62,9 +62,8 @@ class Saved:
         """The higher, the newer."""
         if self.manifest is not None:
             return self.manifest.order, self.iteration
-        with contextlib.suppress(OSError):
-            return (self.folder / FINISHED).stat().st_mtime_ns, self.iteration
-        return 0, self.iteration
+        finished = self.folder / FINISHED
+        return finished.stat().st_mtime_ns if finished.exists() else 0, self.iteration
 
     def is_of(self, run: str) -> bool:
         """Whether a run wrote it."""
@@ -111,11 +110,7 @@ def in_directory(directory: Path) -> Iterator[Saved]:
 
 def to_resume(directory: Path, run: str = "") -> list[Saved]:
     """The checkpoints that were finished, the newest first: those of the run go before others."""
-    found = [
-        each
-        for each in in_directory(directory)
-        if each.finished or (each.manifest is not None and each.manifest.files) or each.damage
-    ]
+    found = [s for s in in_directory(directory) if s.finished or s.damage]
     return sorted(found, key=lambda each: (each.is_of(run), *each.order), reverse=True)
 
 
@@ -156,7 +151,7 @@ class Unfinished:
 
     def finish(self, files: Mapping[str, FileSum]) -> None:
         """Write the sizes and checksums of all files. Raises :class:`OSError`."""
-        self._manifest = self._manifest.model_copy(update={"files": dict(files)})
+        self._manifest.files = {**files}
         self._write()
 
     def close(self) -> None:
@@ -196,12 +191,11 @@ def remove(folder: Path) -> None:
     """Delete a checkpoint: first the file that marks it as finished, last the one that says whose
     it is."""
     (folder / FINISHED).unlink(missing_ok=True)
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != MANIFEST:
-            path.unlink(missing_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     folder.rmdir()
 
 

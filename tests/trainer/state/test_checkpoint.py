@@ -24,7 +24,9 @@ from pipemorph.checkpoints import Unfinished
 from pipemorph.errors import InputError
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.errors import UnwrittenError
+from pipemorph_trainer.state.checkpoint import Checkpoints
 from pipemorph_trainer.state.checkpoint_files import _Summed
+from pipemorph_trainer.state.kept.resumed import Resumed
 
 # Several runs in a test, each with a deadline of its own.
 pytestmark = [pytest.mark.timeout(400)]
@@ -290,7 +292,13 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 def from_damaged(context: TrainerContext, folder: str) -> dict[str, tuple[int, str]]:
     """Resume from the checkpoints in each folder. Returns with which iteration, and why."""
-    found = {}
+    found, told, resume = {}, list[Resumed](), Checkpoints.resume
+
+    def resuming(self: Checkpoints) -> Resumed:
+        told.append(resume(self))
+        return told[-1]
+
+    Checkpoints.resume = resuming  # type: ignore[method-assign]
     for directory in sorted(Path(folder).iterdir()):
         module = Layers(context.rank, context.world_size)
         with Pipeline(
@@ -298,7 +306,7 @@ def from_damaged(context: TrainerContext, folder: str) -> dict[str, tuple[int, s
             optimizer=torch.optim.AdamW(module.parameters()),
             checkpoint=Checkpoint(directory=str(directory), every=99),
         ) as pipe:  # fmt: skip
-            found[directory.name] = (pipe.start_iteration, pipe._word._resumed.why)
+            found[directory.name] = (pipe.start_iteration, told[-1].why)
     return found
 
 

@@ -105,16 +105,12 @@ class Reports(NoControl):
     ends before it has told anybody."""
 
     def __init__(self, path: Path, deaf: bool) -> None:
-        self._path, self._deaf = path, deaf
-
-    @property
-    def acknowledges(self) -> bool:
-        return self._deaf
+        self._path, self.acknowledges = path, deaf
 
     def publish(self, telemetry: RankTelemetry) -> None:
         report = telemetry.report
         finished = report.finished_iteration if report is not None else None
-        if finished is not None and not self._deaf:
+        if finished is not None and not self.acknowledges:
             with self._path.open("a") as out:
                 out.write(f"{finished.index} {finished.loss}\n")
 

@@ -79,6 +79,8 @@ class AgentClient:
     established connection was lost.
     """
 
+    acknowledges = True
+
     def __init__(self, rank: int, secret: bytes, host: str, port: int) -> None:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -105,10 +107,6 @@ class AgentClient:
         self._was_ready = False
         self.dropped = 0
         self.reconnects = self.connections = 0
-
-    @property
-    def acknowledges(self) -> bool:
-        return True
 
     @property
     def ready(self) -> bool:

@@ -90,15 +90,13 @@ class NoControl:
     """Stands in for the agent where there is none, as under plain torchrun. The plan never
     changes."""
 
+    acknowledges = False
+
     def publish(self, telemetry: RankTelemetry) -> None:
         """Does nothing."""
 
     def answers(self) -> list[RankAnswer]:
         return []
-
-    @property
-    def acknowledges(self) -> bool:
-        return False
 
     @property
     def connections(self) -> int:

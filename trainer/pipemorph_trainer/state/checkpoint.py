@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.state.checkpoint_files import Writer, damage
 from pipemorph_trainer.state.extra import Extra
+from pipemorph_trainer.state.kept.resumed import Resumed
 from pipemorph_trainer.state.names import Names, clash, own_names
 from pipemorph_trainer.state.tied import Holder
 from pipemorph_trainer.topology.groups import gather_values
@@ -59,8 +60,6 @@ from pipemorph_trainer.topology.world import World
 log = logging.getLogger("pipemorph.trainer")
 
 _SAMPLES: TypeAdapter[Sequence[IterationSample]] = TypeAdapter(list[IterationSample])
-MOST_TRIED = 16
-"""Most checkpoints that are tried if the newest ones are damaged."""
 T = TypeVar("T")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _ITERATION = "pipemorph.iteration"
@@ -71,15 +70,6 @@ _SUMMED = "pipemorph.summed"
 """Saved where there are checksums: if their file is missing, it is not of an earlier release."""
 _KINDS = ("model.", "gradient.", "optimizer.state.", "optimizer.param_groups.")
 """What the names of values begin with."""
-
-
-class Found(NamedTuple):
-    """``iteration``: to go on with, 0 if there is no checkpoint; ``skipped``: which newer ones were
-    skipped, and why; ``unreported``: earlier iterations that this run may not have reported."""
-
-    iteration: int
-    skipped: str = ""
-    unreported: Sequence[IterationSample] = ()
 
 
 class Checkpoints:
@@ -202,8 +192,7 @@ class Checkpoints:
             self._close()
             kind, why = PipelineError, first_sentence(error)
             if isinstance(error, CheckpointException):
-                rank, (cause, _) = next(iter(error.failures.items()))
-                why = f"rank {rank}: {first_sentence(cause)}"
+                why = _first_failure(error)
                 if all(isinstance(each, OSError) for each, _ in error.failures.values()):
                     kind = UnwrittenError
             raise kind(f"{folder} cannot be written: {why}") from error
@@ -256,7 +245,7 @@ class Checkpoints:
         found = checkpoints.to_resume(self._directory, self._run)
         return next((e.iteration for e in found if e.is_of(self._run) and not e.damage), 0)
 
-    def resume(self) -> Found:
+    def resume(self) -> Resumed:
         """Load the newest checkpoint that is not damaged.
 
         Raises :class:`InputError` if all are damaged, or if the newest that is not does not fit
@@ -266,10 +255,10 @@ class Checkpoints:
         if self._world.coordinate.rank == 0:
             known = [e.folder for e in checkpoints.to_resume(self._directory, self._run)]
         skipped: list[tuple[Path, str]] = []
-        for folder in self._world.share(known[:MOST_TRIED], list[Path]):
+        for folder in self._world.share(known, list[Path]):
             loaded = self._load(folder)
-            if isinstance(loaded, Found):
-                return loaded._replace(skipped=checkpoints.named(skipped))
+            if isinstance(loaded, Resumed):
+                return loaded._replace(why=checkpoints.named(skipped))
             skipped.append((folder, loaded))
             if self._world.coordinate.rank == 0:
                 log.warning("checkpoints: %s", checkpoints.named(skipped[-1:]))
@@ -278,9 +267,9 @@ class Checkpoints:
                 f"no checkpoint in {self._directory} can be used: {checkpoints.named(skipped)};"
                 " mend or move them, or begin anew with checkpoint.resume: false"
             )
-        return Found(0)
+        return Resumed(0, "beginning")
 
-    def _load(self, folder: Path) -> Found | str:
+    def _load(self, folder: Path) -> Resumed | str:
         """Load a checkpoint. Returns what was found, or how it is damaged, the same on all ranks.
         Raises :class:`InputError` on all ranks if it does not fit."""
         saved, why = self._examine(folder)
@@ -311,8 +300,7 @@ class Checkpoints:
                 raise InputError(f"{folder} does not fit this job: {misfit}")
             self._read(whole := {**state, **packed}, folder)
         except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            return f"rank {rank} cannot load it: {first_sentence(cause)}"
+            return f"it cannot be loaded: {_first_failure(error)}"
         self._restore(whole, stepped=stepped)
         for parameter, grad in _of_each([(p, name) for name, p in gradients], whole):
             parameter.grad = grad
@@ -322,7 +310,7 @@ class Checkpoints:
         unreported: Sequence[IterationSample] = ()
         if content is not None and seen is not None and seen.is_of(self._run):
             unreported = _SAMPLES.validate_json(content.numpy().tobytes())
-        return Found(int(marks[_ITERATION]), unreported=unreported)
+        return Resumed(int(marks[_ITERATION]), "checkpoint", unreported=unreported)
 
     def _read(self, state: dict[str, Any], folder: Path) -> None:
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)
@@ -369,13 +357,9 @@ class Checkpoints:
         names = sorted(saved)
         taken = torch.tensor([name in state for name in names], dtype=torch.uint8)
         dist.all_reduce(taken, dist.ReduceOp.MAX, group=self._world.control)
-        left = [
-            name
-            for name, some in zip(names, taken.tolist(), strict=True)
-            # What ranks of another mesh saved beside the model is theirs.
-            if not some and not name.startswith(("pipemorph.", "emulated."))
-        ]
-        if left:
+        left = [name for name, some in zip(names, taken.tolist(), strict=True) if not some]
+        # What ranks of another mesh saved beside the model is theirs.
+        if left := [name for name in left if not name.startswith(("pipemorph.", "emulated."))]:
             return f"no rank takes {_some(left)}"
         before = self._extra.saved_names(saved)
         now = {n for each in self._world.tell_all(self._extra.names, list[str]) for n in each}
@@ -543,6 +527,11 @@ def _best_effort(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         log.warning("checkpoints: cannot %s: %s", what, error)
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (why, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {first_sentence(why)}"
 
 
 def _some(names: Collection[str]) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import serialization
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -86,43 +87,37 @@ class Writer(FileSystemWriter):
         self._unfinished = unfinished
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).wait()
+        # torch's own checksums, which it does not compare, would take as long again.
+        before = serialization.get_crc32_options()
+        serialization.set_crc32_options(False)
+        try:
+            written = super().write_data(plan, planner).wait()
+        finally:
+            serialization.set_crc32_options(before)
+        for name, each in self._files.sums.items():
+            written.append(WriteResult(MetadataIndex(_SUM + name), each.size, each))
         found: Future[list[WriteResult]] = Future()
-        found.set_result(
-            [
-                *written,
-                *(
-                    WriteResult(MetadataIndex(_SUM + name), each.size, each)
-                    for name, each in self._files.sums.items()
-                ),
-            ]
-        )
+        found.set_result(written)
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        sums = {
-            each.index.fqn.removeprefix(_SUM): each.storage_data
-            for mine in results
-            for each in mine
-            if each.index.fqn.startswith(_SUM)
-        }
-        unfinished = self._unfinished
+        unfinished, sums, kept = self._unfinished, self._files.sums, []
         assert unfinished is not None, "rank 0 finishes, which has made the folder"
-        self._files.before_finished = lambda: unfinished.finish(
-            sums | {FINISHED: self._files.sums[FINISHED]}
-        )
-        super().finish(
-            metadata,
-            [[e for e in mine if not e.index.fqn.startswith(_SUM)] for mine in results],
-        )
+        for each in (each for mine in results for each in mine):
+            if each.index.fqn.startswith(_SUM):
+                sums[each.index.fqn.removeprefix(_SUM)] = each.storage_data
+            else:
+                kept.append(each)
+        self._files.before_finished = lambda: unfinished.finish(sums)
+        super().finish(metadata, [kept])
 
 
 def damage(folder: Path, manifest: Manifest, rank: int, ranks: int) -> str:
     """What is wrong with the files that are this rank's to compare: as far as possible those that
     it reads anyway. Empty if nothing is."""
-    for number, (name, written) in enumerate(sorted(manifest.files.items(), key=_by_writer)):
-        if number % ranks != rank:
-            continue
+    # torch calls the files of rank 3 ``__3_0.distcp``.
+    names = sorted(manifest.files, key=lambda name: (name == FINISHED, len(name), name))
+    for name in names[rank::ranks]:
         buffer, crc32 = memoryview(bytearray(_PIECE_BYTES)), 0
         try:
             with (folder / name).open("rb", buffering=0) as file:
@@ -130,12 +125,6 @@ def damage(folder: Path, manifest: Manifest, rank: int, ranks: int) -> str:
                     crc32 = zlib.crc32(buffer[:count], crc32)
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if crc32 != written.crc32:
+        if crc32 != manifest.files[name].crc32:
             return f"{name} has other bytes than were written"
     return ""
-
-
-def _by_writer(item: tuple[str, FileSum]) -> tuple[int, str]:
-    """torch calls the files of rank 3 ``__3_0.distcp``."""
-    number = item[0].strip("_").partition("_")[0]
-    return (int(number) if number.isdigit() else -1, item[0])

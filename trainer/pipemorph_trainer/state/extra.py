@@ -45,6 +45,7 @@ class Extra:
                     "state_dict and load_state_dict"
                 )
         self._state, self._coordinate, self._device = state, coordinate, device
+        self.names = sorted(state)
         self._sources = {name for name, value in state.items() if _is_source(value)}
         """Names of objects that batches are drawn from."""
         self._marked: dict[str, bytes] = {}
@@ -60,11 +61,6 @@ class Extra:
     def follow_groups(self) -> None:
         """See :func:`~.users.follow_groups`."""
         follow_groups(self._state)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the user's objects."""
-        return sorted(self._state)
 
     def saved_names(self, saved: Collection[str]) -> set[str]:
         """The names of such objects, of all ranks, in a checkpoint with these keys."""

@@ -17,7 +17,6 @@ from pipemorph.api.layout import may_change_places
 from pipemorph.api.mesh import DATA
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
-from pipemorph.wire import IterationSample
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
@@ -343,8 +342,6 @@ class Parts:
         """Go on with the state that an earlier generation has kept, or else with the newest
         checkpoint, if requested."""
         asked, why = self.settings.checkpoint, ""
-        iteration = 0
-        unreported: Sequence[IterationSample] = ()
         checkpoints = self.checkpoints if asked is not None and asked.resume else None
         if self.keeper is None and self._generation > 0:
             why = "ranks keep nothing in memory"
@@ -356,12 +353,10 @@ class Parts:
             why = found
         elif self.keeper is not None:
             self.keeper.clear()
-        if checkpoints is not None:
-            iteration, skipped, unreported = checkpoints.resume()
-            why = "; ".join(filter(None, (why, skipped)))
+        found = Resumed(0, "beginning") if checkpoints is None else checkpoints.resume()
         if self.keeper is not None:
-            self.keeper.began_with(iteration)
-        return Resumed(iteration, "checkpoint" if iteration else "beginning", why, unreported)
+            self.keeper.began_with(found.iteration)
+        return found._replace(why="; ".join(filter(None, (why, found.why))))
 
     def why_fixed(self, layers: int) -> str:
         """Why the parts of the model, which has so many layers, cannot change; empty if they can.

@@ -263,6 +263,7 @@ class MeteredControl:
 
     def __init__(self, inner: ControlClient, metrics: RankMetrics, first: RankPlan) -> None:
         self._inner = inner
+        self.acknowledges = inner.acknowledges
         self._metrics = metrics
         self._plans = {first.version: first}
         self._metrics.plan(first)
@@ -284,10 +285,6 @@ class MeteredControl:
 
     def answers(self) -> list[RankAnswer]:
         return self._inner.answers()
-
-    @property
-    def acknowledges(self) -> bool:
-        return self._inner.acknowledges
 
     @property
     def connections(self) -> int:

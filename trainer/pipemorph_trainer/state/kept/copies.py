@@ -145,11 +145,6 @@ class Copy:
             log.warning("%s is damaged: %s", path, error)
             return None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return len(self._memory) - self._tensors_at
-
     def fits(self, form: Form, object_bytes: int) -> bool:
         """Whether a state of this form can be written into this copy."""
         return form == self.form and object_bytes <= self._object_room
@@ -169,10 +164,6 @@ class Copy:
         """What was added to it; 0: nothing yet."""
         return int(self._head()[8])
 
-    @checksum.setter
-    def checksum(self, found: int) -> None:
-        _WHOLE.pack_into(self._memory, 64, found)
-
     def sum_up(self) -> int:
         """The checksum of form, object and tensors."""
         words = self.raw().view(torch.int64)
@@ -183,7 +174,7 @@ class Copy:
         return zlib.crc32(sums.numpy().tobytes(), rest) | _SUMMED
 
     def add_checksum(self) -> None:
-        self.checksum = self.sum_up()
+        _WHOLE.pack_into(self._memory, 64, self.sum_up())
 
     @property
     def damaged(self) -> bool:
@@ -210,7 +201,7 @@ class Copy:
     def begin(self) -> None:
         """Begin to write: the copy is not whole until :meth:`finish`."""
         _WHOLE.pack_into(self._memory, 8, 0)
-        self.checksum = 0
+        _WHOLE.pack_into(self._memory, 64, 0)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Copy tensors, by name. Between :meth:`begin` and :meth:`finish`."""

@@ -87,7 +87,7 @@ def receive_body(copy: Copy, head: Head, source: int, group: dist.ProcessGroup, 
     for piece in _pieces(copy.raw()):
         _post(dist.irecv, piece, source, group, wait)
     copy.write_object(content.numpy().tobytes())
-    copy.checksum = copy.sum_up()
+    copy.add_checksum()
     return copy.checksum == head.checksum
 
 

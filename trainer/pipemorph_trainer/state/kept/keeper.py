@@ -329,7 +329,7 @@ class Keeper:
         """A slot holds a whole copy."""
         self._slots.finish(slot, offer, self._part)
         assert slot.copy is not None
-        if self._late is None and slot.copy.nbytes > SUMMED_AT_ONCE:
+        if self._late is None and slot.copy.raw().numel() > SUMMED_AT_ONCE:
             self._summing = self._sums.submit(slot.copy.add_checksum)
         else:
             slot.copy.add_checksum()
