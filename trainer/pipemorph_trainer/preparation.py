@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from pipemorph_trainer.executor.local_stage import (
     mode_of,
 )
 from pipemorph_trainer.executor.split import Mode
+from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.links.engine import EngineOptions
@@ -124,6 +127,7 @@ def prepare(
     *,
     mesh: DeviceMesh | None = None,
     failure: Exception | None = None,
+    loss_fn: LossFn | None = None,
     tied: Sequence[Any] | None,
     scaler: GradScaler | None = None,
     device: torch.device,
@@ -168,6 +172,8 @@ def prepare(
                 _check_given(stage, settings, coordinate.of(number))
         modules = modules_of(stages, coordinate)
         _check_shared(modules)
+        if coordinate.last:
+            check_loss(loss_fn, modules)
         ties = parse_tied(tied, coordinate.stages)
         forms = {
             place: form
@@ -256,6 +262,29 @@ def _check_shared(modules: Mapping[int, nn.Module]) -> None:
                 raise InputError(
                     f"stages {other} and {stage} share the parameter {first!r}; give each its own,"
                     f" and Pipeline tied=[({first!r}, {other}), ({name!r}, {stage})]"
+                )
+
+
+def check_loss(loss_fn: LossFn | None, modules: Mapping[int, nn.Module]) -> None:
+    """Raise :class:`InputError` if the loss has trained parameters that no stage has."""
+    own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    found: dict[str, Any] = {"": loss_fn}
+    if isinstance(loss_fn, partial):
+        found = {str(index): value for index, value in enumerate([loss_fn.func, *loss_fn.args])}
+        found |= loss_fn.keywords
+    elif inspect.isfunction(loss_fn):
+        # Not modules: often it is the whole model, of which a loss uses what this stage has.
+        names = inspect.getclosurevars(loss_fn).nonlocals
+        found = {k: v for k, v in names.items() if not isinstance(v, nn.Module)}
+    for name, value in found.items():
+        parameters = value.named_parameters() if isinstance(value, nn.Module) else [(name, value)]
+        for which, parameter in parameters:
+            trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
+            if trained and id(parameter) not in own:
+                raise InputError(
+                    f"loss_fn trains the parameter {which!r}, which no stage has: it would be in no"
+                    " mean over replicas, no clip_grad_norm_ and no checkpoint. Register it in the"
+                    " last stage's module"
                 )
 
 

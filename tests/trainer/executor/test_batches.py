@@ -17,7 +17,7 @@ from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.executor.inputs import check_graphs, split
+from pipemorph_trainer.executor.inputs import Given, check_graphs, of_stage, split
 
 N, STAGES, PADDING = 4, 2, -100
 
@@ -172,3 +172,14 @@ def refused(context: TrainerContext) -> list[str]:
 def test_all_ranks_refuse_a_step_with_such_inputs() -> None:
     for (told,) in run_ranks(STAGES, refused):
         assert "(stage 1): the inputs of microbatches 0 and 1 come from one graph" in told
+
+
+def test_a_keyword_that_is_no_part_of_the_batch_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    place = MeshShape(STAGES).coordinate(0)
+    for mask in (torch.ones(N, N), torch.ones(N, N), torch.ones(2 * N, 1), torch.ones(N, 2)):
+        of_stage(place, N, Given((torch.ones(2 * N, 3),), {"mask": mask}), needs_target=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"keyword 'mask' has shape [4, {width}], which is not the batch's size; it is cut along"
+        " dimension 0 into 4 parts. If every microbatch needs all of it, give kwarg_mbs"
+        for width in (4, 2)
+    ]

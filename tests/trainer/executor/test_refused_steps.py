@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -19,6 +20,7 @@ from pipemorph.errors import InputError
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError, ShapeError
 from pipemorph_trainer.executor.refusal import is_of_batch
+from pipemorph_trainer.preparation import check_loss
 from pipemorph_trainer.topology import hierarchy
 
 N = 4
@@ -263,3 +265,71 @@ def test_the_rank_without_memory_raises_that_and_is_named_by_the_others() -> Non
         last = result.error.strip().splitlines()[-1]
         assert "PeerLostError: " in last and "rank 1" in last, last
     assert not issubclass(BatchError, InputError), "scripts end with 2 for those: no restart"
+
+
+def grown(context: TrainerContext) -> str:
+    """A layer is added where replicas would not average its gradient."""
+    module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+    x = torch.ones(N, 6)
+    with Pipeline(
+        module, context=context, loss_fn=torch.nn.functional.mse_loss, microbatches=N, stages=1
+    ) as pipe:
+        module[1].weight = module[0].weight  # tied: nothing is new
+        module[0].requires_grad_(False)
+        pipe.step(x, target=x)
+        module.append(torch.nn.Linear(6, 6))
+        with pytest.raises(BatchError) as raised:
+            pipe.step(x, target=x)
+        pipe.evaluate(x, target=x)
+    return str(raised.value)
+
+
+def test_replicas_refuse_parameters_that_they_would_not_average() -> None:
+    for told in run_ranks(2, grown):
+        assert "the parameter '2.weight' was added to the stage or replaced" in told
+
+
+class Learned(torch.nn.Module):
+    """A loss with a learned temperature."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.heat = torch.nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean() / self.heat
+
+
+def scaled(output: Tensor, target: Tensor, scale: Any = 1) -> Tensor:
+    return ((output - target) * scale).square().mean()
+
+
+HEAT = torch.nn.Parameter(torch.ones(()))
+
+
+def closing_over(value: Any) -> Callable[..., Tensor]:
+    return lambda output, target: scaled(output, target, value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (Learned(), "'heat'"),
+        (closing_over(HEAT), "'value'"),
+        (partial(scaled, scale=HEAT), "'scale'"),
+        (partial(Learned()), "'heat'"),
+        (Learned(trained=False), None),
+        (closing_over(HEAT.detach()), None),
+        (closing_over(torch.nn.Linear(2, 2)), None),
+        (partial(scaled, scale=2.0), None),
+        (None, None),
+    ],
+)
+def test_parameters_of_the_loss_belong_to_a_stage(loss: Any, named: str | None) -> None:
+    if named is not None:
+        with pytest.raises(InputError, match=rf"loss_fn trains the parameter {named}, which no"):
+            check_loss(loss, {0: torch.nn.Linear(2, 2)})
+    else:
+        check_loss(loss, {0: torch.nn.Linear(2, 2)})
+    if isinstance(loss, Learned):
+        check_loss(loss, {0: torch.nn.ModuleList([loss])})

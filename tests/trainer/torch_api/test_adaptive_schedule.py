@@ -173,7 +173,7 @@ def join(context: TrainerContext) -> None:
 
 
 def adaptive(stage: PipelineStage, *args: Any, **kwargs: Any) -> AdaptiveSchedule:
-    return AdaptiveSchedule([stage], *args, deadline_seconds=30.0, **kwargs)
+    return AdaptiveSchedule(stage, *args, deadline_seconds=30.0, **kwargs)
 
 
 def compare(context: TrainerContext) -> list[str]:
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         assert told == [
             "rank 0: rank 0 (stage 0) of 2 stages was given stage 1 of 2; give each rank the stage"
             " of its place (1 other rank cannot start either)",
-            "stages are: none; expected a list of PipelineStages",
+            "stages are: none; expected PipelineStages",
             "split is 'torch'; expected auto, fused, verify",
             "the stage has a DistributedDataParallel, which reduces gradients in its own backward;"
             " use fully_shard, or average gradients after step()",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +21,8 @@ from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.split.flight import nodes_below
 from pipemorph_trainer.executor.torch_private import saved_tensors
 from pipemorph_trainer.links.message import TensorMeta
+
+log = logging.getLogger("pipemorph.trainer")
 
 
 def check_grad_mode(who: object) -> None:
@@ -141,6 +145,12 @@ def of_stage(
             inputs.args = split(given.args, {}, microbatches)[0]
         elif not inputs.kwargs:
             raise InputError(f"{coordinate}: step() got no input; stage 0 needs the batch")
+    if given.args and given.kwargs and coordinate.first:
+        rows = {tensor.shape[0] for tensor in _tensors_in(given.args)}
+        for name, value in given.kwargs.items():
+            for tensor in _tensors_in(value):
+                if tensor.shape[0] not in rows:
+                    _say_cut(name, tuple(tensor.shape), microbatches)
     shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
     if coordinate.first and (given.arg_mbs is not None or given.kwarg_mbs is not None):
         _check_alike(inputs, shapes, microbatches)
@@ -155,6 +165,16 @@ def of_stage(
         if given.weight is not None:
             inputs.divisor = _total(given.weight)
     return inputs, shapes
+
+
+@cache
+def _say_cut(name: str, shape: tuple[int, ...], microbatches: int) -> None:
+    """Say once that a keyword was cut which does not look like a part of the batch."""
+    log.warning(
+        "keyword %r has shape %s, which is not the batch's size; it is cut along dimension 0 into"
+        " %d parts. If every microbatch needs all of it, give kwarg_mbs", name, list(shape),
+        microbatches,
+    )  # fmt: skip
 
 
 def check_graphs(who: object, inputs: Inputs) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemorph.api.mesh import DATA, DIMENSIONS, LOCKSTEP, Dimension
+from pipemorph.errors import InputError
 from pipemorph_trainer.executor.stages.sharded import is_sharded
 from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.state.reduction import Reducer, Wait, finish
@@ -67,10 +68,21 @@ class Replicas:
             (parameter, averaged_over(placement(name, parameter, world.coordinate)))
             for name, parameter in module.named_parameters()
         ]
+        self._averaged = {id(parameter) for parameter, _ in parameters}
         self.reducer = Reducer(
             parameters, world, wait,
             accelerator=accelerator, late=self.sharded, marks=self._written, faults=faults,
         )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise :class:`InputError` if the module has other parameters than those averaged."""
+        named = () if self.sharded else self._module.named_parameters()
+        new = [name for name, parameter in named if id(parameter) not in self._averaged]
+        if new:
+            raise InputError(
+                f"the parameter {new[0]!r} was added to the stage or replaced after Pipeline was"
+                " made, so that replicas would not average its gradient; make the Pipeline anew"
+            )
 
     def sync(self) -> None:
         """Wait until the gradients are averaged after an iteration, and share the buffers of every

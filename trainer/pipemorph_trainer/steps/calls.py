@@ -55,6 +55,8 @@ class Calls:
         inputs = {stage: Inputs() for stage in self._parts.coordinate.held}
         shapes: dict[int, Any] = dict.fromkeys(inputs)
         try:
+            if self._parts.replicas is not None and not given.evaluation:
+                self._parts.replicas.check()
             for stage, own in self._parts.stages.items():
                 inputs[stage], shapes[stage] = own.inputs(given, needs_target=needs_target)
                 if not given.evaluation:

@@ -124,8 +124,8 @@ class Parts:
             directed = not isinstance(control, NoControl)
         prepared, start = prepare(
             own, context, given, arguments.plan, arguments.split, failure=failure, mesh=mesh,
-            tied=arguments.tied, scaler=scaler, device=self.device, accelerator=accelerator,
-            directed=directed,
+            loss_fn=loss_fn, tied=arguments.tied, scaler=scaler, device=self.device,
+            accelerator=accelerator, directed=directed,
         )  # fmt: skip
         try:
             self.world, starts = join(context, self.device, start, mesh)

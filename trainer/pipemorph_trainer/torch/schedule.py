@@ -49,11 +49,13 @@ class AdaptiveSchedule(PipelineScheduleMulti):
     once more if that follows an :meth:`eval`.
 
     Args:
-        stages: a list with the stages of this rank, in order.
+        stages: the stage of this rank, or a list of its stages in order.
         placement: with several stages per rank, how they are placed: ``interleaved``, or ``v`` as
             for torch's ``ScheduleZBVZeroBubble``.
         n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads:
-            as of torch's schedules. Without ``loss_fn`` :meth:`step` evaluates.
+            as of torch's schedules. Without ``loss_fn`` :meth:`step` evaluates. ``scale_grads``
+            divides all that is in ``.grad`` by the number of microbatches at the end of each step,
+            also what was there before: to add up several steps, give False and divide the loss.
         split: ``auto``: B and W run apart (see
             :func:`~pipemorph_trainer.torch.split_backward`), or as the stage's own ``dw_builder``
             does it. ``verify``: also compare each gradient that waits. ``fused``: B is the whole
@@ -72,7 +74,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
 
     def __init__(  # noqa: PLR0917  torch's order
         self,
-        stages: Sequence[PipelineStage],
+        stages: PipelineStage | Sequence[PipelineStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
@@ -94,9 +96,11 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         refuse_unknown("AdaptiveSchedule", unknown)
         if why := missing():
             raise InputError(UNSUPPORTED.format(why))
+        if isinstance(stages, PipelineStage):
+            stages = [stages]
         if not stages or not all(isinstance(stage, PipelineStage) for stage in stages):
             kinds = ", ".join(type(stage).__name__ for stage in stages) or "none"
-            raise InputError(f"stages are: {kinds}; expected a list of PipelineStages")
+            raise InputError(f"stages are: {kinds}; expected PipelineStages")
         if placement not in get_args(StagePlacement):
             expected = " or ".join(get_args(StagePlacement))
             raise InputError(f"placement is {placement!r}; expected {expected}")
