@@ -60,6 +60,10 @@ if action == "daemon" and os.fork() == 0:
     if os.fork() == 0:
         threading.Event().wait(300)
     os._exit(0)
+if action == "note":
+    note = Path(os.environ["PIPEMORPH_PROGRESS_DIR"], f"note.rank-{rank}")
+    note.write_text("it keeps\\x1b[2J no state\\ncompleted: 5 of 5")
+    action = "finish"
 print(f"rank {rank} is here", flush=True)
 partial = meeting / f".rank-{rank}"
 partial.write_text(json.dumps(seen()))

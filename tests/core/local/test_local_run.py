@@ -118,6 +118,13 @@ def test_a_completed_job(runs: Runs) -> None:
     assert_clean(run)
 
 
+def test_the_word_of_a_rank_is_one_line_of_the_host(runs: Runs) -> None:
+    run = runs({1: "note"}, others="finish", stages=2)
+    status, output = run.finish()
+    assert status == 0, output
+    assert output.splitlines().count("it keeps [2J no state completed: 5 of 5") == 1
+
+
 @pytest.mark.full
 def test_a_command_runs_in_place_of_a_module(runs: Runs) -> None:
     run = runs(others="finish")
