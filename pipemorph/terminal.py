@@ -40,15 +40,10 @@ class StreamConsole(Console):
             terminal = stream.isatty()
         coloured = terminal and not os.environ.get("NO_COLOR")
         super().__init__(
-            file=stream,
-            force_terminal=terminal,
-            force_jupyter=False,
-            color_system="auto" if coloured else None,
+            file=stream, force_terminal=terminal, force_jupyter=False, markup=False,
+            highlight=False, emoji=False, color_system="auto" if coloured else None,
             width=None if terminal else PLAIN_COLUMNS,
-            markup=False,
-            highlight=False,
-            emoji=False,
-        )
+        )  # fmt: skip
 
     def show_cursor(self, show: bool = True) -> bool:
         return False

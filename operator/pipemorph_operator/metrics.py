@@ -3,7 +3,6 @@ deleted job's series are removed."""
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
@@ -18,20 +17,6 @@ _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 API_REQUESTS = Counter(
     "pipemorph_api_requests_total", "Requests to the Kubernetes API.", ["verb", "code"]
 )
-
-
-def api_requests() -> collections.Counter[tuple[str, str]]:
-    """Those of this process, by verb and status."""
-    (found,) = API_REQUESTS.collect()
-    return collections.Counter(
-        {
-            (each.labels["verb"], each.labels["code"]): int(each.value)
-            for each in found.samples
-            if each.name == "pipemorph_api_requests_total"
-        }
-    )
-
-
 _BY_WATCH = ["kind", "job_namespace"]
 WATCH_CONFIRMED = Gauge(
     "pipemorph_watch_confirmed_timestamp_seconds",

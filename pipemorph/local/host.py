@@ -110,21 +110,11 @@ def run_job(
                     relayout=job.spec.adaptation.relayout,
                 )  # fmt: skip
                 host = _Host(
-                    job=job,
-                    run=run,
-                    folder=folder,
-                    journal=journal,
-                    progress=progress,
-                    service=service,
-                    reaper=reaper,
-                    events=events,
-                    interrupts=interrupts,
-                    show=refresh,
-                    grace=grace,
-                    generations=generations,
-                    moves=Moves(job.spec, generations, progress.note, time.monotonic),
-                    hangs=HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
-                )
+                    job, run, folder, journal, progress, service, reaper, events, interrupts,
+                    refresh, grace, generations,
+                    Moves(job.spec, generations, progress.note, time.monotonic),
+                    HangWatch(job.spec.failure_policy, job.spec.trainer.iterations),
+                )  # fmt: skip
                 host.announce()
                 page = None
                 if listener is not None:
@@ -391,19 +381,12 @@ class _Host:
         try:
             with _reserved_port() as port:
                 yield AttemptEnvironment(
-                    run=self.name,
-                    attempt=life.attempt,
-                    generation=life.generation,
-                    master_port=int(port.getsockname()[1]),
-                    ingest_url=self.service.url,
-                    job_file=private.job,
-                    secret_file=private.secret,
-                    token_file=private.token,
-                    trace_dir=self.folder.trace.resolve(),
-                    progress_dir=private.root,
-                    kept_dir=self.kept.root if self.kept else None,
-                    layout=self.moves.layout,
-                )
+                    run=self.name, attempt=life.attempt, generation=life.generation,
+                    master_port=int(port.getsockname()[1]), ingest_url=self.service.url,
+                    job_file=private.job, secret_file=private.secret, token_file=private.token,
+                    trace_dir=self.folder.trace.resolve(), progress_dir=private.root,
+                    kept_dir=self.kept.root if self.kept else None, layout=self.moves.layout,
+                )  # fmt: skip
         finally:
             if private.remove():
                 self.reaper.send("keep", str(private.root))
@@ -422,20 +405,12 @@ class _Host:
 
     def watch(self, ranks: RankSet, life: Life) -> Ending:
         ending = supervise(
-            ranks,
-            self.events,
-            refresh=self._refresh,
-            note=self.progress.note,
-            grace=self.grace,
-            straggle=self.job.spec.transport.deadline_seconds,
-            deadline=self._deadline(),
-            recovers=self.recovers,
-            saves=self.job.spec.checkpoint is not None,
-            moves=lambda: self.generations.state.leave,
-            hung=self.hangs.look,
-            early=self.hangs.early,
-            clock=now,
-        )
+            ranks, self.events, refresh=self._refresh, note=self.progress.note, grace=self.grace,
+            straggle=self.job.spec.transport.deadline_seconds, deadline=self._deadline(),
+            recovers=self.recovers, saves=self.job.spec.checkpoint is not None,
+            moves=lambda: self.generations.state.leave, hung=self.hangs.look,
+            early=self.hangs.early, clock=now,
+        )  # fmt: skip
         self.hangs.end()
         self.run.began = self.hangs.first
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending
@@ -475,13 +450,9 @@ def conclude(
 ) -> None:
     """Take the results of a run that has ended, while its control loop is still there."""
     run.finish(
-        ending,
-        journal.iterations(),
-        service.adaptations(),
-        journal.view,
-        slow=journal.lanes().slow_times(),
-        useful=journal.useful,
-    )
+        ending, journal.iterations(), service.adaptations(), journal.view,
+        slow=journal.lanes().slow_times(), useful=journal.useful,
+    )  # fmt: skip
     try:
         run.training, run.conditions = service.status()
         run.outlook = service.outlook()

@@ -199,12 +199,10 @@ def loss_of(ending: Ending) -> Loss:
         reason=ending.reason[:LONGEST_LINE],
         at=ending.at,
         rank=ending.position.rank if ending.position else None,
-        retry=ending.retry,
+        retry=ending.retry, lost_peer=ending.lost_peer, hang=ending.hang,
         error=ending.error[:LONGEST_LINE] if ending.error else None,
-        lost_peer=ending.lost_peer,
-        hang=ending.hang,
         waits=tuple(line[:LONGEST_LINE] for line in ending.waits[:MOST_WAITS]),
-    )
+    )  # fmt: skip
 
 
 def _until_the_end(
@@ -410,12 +408,9 @@ def _stop(
                     rank.signal(END_NOW)
             # Each says what it waits for as it ends: that must not come before.
             if _wait(
-                ranks,
-                events,
-                refresh,
-                SAY_SECONDS,
+                ranks, events, refresh, SAY_SECONDS,
                 enough=lambda: all(rank in stopped for rank in ranks.running),
-            ):
+            ):  # fmt: skip
                 return ranks.running, True
             for rank in stopped:
                 rank.signal(signal.SIGCONT)

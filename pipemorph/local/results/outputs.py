@@ -45,7 +45,6 @@ class OutFolder:
         """Prepare ``root`` for a run. Raises :class:`InputError` if another run uses it, if it has
         an earlier run and not ``force``, or if it cannot be written."""
         try:
-            made = not root.exists()
             root.mkdir(parents=True, exist_ok=True)
             folder = OutFolder(root, _locked(root / LOCK))
         except OSError as error:
@@ -65,9 +64,6 @@ class OutFolder:
             with contextlib.suppress(OSError):
                 folder.logs.rmdir()
             folder.__exit__()
-            if made:
-                with contextlib.suppress(OSError):
-                    root.rmdir()
             if isinstance(error, InputError):
                 raise
             where = f" ({error.filename})" if error.filename else ""

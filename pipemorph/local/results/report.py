@@ -67,12 +67,10 @@ class AttemptRecord:
     def status(self) -> status.AttemptRecord:
         assert self.ending is not None and self.ended_at is not None
         return status.AttemptRecord(
-            attempt=self.number,
-            started_at=_moment(self.started_at),
-            ended_at=_moment(self.ended_at),
-            reason=REASONS[self.ending.end],
+            attempt=self.number, started_at=_moment(self.started_at),
+            ended_at=_moment(self.ended_at), reason=REASONS[self.ending.end],
             message=self.ending.reason[:MESSAGE_LENGTH],
-        )
+        )  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         return {
@@ -121,17 +119,11 @@ class Recovery:
     def status(self) -> RecoveryRecord:
         lost = self.ending.position
         return RecoveryRecord(
-            attempt=self.attempt,
-            generation=self.generation,
-            lost_at=_moment(self.ending.at),
-            cause=self.ending.reason[:MESSAGE_LENGTH],
-            rank=lost.rank if lost else None,
-            iterations_done=self.done,
-            went_on_with=self.went_on_with,
-            repeated=self.repeated,
-            seconds=self.seconds,
-            state=self.resumed.rung if self.resumed else None,
-        )
+            attempt=self.attempt, generation=self.generation, lost_at=_moment(self.ending.at),
+            cause=self.ending.reason[:MESSAGE_LENGTH], rank=lost.rank if lost else None,
+            iterations_done=self.done, went_on_with=self.went_on_with, repeated=self.repeated,
+            seconds=self.seconds, state=self.resumed.rung if self.resumed else None,
+        )  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         lost = self.ending.position

@@ -188,21 +188,16 @@ class PodSite:
     def _supervise(self, ranks: RankSet, life: Life) -> Ending:
         meeting = self.meeting
         return supervise(
-            ranks,
-            self.events,
+            ranks, self.events, note=note, grace=self.grace,
             refresh=lambda: None if meeting is None else self._look(meeting, life.generation),
-            note=note,
-            grace=self.grace,
             straggle=self.pod.job.spec.transport.deadline_seconds,
-            recovers=meeting is not None,
-            saves=self.pod.job.spec.checkpoint is not None,
+            recovers=meeting is not None, saves=self.pod.job.spec.checkpoint is not None,
             # Ranks leave only by an agreement of all, which another pod may have asked for.
             moves=lambda: meeting is not None and (self.pod.resizes or self.pod.moves),
-            hung=self.hangs.look,
-            early=self.hangs.early,
+            hung=self.hangs.look, early=self.hangs.early,
             told=lambda: None if meeting is None else meeting.over(life.generation),
             on_failure=lambda ending: self._tell(life, ending),
-        )
+        )  # fmt: skip
 
     def is_over(self) -> bool:
         return self.interrupts.received is not None
