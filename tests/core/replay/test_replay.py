@@ -79,7 +79,7 @@ def test_a_network_that_is_slow_everywhere_is_delegated_until_it_is_not(
     first = found.changes[0]
     assert "with warm-up" in first.reason and "links 0, 1, 2 delegated" in first.reason
     assert first.iteration is not None
-    assert first.iteration <= 4
+    assert first.iteration <= 6
     assert first.measured is not None
     assert first.measured > 0.1
     assert found.harm("adaptive") < 0
