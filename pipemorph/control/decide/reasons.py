@@ -189,14 +189,14 @@ def _sentence(finding: replan.Finding) -> str:
             )
         case replan.NotConfirmed(expected, gain, iterations, None):
             return (
-                f"kept the plan: {iterations} iterations in this state are too few to confirm"
+                f"kept the plan: {_iterations(iterations)} in this state cannot confirm"
                 f" {shown_time(expected)} per iteration and {shown_time(gain)} that a change would"
                 " save"
             )
         case replan.NotConfirmed(expected, gain, iterations, measured):
             assert measured is not None
             return (
-                f"kept the plan: {iterations} iterations in this state took"
+                f"kept the plan: {_iterations(iterations)} in this state took"
                 f" {shown_time(measured)}, not {shown_time(expected)} as predicted; the"
                 f" {shown_time(gain)} that a change would save are within this error"
             )
@@ -229,6 +229,10 @@ def _sentence(finding: replan.Finding) -> str:
             return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
         case replan.OwnPlans():
             return ", ".join(_own_plans(finding))
+
+
+def _iterations(count: int) -> str:
+    return f"{count} iteration{'s' * (count != 1)}"
 
 
 def _own_plans(found: replan.OwnPlans) -> list[str]:
@@ -270,7 +274,7 @@ def outcome(
         text += f", so {shown_time(promised.after)} per iteration; measured {shown_time(seconds)}"
     else:
         text += f", measured {saved:.1%}"
-    return f"{text}, after {iterations} iterations"
+    return f"{text}, after {_iterations(iterations)}"
 
 
 # --- of a change, on a terminal -----------------------------------------------------------

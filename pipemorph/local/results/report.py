@@ -222,8 +222,10 @@ class RunRecord:
         if self.iterations:
             parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")
         brought = ""
-        if abs(saved := worth(self.adaptations).seconds) >= SHOWN_SECONDS:
-            brought = f" that {'saved' if saved > 0 else 'cost'} {abs(saved):.1f} s"
+        found = worth(self.adaptations)
+        if abs(found.seconds) >= SHOWN_SECONDS:
+            verb = "saved" if found.seconds > 0 else "cost"
+            brought = f" that {verb} {abs(found.seconds):.1f} s (± {found.error:.1f} s)"
         changes = len(self.adaptations)
         parts.append(f"{changes} {'adaptation' if changes == 1 else 'adaptations'}{brought}")
         if self.recoveries:

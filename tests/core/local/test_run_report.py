@@ -65,9 +65,9 @@ def test_values_of_variables_are_not_in_the_report(tmp_path: Path) -> None:
 def test_the_summary_says_what_adapting_has_saved() -> None:
     run = RunRecord(job(), 1.0)
     run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=12.34, change_seconds=1.0)])
-    assert run.summary().endswith("1 adaptation that saved 11.3 s")
+    assert run.summary().endswith("1 adaptation that saved 11.3 s (± 12.3 s)")
     run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=-2.0)])
-    assert run.summary().endswith("1 adaptation that cost 2.0 s")
+    assert run.summary().endswith("1 adaptation that cost 2.0 s (± 2.0 s)")
     run.finish(Ending(End.COMPLETED), [sample(0)], [record()])
     assert run.summary().endswith("1 adaptation")
 
