@@ -12,16 +12,15 @@ the same size of change.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, lgamma, log, log1p, pi
-from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Protocol
+
+from goals import arguments, write
 
 from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds, alarm_level
 
@@ -258,9 +257,8 @@ def false_alarms(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="runs per scenario (default 100)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     scenarios: list[tuple[str, Callable[[random.Random], Series], float]] = [
         *((f"step {ms} ms", step(ms / 1e3), ms / 1e3) for ms in (3, 10, 30, 60)),
@@ -290,10 +288,8 @@ def main() -> None:
                     "microseconds_per_window": cost,
                 }
             )
-    if args.json:
-        faults = [vars(f) for f in figures]
-        result = {"window_seconds": WINDOW, "faults": faults, "quiet": quiet_figures}
-        args.json.write_text(json.dumps(result, indent=1))
+    faults = [vars(f) for f in figures]
+    write({"window_seconds": WINDOW, "faults": faults, "quiet": quiet_figures}, args.json)
     print(f"{'scenario':26}{'detector':>10}{'found':>8}{'windows to alarm':>18}"
           f"{'to clear':>10}{'extra':>7}{'error':>9}")  # fmt: skip
     for f in figures:

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from calibrate import Costs, calibrate
+from goals import arguments, finish
 from ranks import run_ranks
 
 from pipemorph.planning import (
@@ -287,11 +288,10 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=4, help="per variant and round")
     parser.add_argument("--message-bytes", type=int, default=1 << 16)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--traces", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -321,12 +321,7 @@ def main() -> int:
         f"boundary {costs.boundary * 1e3:.2f} ms"
     )
     print(table(rows))
-    kept = promises(rows)
-    for text, holds in kept:
-        print(f"{'ok ' if holds else 'NO '} {text}")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return 0 if all(holds for _, holds in kept) else 1
+    return 0 if finish(promises(rows), args.json, [asdict(row) for row in rows]) else 1
 
 
 if __name__ == "__main__":

@@ -45,14 +45,12 @@ work to do.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -74,6 +72,7 @@ from engine_side import (
     play,
     sender,
 )
+from goals import arguments, finish
 
 from pipemorph_trainer.bench import transfers
 
@@ -180,14 +179,13 @@ def base_of(name: str, times: Times) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = arguments(__doc__)
     parser.add_argument("--size", type=int, default=16 << 20, help="bytes per message")
     parser.add_argument("--messages", type=int, default=12, help="per contender and round")
     parser.add_argument("--window", type=int, default=4, help="messages under way")
     parser.add_argument("--rounds", type=int, default=21, help="at least 2")
     parser.add_argument("--pings", type=int, default=1000, help="4 KiB messages per round")
     parser.add_argument("--only", help="contenders beside gloo, iperf3 and memcpy, separated by /")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 below the promised ratios")
     options = parser.parse_args()
 
@@ -265,56 +263,34 @@ def main() -> int:
             "| {engine_copies:.2f} |".format(**row)
         )
     print()
-    checks: list[dict[str, Any]] = [
-        {
-            "contender": name,
-            "base": base,
-            "promised": least,
-            "measured": (measured := ratio(times, name, base)),
-            "holds": measured >= least,
-        }
+    quicker = median(handovers["copied"]) / median(handovers["trainer"])
+    found = [
+        (name, base, least, ratio(times, name, base))
         for name, base, least in THRESHOLDS
         if name in times and base in times
     ]
-    quicker = median(handovers["copied"]) / median(handovers["trainer"])
-    checks.append(
-        {
-            "contender": "copied",
-            "base": "trainer",
-            "promised": HAND_OVER,
-            "measured": quicker,
-            "holds": quicker >= HAND_OVER,
-        }
-    )
-    for c in checks:
-        print(
-            "{contender} ≥ {promised} × {base}: {measured:.2f} ".format(**c)
-            + ("holds" if c["holds"] else "DOES NOT HOLD")
-        )
-    if options.json:
-        options.json.write_text(
-            json.dumps(
-                {
-                    "size": options.size,
-                    "messages": options.messages,
-                    "window": options.window,
-                    "rounds": options.rounds,
-                    "cores": os.cpu_count(),
-                    "machine": platform.platform(),
-                    "torch": torch.__version__,
-                    "rows": rows,
-                    "latency": delays,
-                    "handover": handed,
-                    "checks": checks,
-                    "seconds": times,
-                    "cpu_seconds": cpu,
-                },
-                indent=1,
-            )
-            + "\n",
-            encoding="utf-8",
-        )
-    return 1 if options.check and not all(c["holds"] for c in checks) else 0
+    checks, goals = [], []
+    for name, base, least, measured in [*found, ("copied", "trainer", HAND_OVER, quicker)]:
+        holds = measured >= least
+        check = {"contender": name, "base": base, "promised": least, "measured": measured}
+        checks.append(check | {"holds": holds})
+        goals.append((f"{name} ≥ {least} × {base}: {measured:.2f}", holds))
+    figures = {
+        "size": options.size,
+        "messages": options.messages,
+        "window": options.window,
+        "rounds": options.rounds,
+        "cores": os.cpu_count(),
+        "machine": platform.platform(),
+        "torch": torch.__version__,
+        "rows": rows,
+        "latency": delays,
+        "handover": handed,
+        "checks": checks,
+        "seconds": times,
+        "cpu_seconds": cpu,
+    }
+    return 1 if not finish(goals, options.json, figures) and options.check else 0
 
 
 if __name__ == "__main__":

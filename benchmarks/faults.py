@@ -39,7 +39,6 @@ import atexit
 import contextlib
 import ctypes
 import errno
-import json
 import math
 import os
 import random
@@ -59,6 +58,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from goals import arguments, finish
 from recovery import REPLICAS, STAGES, Run, losses, manifest
 
 from pipemorph.arguments import duration
@@ -605,20 +605,17 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
         "held_undisturbed": [each._asdict() for each in calm.held],
         "faults": [each._asdict() for each in faults],
     }
-    soft = f"goodput, undisturbed median x iterations / time {goodput:.3f}, ≥ {GOODPUT:g}:"
+    soft = f"goodput, undisturbed median x iterations / time {goodput:.3f}, ≥ {GOODPUT:g}"
     return [*hard, (soft, goodput >= GOODPUT)], figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--seconds", type=duration, default=3600, help="of the run with faults")
     parser.add_argument("--iterations", type=int, help="so many instead")
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 if the goodput is too low")
     parser.add_argument("--rank", type=Path, metavar="FOLDER", help="be a rank of the job there")
     options = parser.parse_args()
@@ -632,10 +629,7 @@ def main() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise SystemExit(f"prctl: {os.strerror(ctypes.get_errno())}")
     goals, figures = measure(options, folder)
-    for text, holds in goals:
-        print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    finish(goals, options.json, figures)
     raise SystemExit(0 if all(h for _, h in (goals if options.check else goals[:-1])) else 1)
 
 

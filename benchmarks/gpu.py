@@ -23,9 +23,9 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from goals import arguments, finish
 from ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ def rank_main(args: argparse.Namespace) -> None:
             microbatches=args.microbatches,
             policy=args.policy,
             options=Options(route=route, engine=engine),  # type: ignore[arg-type]
-            # type: ignore[arg-type]
         )
         with pipe:
             run = steps(pipe, x, target, args.iterations)
@@ -234,8 +233,8 @@ def bound(
     return simulate(plan(equal, Policy(args.policy)).schedule, problem).makespan / 1e3
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
@@ -245,12 +244,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--policy", default="zero-bubble")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = parse()
+    args = parser.parse_args()
     if args.rank:
         rank_main(args)
         return 0
@@ -259,17 +253,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu: torch.cuda.is_available() is false here; this needs a CUDA device")
         return 2
-    passed = [
-        word
-        for name in (
-            "stages", "layers", "width", "sequence", "microbatch_size", "microbatches",
-            "iterations", "policy",
-        )
-        for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))
-    ]  # fmt: skip
-    found = json.loads(
-        run_ranks(__file__, args.stages, passed, DEADLINE_SECONDS).strip().splitlines()[-1]
-    )
+    printed = run_ranks(__file__, args.stages, sys.argv[1:], DEADLINE_SECONDS)
+    found = json.loads(printed.strip().splitlines()[-1])
     shared = "" if found["gpus"] >= args.stages else " (shared by the ranks)"
     print(
         f"{args.stages} stages on {found['gpus']} × {found['gpu']}{shared}, messages of "
@@ -288,11 +273,9 @@ def main() -> int:
             f"{copying if hidden else '|'} |"
         )
     losses = {run["loss"] for run in found["runs"].values()}
-    same = len(losses) == 1
-    print(f"\n{'ok ' if same else 'NO '} losses of all runs are equal to the bit: {sorted(losses)}")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-    return 0 if same else 1
+    goal = f"losses of all runs are equal to the bit: {sorted(losses)}"
+    print()
+    return 0 if finish([(goal, len(losses) == 1)], args.json, found) else 1
 
 
 if __name__ == "__main__":

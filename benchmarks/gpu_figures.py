@@ -16,11 +16,10 @@ Exits 1 if a promise of docs/benchmarks.md is not kept.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from goals import arguments, finish
 
 from pipemorph.planning import Link, Policy, Problem, Route, StageTimes, link_on, plan, simulate
 
@@ -113,8 +112,7 @@ def promises(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures")
+    parser = arguments(__doc__)
     args = parser.parse_args()
     beside = BASELINE.measured[0] - simulated(BASELINE, {})
     rows: list[dict[str, Any]] = []
@@ -135,12 +133,7 @@ def main() -> int:
         ]
         print(f"| {shown(delays)} | " + " | ".join(cells) + " |")
     print()
-    kept = promises(rows)
-    for text, holds in kept:
-        print(f"{'ok ' if holds else 'NO '} {text}")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if all(holds for _, holds in kept) else 1
+    return 0 if finish(promises(rows), args.json, rows) else 1
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ def main() -> int:
         rank_main(args.rank, args.iterations)
         return 0
     # Not on the path of another revision.
+    from goals import finish
     from ranks import run_ranks
 
     contenders = {"this revision": Path(sys.executable)}
@@ -154,7 +155,7 @@ def main() -> int:
         f"{os.getloadavg()[0]:.1f}; medians of {args.rounds} rounds\n"
         "| route | revision | µs per op | spread |\n|---|---|---:|---:|"
     )
-    kept = True
+    goals = []
     for route, by_name in found.items():
         for name, costs in by_name.items():
             print(
@@ -165,14 +166,10 @@ def main() -> int:
         for name in list(by_name)[1:]:
             ratios = [a / b for a, b in zip(by_name["this revision"], by_name[name], strict=True)]
             ratio, limit = statistics.median(ratios), LIMITS[route]
-            kept = kept and ratio <= limit
-            print(
-                f"{'ok ' if ratio <= limit else 'NO '} {route}: {ratio:.2f}× of {name} "
-                f"({min(ratios):.2f}–{max(ratios):.2f}); goal: at most {limit}×"
-            )
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-    return 0 if kept else 1
+            spread = f"{min(ratios):.2f}–{max(ratios):.2f}"
+            goal = f"{route}: {ratio:.2f}× of {name} ({spread}); goal: at most {limit}×"
+            goals.append((goal, ratio <= limit))
+    return 0 if finish(goals, args.json, found) else 1
 
 
 if __name__ == "__main__":

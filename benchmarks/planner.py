@@ -19,17 +19,15 @@ Exits 1 if a promise of docs/benchmarks.md is not kept.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from goals import arguments, finish
 from planner_problems import (
     CAPS,
     FACTS,
@@ -321,8 +319,7 @@ def show_large(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures")
+    parser = arguments(__doc__)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -357,12 +354,7 @@ def main() -> int:
     }
     show(found)
     print()
-    kept = promises(found)
-    for text, holds in kept:
-        print(f"{'ok ' if holds else 'NO '} {text}")
-    if args.json:
-        args.json.write_text(json.dumps(found | {"problems": rows}, indent=1) + "\n")
-    return 0 if all(holds for _, holds in kept) else 1
+    return 0 if finish(promises(found), args.json, found | {"problems": rows}) else 1
 
 
 if __name__ == "__main__":

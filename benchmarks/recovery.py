@@ -37,6 +37,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from goals import arguments, finish
+
 STAGES, REPLICAS = 2, 2
 POD_STAGES, EVERY = 4, 4
 """Of the second job: stages, and iterations from one copy of its state to the next."""
@@ -350,9 +352,7 @@ def asked_to_end(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--kills", type=int, default=50, help="of ranks; 0: no such run")
     parser.add_argument("--stops", type=int, default=10, help="the same by SIGSTOP")
     parser.add_argument("--terms", type=int, default=5, help="of runs, by SIGTERM; 0: none")
@@ -361,7 +361,6 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
     options = parser.parse_args()
     folder = options.out or Path(tempfile.mkdtemp(prefix="pipemorph-recovery-"))
@@ -375,12 +374,9 @@ def main() -> None:
     if options.terms:
         found, figures["terms"] = asked_to_end(options, folder, options.terms)
         goals += found
-    for text, holds in goals:
-        print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    kept = finish(goals, options.json, figures)
     same = all(each["same_losses"] for each in figures.values())
-    raise SystemExit(0 if same and (all(h for _, h in goals) or not options.check) else 1)
+    raise SystemExit(0 if same and (kept or not options.check) else 1)
 
 
 if __name__ == "__main__":

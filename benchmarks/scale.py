@@ -18,10 +18,8 @@ With --check the exit status is 1 if a goal does not hold or was not measured. S
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import math
 import os
 import random
@@ -40,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support", "operator")]
 
 import yaml  # noqa: E402
+from goals import arguments, finish  # noqa: E402
 from operator_support import SYSTEM, Installation, Jobs, manifest, own_installation  # noqa: E402
 from scale_load import ITERATION, Kind, Reports, cpu_seconds, running  # noqa: E402
 from testbed import Cluster, catalog, wait_for  # noqa: E402
@@ -367,13 +366,12 @@ def goals(agent: Result | None, fleet: Result | None) -> list[tuple[str, bool]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--stages", type=int, default=STAGES, help="of the large job")
     parser.add_argument("--seconds", type=duration, default=WELL, help="of healthy links")
     parser.add_argument("--only", choices=["agent", "fleet"])
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
     options = parser.parse_args()
     agent = many = None
@@ -385,12 +383,9 @@ def main() -> int:
     print(table(agent, many) + "\n")
     verdicts = goals(agent, many)
     if why_not is not None:
-        verdicts.append((f"fleet of jobs: not measured, {why_not}:", False))
-    for text, holds in verdicts:
-        print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
-    if options.json:
-        options.json.write_text(json.dumps({"agent": agent, "fleet": many}, indent=1) + "\n")
-    return 1 if options.check and not all(holds for _, holds in verdicts) else 0
+        verdicts.append((f"fleet of jobs: not measured, {why_not}", False))
+    kept = finish(verdicts, options.json, {"agent": agent, "fleet": many})
+    return 1 if options.check and not kept else 0
 
 
 if __name__ == "__main__":

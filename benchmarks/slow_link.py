@@ -20,7 +20,6 @@ paper's baseline behaves like it. With one queue per direction it does better th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -33,6 +32,7 @@ from typing import Any
 
 import yaml
 from calibrate import calibrate
+from goals import arguments, tell, write
 
 from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
 from pipemorph.planning.problem import transfer_ms
@@ -358,19 +358,15 @@ def narrow_goals(found: Narrow) -> list[tuple[str, bool]]:
     ]  # fmt: skip
 
 
-def report(rows: list[Row], narrow: Narrow) -> list[tuple[str, bool]]:
+def report(rows: list[Row], narrow: Narrow) -> bool:
     """Print the table and the goals of ``rows``, of which the last is pipemorph's, and those of
-    the narrow link."""
+    the narrow link; whether all goals hold."""
     print(f"{table(rows)} {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n")
-    kept = goals(rows) + narrow_goals(narrow)
-    for text, holds in kept:
-        print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}", flush=True)
-    return kept
+    return tell(goals(rows) + narrow_goals(narrow))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = arguments(__doc__)
     parser.add_argument("--keep", type=Path, help="keep the runs, with their pictures, here")
     parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
     parser.add_argument("--short", action="store_true", help="only the ways that goals compare")
@@ -385,15 +381,14 @@ def main() -> int:
         print("running the narrow link …", file=sys.stderr, flush=True)
         narrow = run_narrow(base / "narrow")
         kept = report(rows, narrow)
-        if not all(holds for _, holds in kept):
+        if not kept:
             print("\nnot every goal holds: pipemorph is measured once more", flush=True)
             again = run(variants[-1], base / f"{variants[-1].slug}-again")
             narrow = run_narrow(base / "narrow-again")
             kept = report([*rows[:-1], again], narrow)
             rows.append(again)
-    if args.json:
-        args.json.write_text(json.dumps([*map(asdict, rows), asdict(narrow)], indent=1))
-    return 1 if args.check and not all(holds for _, holds in kept) else 0
+    write([*map(asdict, rows), asdict(narrow)], args.json)
+    return 1 if args.check and not kept else 0
 
 
 if __name__ == "__main__":

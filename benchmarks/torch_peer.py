@@ -22,9 +22,9 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
+from goals import arguments, finish
 from ranks import run_ranks
 
 STAGES, LAYERS, MICROBATCHES = 4, 8, 8
@@ -146,10 +146,9 @@ def rank_main(rounds: int, iterations: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=3, help="per schedule and round")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -214,10 +213,8 @@ def main() -> int:
                     "processor": used,
                 }
             )
-    print(f"{'ok ' if kept else 'NO '} at most {LIMIT}× torch.distributed.pipelining at its best")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
-    return 0 if kept else 1
+    goal = f"at most {LIMIT}× torch.distributed.pipelining at its best"
+    return 0 if finish([(goal, kept)], args.json, figures) else 1
 
 
 if __name__ == "__main__":

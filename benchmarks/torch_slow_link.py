@@ -25,6 +25,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from goals import arguments, finish
 from ranks import run_ranks
 from slow_link import MICROBATCHES, OURS, STAGES, TIMES, VARIANTS, run
 
@@ -158,9 +159,8 @@ def rank_main(iterations: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--iterations", type=int, default=4, help="per schedule of torch")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -194,11 +194,7 @@ def main() -> int:
             ("best", best, FASTER_THAN_BEST),
         )
     ]
-    for text, holds in goals:
-        print(f"{'ok ' if holds else 'NO '} {text}")
-    if args.json:
-        args.json.write_text(json.dumps({"torch": torchs, "ours": ours}, indent=1))
-    return 0 if all(holds for _, holds in goals) else 1
+    return 0 if finish(goals, args.json, {"torch": torchs, "ours": ours}) else 1
 
 
 if __name__ == "__main__":

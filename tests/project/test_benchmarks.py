@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import replay
+import torch_peer
+from all import NAMES
+
 pytestmark = pytest.mark.full
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+BENCHMARKS = Path(replay.__file__).parent
 
 
 def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -66,7 +60,7 @@ def stub(folder: Path, name: str, text: str, status: int = 0) -> None:
 def bench(tmp_path: Path) -> Path:
     """``all.py`` beside benchmarks of one line, all of whose goals hold."""
     shutil.copy(BENCHMARKS / "all.py", tmp_path / "all.py")
-    for name in load("all").NAMES:
+    for name in NAMES:
         stub(tmp_path, name, f"a table of {name}\nok  what {name} promises")
     return tmp_path
 
@@ -79,7 +73,7 @@ def test_bench_is_content_where_every_goal_holds(bench: Path) -> None:
     done = run(bench / "all.py", "--out", bench / "out")
     assert done.returncode == 0 and done.stdout.endswith("\nevery goal holds\n"), done
     arguments = called(bench)
-    assert set(arguments) == set(load("all").NAMES)
+    assert set(arguments) == set(NAMES)
     for name, given in arguments.items():
         assert given.split()[:2] == ["--json", str(bench / "out" / f"{name}.json")]
     checked = {name for name, given in arguments.items() if "--check" in given}
@@ -91,22 +85,22 @@ def test_bench_is_content_where_every_goal_holds(bench: Path) -> None:
 
 
 def test_bench_fails_at_its_end_and_names_what_did_not_hold(bench: Path) -> None:
-    lost = "tcp ≥ 0.95 × iperf3, 4 streams: 0.91 DOES NOT HOLD"
+    lost = "NO  tcp ≥ 0.95 × iperf3, 4 streams: 0.91"
     slow = "NO  S=8, N=32: 31.0 ms median (at most 10)"
     stub(bench, "planner", f"ok  no cap\n{slow}", 1)
     stub(bench, "engine", f"a table\n{lost}", 1)
-    stub(bench, "scale", "agent ≤ 0.15 processors: 0.2 DOES NOT HOLD")  # and exits 0
+    stub(bench, "scale", "NO  agent ≤ 0.15 processors: 0.2")  # and exits 0
     stub(bench, "detector", "no verdict", 1)
     done = run(bench / "all.py", "--out", bench / "out")
     assert done.returncode == 1
-    assert len(called(bench)) == len(load("all").NAMES), "all of them run, whatever the first says"
+    assert len(called(bench)) == len(NAMES), "all of them run, whatever the first says"
     end = done.stdout[done.stdout.index("\ngoals that do not hold") :].splitlines()
     assert end == [
         "",
         "goals that do not hold: planner, engine, scale",
         f"  planner: {slow}",
         f"  engine: {lost}",
-        "  scale: agent ≤ 0.15 processors: 0.2 DOES NOT HOLD",
+        "  scale: NO  agent ≤ 0.15 processors: 0.2",
         "",
         "failed: detector (exit 1)",
     ]
@@ -161,12 +155,11 @@ def test_planner_prints_both_tables_for_all_planners_and_its_verdicts(tmp_path: 
 def test_random_traces_of_varying_delays_are_replayed_with_each_dispatch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench = load("replay")
     kind = "runs of 40 ms, pauses as long"
-    monkeypatch.setattr(bench, "RANDOM", {kind: bench.RANDOM[kind]})
-    monkeypatch.setattr(bench, "ITERATIONS", 6)
-    monkeypatch.setattr(bench, "LEAST_GAIN", 10.0)
-    missed, found = bench.run_random(1)
+    monkeypatch.setattr(replay, "RANDOM", {kind: replay.RANDOM[kind]})
+    monkeypatch.setattr(replay, "ITERATIONS", 6)
+    monkeypatch.setattr(replay, "LEAST_GAIN", 10.0)
+    missed, found = replay.run_random(1)
     assert [(row["case"], row["cap"]) for row in found] == [(kind, None), (kind, 16)]
     assert all(len(row["seconds"].split(", ")) == 2 for row in found)
     said = capsys.readouterr().out
@@ -178,15 +171,11 @@ def test_random_traces_of_varying_delays_are_replayed_with_each_dispatch(
 # --- against torch's schedules ---------------------------------------------------------------
 
 
-def test_peers_that_the_installed_torch_lacks_are_left_out_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = load("torch_peer")
-    newest = bench.Offered("2.15.0", True, ("stages", "defer_pp_recv"))
-    assert newest.peers == list(bench.PEERS)
-    oldest = bench.Offered("2.11.0", False, ("stages",))
+def test_peers_that_the_installed_torch_lacks_are_left_out_by_name() -> None:
+    newest = torch_peer.Offered("2.15.0", True, ("stages", "defer_pp_recv"))
+    assert newest.peers == list(torch_peer.PEERS)
+    oldest = torch_peer.Offered("2.11.0", False, ("stages",))
     assert oldest.peers == ["1F1B", "zero bubble"]
-    (_, _, _, last) = bench.PEERS
+    (_, _, _, last) = torch_peer.PEERS
     assert oldest.lacks("1F1B, per edge") == ["a communicator per edge"]
     assert oldest.lacks(last) == ["a communicator per edge", "defer_pp_recv"]
