@@ -269,7 +269,8 @@ def measure(
     print(f"rungs: {', '.join(sorted({each['rung'] for each in recoveries}))}")
     if unreported := iterations - len(found):
         print(f"finished by ranks that ended before they could report: {unreported} iterations")
-    print(f"goodput {report['goodput']:.1%}; undisturbed {undisturbed['goodput']:.1%}")
+    with_kills, without = (each["status"]["goodput"] for each in (report, undisturbed))
+    print(f"goodput {with_kills:.1%}; undisturbed {without:.1%}")
     most = EVERY if pods else 0
     since = "from when it is found" if stops else "from the kill"
     goals = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from set_clock import Clock
 
 from pipemorph_operator import __main__ as operator
 from pipemorph_operator import health_server
@@ -24,16 +25,6 @@ from pipemorph_operator.reconcile.watches import Watched
 from pipemorph_operator.reconcile.workqueue import RECONCILE_SECONDS, WorkQueue
 
 PATIENCE = 15.0
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:

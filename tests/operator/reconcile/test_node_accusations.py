@@ -9,6 +9,7 @@ import pytest
 from fake_api import FakeCluster
 from operator_objects import CONFIG, UID, World, body
 from prometheus_client import REGISTRY
+from set_clock import Clock
 
 from pipemorph_operator import names
 from pipemorph_operator.reconcile.node_accusations import (
@@ -18,13 +19,6 @@ from pipemorph_operator.reconcile.node_accusations import (
     NodeAccusations,
 )
 from pipemorph_operator.reconcile.reconciler import Reconciler
-
-
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def metric(node: str) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from set_clock import Clock
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.observer import Observer
@@ -36,14 +37,6 @@ def sysfs(tmp_path: Path) -> Path:
         # A folder cannot be read as a file, also not by root.
         (port / "hw_counters" / "out_of_sequence").mkdir(parents=True)
     return tmp_path
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def until(watch: RailWatch, least: int) -> list[RailSample]:

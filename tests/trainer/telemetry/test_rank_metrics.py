@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launch import free_port
+from set_clock import Clock
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
@@ -34,14 +35,6 @@ from pipemorph_trainer.telemetry.metrics import (
 )
 
 WHO = {"name": "gpt", "stage": "1", "replica": "0", "column": ""}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def telemetry(iteration: int, plan_version: int = 2, **fields: Any) -> RankTelemetry:

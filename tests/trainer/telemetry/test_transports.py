@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from set_clock import Clock
 
 from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.telemetry.reporter import LOOK_SECONDS, REFRESH_SECONDS, TransportWatch
@@ -46,14 +47,6 @@ class End:
     link: int
     sends: Direction
     engine_link: EngineLink | None
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

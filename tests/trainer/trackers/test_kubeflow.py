@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from served import certificate
+from set_clock import Clock
 
 from pipemorph.errors import PipeMorphError
 from pipemorph_trainer.trackers import FinishedIteration
@@ -76,13 +77,6 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
     made = Controller(tmp_path)
     yield made
     made.close()
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def finished(index: int, total: int | None = 40, **more: Any) -> FinishedIteration:
