@@ -197,26 +197,22 @@ async def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
         await asyncio.gather(*polls)
 
 
-def test_of_many_jobs_each_reports_less_often() -> None:
+async def test_of_many_jobs_each_reports_less_often() -> None:
     store = MemoryStore()
     for number in range(21):
         store.add("default", f"j{number}", Scripted())
     handler = IngestHandler(store, limits=Limits(reports_in_all=8.0))
-
-    async def test() -> None:
-        told = []
-        for number in range(21):
-            sent = json.dumps(body(job=f"j{number}")).encode()
-            answer = json.loads((await handler.report("default", f"j{number}", sent)).body)
-            told.append(answer["seldom"])
-        assert told == [1.0] * 8 + [1.5] * 4 + [2.0] * 4 + [2.5] * 4 + [3.0]
-        few = IngestHandler(store, limits=Limits(reports_in_all=0.1))
-        sent = json.dumps(body()).encode()
-        assert json.loads((await few.report("default", "gpt", sent)).body)["error"]
-        sent = json.dumps(body(job="j0")).encode()
-        assert json.loads((await few.report("default", "j0", sent)).body)["seldom"] == 5.0
-
-    asyncio.run(test())
+    told = []
+    for number in range(21):
+        sent = json.dumps(body(job=f"j{number}")).encode()
+        answer = json.loads((await handler.report("default", f"j{number}", sent)).body)
+        told.append(answer["seldom"])
+    assert told == [1.0] * 8 + [1.5] * 4 + [2.0] * 4 + [2.5] * 4 + [3.0]
+    few = IngestHandler(store, limits=Limits(reports_in_all=0.1))
+    sent = json.dumps(body()).encode()
+    assert json.loads((await few.report("default", "gpt", sent)).body)["error"]
+    sent = json.dumps(body(job="j0")).encode()
+    assert json.loads((await few.report("default", "j0", sent)).body)["seldom"] == 5.0
 
 
 async def test_stopping_answers_waiting_polls() -> None:

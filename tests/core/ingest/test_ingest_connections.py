@@ -325,17 +325,14 @@ async def test_no_answer_without_a_token_keeps_a_connection(head: str) -> None:
         "POST / HTTP/1.1\r\nTransfer-Encoding: SECRET\r\nContent-Length: 'SECRET'",
     ],
 )
-def test_what_a_malformed_request_holds_is_in_no_log(
+async def test_what_a_malformed_request_holds_is_in_no_log(
     head: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        async with serving() as (_, port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(f"{head}\r\nHost: ingest\r\n\r\n".encode("latin-1"))
-            assert b" 400 Bad Request" in await asyncio.wait_for(reader.read(), PATIENCE)
-            writer.close()
-
-    asyncio.run(run())
+    async with serving() as (_, port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}\r\nHost: ingest\r\n\r\n".encode("latin-1"))
+        assert b" 400 Bad Request" in await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
     assert "SECRET" not in caplog.text and "Traceback" not in caplog.text
     (line,) = [each.getMessage() for each in caplog.records if "bad HTTP" in each.getMessage()]
     assert len(line) > len("bad HTTP: ")

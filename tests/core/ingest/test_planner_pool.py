@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -169,15 +169,10 @@ class Held:
         return propose(asked)
 
 
-def with_handler(
-    planner: Any, test: Callable[[IngestHandler, JobController], Awaitable[None]]
-) -> None:
-    async def run() -> None:
-        store, job = MemoryStore(), controller()
-        store.add("default", "gpt", job)
-        await asyncio.wait_for(test(IngestHandler(store, planner=planner), job), 30)
-
-    asyncio.run(run())
+def with_handler(planner: Any) -> tuple[IngestHandler, JobController]:
+    store, job = MemoryStore(), controller()
+    store.add("default", "gpt", job)
+    return IngestHandler(store, planner=planner), job
 
 
 async def post(handler: IngestHandler, sequence: int) -> DirectiveEnvelope:
@@ -188,42 +183,34 @@ async def post(handler: IngestHandler, sequence: int) -> DirectiveEnvelope:
     return DirectiveEnvelope.model_validate_json(reply.body)
 
 
-def test_a_report_does_not_wait_for_the_planner_and_the_poll_brings_what_it_decides() -> None:
+async def test_a_report_does_not_wait_for_the_planner_and_the_poll_brings_what_it_decides() -> None:
     planner = Held()
-
-    async def test(handler: IngestHandler, job: JobController) -> None:
-        last = slow_down(job)
-        poll = asyncio.create_task(
-            handler.poll("default", "gpt", attempt="0", after="0", wait="20")
-        )
-        for sequence in range(last + 1, last + 10):
-            assert (await post(handler, sequence)).directive is None
-        assert len(planner.asked) == 1, "one decision at a time"
-        planner.go.set()
-        envelope = DirectiveEnvelope.model_validate_json((await poll).body)
-        assert envelope.directive.plan_version == 1
-        assert (await post(handler, last + 10)).directive == envelope.directive
-
-    with_handler(planner, test)
+    handler, job = with_handler(planner)
+    last = slow_down(job)
+    poll = asyncio.create_task(handler.poll("default", "gpt", attempt="0", after="0", wait="20"))
+    for sequence in range(last + 1, last + 10):
+        assert (await post(handler, sequence)).directive is None
+    assert len(planner.asked) == 1, "one decision at a time"
+    planner.go.set()
+    envelope = DirectiveEnvelope.model_validate_json((await poll).body)
+    assert envelope.directive.plan_version == 1
+    assert (await post(handler, last + 10)).directive == envelope.directive
 
 
-def test_a_decision_whose_planner_was_lost_is_asked_for_again() -> None:
+async def test_a_decision_whose_planner_was_lost_is_asked_for_again() -> None:
     planner = Held()
-
-    async def test(handler: IngestHandler, job: JobController) -> None:
-        last = slow_down(job)
-        planner.lost = True
-        await post(handler, last + 1)
-        while job.replan is None or not planner.asked:
-            await asyncio.sleep(0)
-        planner.lost = False
-        planner.go.set()
-        while job.plan_version == 0:
-            await handler.tick("default", "gpt")
-            await asyncio.sleep(0)
-        assert len(planner.asked) >= 2
-
-    with_handler(planner, test)
+    handler, job = with_handler(planner)
+    last = slow_down(job)
+    planner.lost = True
+    await post(handler, last + 1)
+    while job.replan is None or not planner.asked:
+        await asyncio.sleep(0)
+    planner.lost = False
+    planner.go.set()
+    while job.plan_version == 0:
+        await handler.tick("default", "gpt")
+        await asyncio.sleep(0)
+    assert len(planner.asked) >= 2
 
 
 def asked_of_one() -> Replan:

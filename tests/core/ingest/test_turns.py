@@ -31,56 +31,47 @@ def test_a_bucket_is_full_until_something_is_taken_and_again_when_it_is_refilled
     assert [bucket.full(now) for now in (0.0, 0.09, 0.11, 9.0)] == [False, False, True, True]
 
 
-def test_a_source_that_begins_many_waits_behind_its_own() -> None:
-    async def run() -> list[str]:
-        begun: list[str] = []
-        ended = asyncio.Event()
+async def test_a_source_that_begins_many_waits_behind_its_own() -> None:
+    begun: list[str] = []
+    ended = asyncio.Event()
 
-        def begin(who: str) -> bool:
-            begun.append(who)
-            if len(begun) == 7:
-                ended.set()
-            return True
+    def begin(who: str) -> bool:
+        begun.append(who)
+        if len(begun) == 7:
+            ended.set()
+        return True
 
-        turns = Turns(rate=200.0, burst=1)
-        for who in ["crowd"] * 5 + ["one", "other"]:
-            turns.put(who, partial(begin, who))
-        await asyncio.wait_for(ended.wait(), PATIENCE)
-        return begun
-
-    assert asyncio.run(run()) == ["crowd", "crowd", "one", "other", "crowd", "crowd", "crowd"]
+    turns = Turns(rate=200.0, burst=1)
+    for who in ["crowd"] * 5 + ["one", "other"]:
+        turns.put(who, partial(begin, who))
+    await asyncio.wait_for(ended.wait(), PATIENCE)
+    assert begun == ["crowd", "crowd", "one", "other", "crowd", "crowd", "crowd"]
 
 
-def test_turns_come_at_their_rate_and_what_has_gone_takes_none() -> None:
-    async def run() -> float:
-        left, ended = 10, asyncio.Event()
+async def test_turns_come_at_their_rate_and_what_has_gone_takes_none() -> None:
+    left, ended = 10, asyncio.Event()
 
-        def begin() -> bool:
-            nonlocal left
-            left -= 1
-            if not left:
-                ended.set()
-            return True
+    def begin() -> bool:
+        nonlocal left
+        left -= 1
+        if not left:
+            ended.set()
+        return True
 
-        turns, began = Turns(rate=100.0, burst=2), time.monotonic()
-        for at in range(10):
-            for _ in range(1000):
-                turns.put("gone", lambda: False)
-            turns.put(f"s{at}", begin)
-        await asyncio.wait_for(ended.wait(), PATIENCE)
-        return time.monotonic() - began
-
-    assert asyncio.run(run()) >= 0.079, "eight turns after the first two"
+    turns, began = Turns(rate=100.0, burst=2), time.monotonic()
+    for at in range(10):
+        for _ in range(1000):
+            turns.put("gone", lambda: False)
+        turns.put(f"s{at}", begin)
+    await asyncio.wait_for(ended.wait(), PATIENCE)
+    assert time.monotonic() - began >= 0.079, "eight turns after the first two"
 
 
-def test_nothing_begins_after_the_end() -> None:
-    async def run() -> list[int]:
-        begun: list[int] = []
-        turns = Turns(rate=100.0, burst=1)
-        for number in range(3):
-            turns.put("a", lambda number=number: begun.append(number) is None)
-        turns.close()
-        await asyncio.sleep(0.05)
-        return begun
-
-    assert asyncio.run(run()) == [0]
+async def test_nothing_begins_after_the_end() -> None:
+    begun: list[int] = []
+    turns = Turns(rate=100.0, burst=1)
+    for number in range(3):
+        turns.put("a", lambda number=number: begun.append(number) is None)
+    turns.close()
+    await asyncio.sleep(0.05)
+    assert begun == [0]

@@ -22,7 +22,6 @@ from pipemorph_operator.names import LABEL_LEADER
 INGEST = {"app.kubernetes.io/component": "ingest"}
 KEY = ("team", "gpt")
 REPORTS = "/v1/jobs/team/gpt/reports"
-PATIENCE = 60.0
 
 Object = dict[str, Any]
 
@@ -140,61 +139,55 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[IngestServer]:
     return found
 
 
-def test_one_leads_and_the_other_takes_over_however_the_leader_ends(
+async def test_one_leads_and_the_other_takes_over_however_the_leader_ends(
     made: list[IngestServer],
 ) -> None:
     api = Api("a", "b")
+    first = Ingest(api, "a", made)
+    await until_async(lambda: api.labelled() == ["a"], "the first to lead")
+    second = Ingest(api, "b", made)
+    assert await second.serves() == 503
+    assert await first.serves() == 401 and first.tracks()
+    # The job changes: the standby follows, and tracks nothing.
+    api.put(api.objects[path("PipeMorphJob", *KEY)] | {"status": {"attempt": 1}})
+    assert await second.serves() == 503 and not second.tracks()
 
-    async def test() -> None:
-        first = Ingest(api, "a", made)
-        await until_async(lambda: api.labelled() == ["a"], "the first to lead")
-        second = Ingest(api, "b", made)
-        assert await second.serves() == 503
-        assert await first.serves() == 401 and first.tracks()
-        # The job changes: the standby follows, and tracks nothing.
-        api.put(api.objects[path("PipeMorphJob", *KEY)] | {"status": {"attempt": 1}})
-        assert await second.serves() == 503 and not second.tracks()
+    # It is killed, with its label on, and its container starts again in its pod.
+    await first.kill()
+    assert api.labelled() == ["a"] and api.holders() == {"ingest": "a"}
+    await until_async(lambda: api.labelled() == ["b"], "the second to lead")
+    assert await second.serves() == 401
+    await until_async(second.tracks, "the job")
+    controller = second.server.handler._store.lookup(*KEY)
+    assert controller is not None and controller.attempt == 1
+    again = Ingest(api, "a", made)
+    assert await again.serves() == 503
 
-        # It is killed, with its label on, and its container starts again in its pod.
-        await first.kill()
-        assert api.labelled() == ["a"] and api.holders() == {"ingest": "a"}
-        await until_async(lambda: api.labelled() == ["b"], "the second to lead")
-        assert await second.serves() == 401
-        await until_async(second.tracks, "the job")
-        controller = second.server.handler._store.lookup(*KEY)
-        assert controller is not None and controller.attempt == 1
-        again = Ingest(api, "a", made)
-        assert await again.serves() == 503
+    # SIGTERM: the label goes before the Lease, and the other one leads at once.
+    api.history.clear()
+    second.stop.set()
+    await until_async(lambda: api.labelled() == ["a"], "the first to lead again")
+    await second.running
+    assert api.history == [
+        "b has no label", "nobody has the Lease", "a has the Lease", "a has label"
+    ]  # fmt: skip
+    assert await again.serves() == 401
 
-        # SIGTERM: the label goes before the Lease, and the other one leads at once.
-        api.history.clear()
-        second.stop.set()
-        await until_async(lambda: api.labelled() == ["a"], "the first to lead again")
-        await second.running
-        assert api.history == [
-            "b has no label", "nobody has the Lease", "a has the Lease", "a has label"
-        ]  # fmt: skip
-        assert await again.serves() == 401
-        return await lost(again)
-
-    async def lost(leader: Ingest) -> None:
-        """The Lease is deleted; then the leader is cut off, and finds that another one leads."""
-        term = api.spec("ingest")["leaseTransitions"]
-        api.lose("ingest")
-        await until_async(lambda: bool(api.holders()), "the Lease again")
-        assert api.holders() == {"ingest": "a"} and api.spec("ingest")["leaseTransitions"] > term
-        assert await leader.serves() == 401 and not leader.running.done()
-        leader.client.away = True
-        other = Ingest(api, "b", made)
-        await until_async(lambda: api.labelled() == ["b"], "the other to lead")
-        # What it could do without the API server it still does: it cannot know.
-        assert await leader.serves() == 401
-        leader.client.away = False
-        await leader.running
-        assert api.labelled() == ["b"] and api.holders() == {"ingest": "b"}
-        assert await other.serves() == 401
-        other.stop.set()
-        await other.running
-        assert api.labelled() == [] and api.holders() == {}
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    # The Lease is deleted; then the leader is cut off, and finds that another one leads.
+    term = api.spec("ingest")["leaseTransitions"]
+    api.lose("ingest")
+    await until_async(lambda: bool(api.holders()), "the Lease again")
+    assert api.holders() == {"ingest": "a"} and api.spec("ingest")["leaseTransitions"] > term
+    assert await again.serves() == 401 and not again.running.done()
+    again.client.away = True
+    other = Ingest(api, "b", made)
+    await until_async(lambda: api.labelled() == ["b"], "the other to lead")
+    # What it could do without the API server it still does: it cannot know.
+    assert await again.serves() == 401
+    again.client.away = False
+    await again.running
+    assert api.labelled() == ["b"] and api.holders() == {"ingest": "b"}
+    assert await other.serves() == 401
+    other.stop.set()
+    await other.running
+    assert api.labelled() == [] and api.holders() == {}

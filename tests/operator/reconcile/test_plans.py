@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -83,38 +84,30 @@ def none_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "initial_schedule", refuse)
 
 
-def scenario(
-    api: Api, planner: Planner, test: Callable[[Reconciler, asyncio.Queue[Any]], Awaitable[None]]
-) -> None:
-    """Run ``test`` with a reconciler and the keys that were to be looked at again."""
-
-    async def run() -> None:
-        again: asyncio.Queue[Any] = asyncio.Queue()
-        known = Plans(planner, again.put_nowait)
-        reconciler = Reconciler(api, lambda: CONFIG, lambda namespace, uid: [], known)
-        try:
-            await asyncio.wait_for(test(reconciler, again), PATIENCE)
-        finally:
-            await known.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def scenario(
+    api: Api, planner: Planner
+) -> AsyncIterator[tuple[Reconciler, asyncio.Queue[Any]]]:
+    """A reconciler, and the keys that were to be looked at again."""
+    again: asyncio.Queue[Any] = asyncio.Queue()
+    known = Plans(planner, again.put_nowait)
+    try:
+        yield Reconciler(api, lambda: CONFIG, lambda namespace, uid: [], known), again
+    finally:
+        await known.close()
 
 
-def test_a_suspended_job_needs_no_plan() -> None:
+async def test_a_suspended_job_needs_no_plan() -> None:
     api, planner = Api(large(suspend=True)), Planner()
-
-    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+    async with scenario(api, planner) as (reconciler, _):
         await reconciler.reconcile(*KEY)
         assert api.running[0] == "SuspendedBySpec"
         assert planner.asked == []
 
-    scenario(api, planner, test)
 
-
-def test_a_large_job_starts_once_it_is_known_that_there_is_a_plan() -> None:
+async def test_a_large_job_starts_once_it_is_known_that_there_is_a_plan() -> None:
     api, planner = Api(large()), Planner(None)
-
-    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+    async with scenario(api, planner) as (reconciler, again):
         for _ in range(3):
             await reconciler.reconcile(*KEY)
             await asyncio.sleep(0)
@@ -126,14 +119,11 @@ def test_a_large_job_starts_once_it_is_known_that_there_is_a_plan() -> None:
         assert "Job" in api.kinds
         assert len(planner.asked) == 1, "it was known already"
 
-    scenario(api, planner, test)
 
-
-def test_a_large_job_without_a_plan_fails_with_the_reason() -> None:
+async def test_a_large_job_without_a_plan_fails_with_the_reason() -> None:
     api, planner = Api(large()), Planner(InputError("no order fits the limits"))
     planner.go.set()
-
-    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+    async with scenario(api, planner) as (reconciler, again):
         await reconciler.reconcile(*KEY)
         await again.get()
         await reconciler.reconcile(*KEY)
@@ -143,44 +133,31 @@ def test_a_large_job_without_a_plan_fails_with_the_reason() -> None:
             "spec.schedule: no order fits the limits",
         )
 
-    scenario(api, planner, test)
 
-
-def test_a_lost_planner_is_asked_again(
+async def test_a_lost_planner_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plans, "ASK_AGAIN_SECONDS", 0.0)
     api, planner = Api(large()), Planner(PlannerLost("the planner exited (-9)"), None)
     planner.go.set()
-
-    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+    async with scenario(api, planner) as (reconciler, again):
         await reconciler.reconcile(*KEY)
         await again.get()
         await reconciler.reconcile(*KEY)
         assert (len(planner.asked), "Job" in api.kinds) == (2, True)
         assert "team/gpt: the plan could not be computed; retrying" in caplog.text
 
-    scenario(api, planner, test)
 
-
-def test_nobody_plans_for_a_job_that_is_gone() -> None:
+async def test_nobody_plans_for_a_job_that_is_gone() -> None:
     api, planner = Api(large()), Planner()
-
-    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+    outside = asyncio.all_tasks()
+    async with scenario(api, planner) as (reconciler, _):
         await reconciler.reconcile(*KEY)
-        (task,) = asyncio.all_tasks() - {asyncio.current_task()} - outside
+        (task,) = asyncio.all_tasks() - outside
         del api.objects[JOB]
         await reconciler.reconcile(*KEY)
         await asyncio.wait([task], timeout=PATIENCE)
         assert task.cancelled()
-
-    outside: set[Any] = set()
-
-    async def run(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
-        outside.update(asyncio.all_tasks())
-        await test(reconciler, again)
-
-    scenario(api, planner, run)
 
 
 # --- the ingest -----------------------------------------------------------------------------------
@@ -192,55 +169,44 @@ def attempted(**metadata: Any) -> dict[str, Any]:
     return job | {"status": {"attempt": 0}}
 
 
-def held_once_planned(planner: Planner, test: Callable[[ClusterStore], Awaitable[None]]) -> None:
-    async def run() -> None:
-        cluster: Any = None
-        await asyncio.wait_for(test(ClusterStore(cluster, first_plan=planner)), PATIENCE)
-
-    asyncio.run(run())
-
-
-def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan() -> None:
+async def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coming, "PLAN_AGAIN_SECONDS", 0.0)
+    cluster: Any = None
     planner = Planner(PlannerLost("the planner exited (-9)"), None)
-
-    async def test(store: ClusterStore) -> None:
-        store.changed(KEY, attempted())
-        store.changed(KEY, attempted() | {"status": {"attempt": 3}})
-        await asyncio.sleep(0)
-        assert (store.keys, len(planner.asked)) == ([], 1)
-        planner.go.set()
-        await until_async(lambda: store.keys == [KEY], "the store holds the job")
-        controller = store.lookup(*KEY)
-        assert controller.attempt == 3, "it is held as it is when it has a plan"
-        assert len(planner.asked) == 2
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(coming, "PLAN_AGAIN_SECONDS", 0.0)
-        held_once_planned(planner, test)
+    store = ClusterStore(cluster, first_plan=planner)
+    store.changed(KEY, attempted())
+    store.changed(KEY, attempted() | {"status": {"attempt": 3}})
+    await asyncio.sleep(0)
+    assert (store.keys, len(planner.asked)) == ([], 1)
+    planner.go.set()
+    await until_async(lambda: store.keys == [KEY], "the store holds the job")
+    controller = store.lookup(*KEY)
+    assert controller.attempt == 3, "it is held as it is when it has a plan"
+    assert len(planner.asked) == 2
 
 
 @pytest.mark.parametrize("gone", ["deleted", "replaced"])
-def test_the_ingest_forgets_a_large_job_that_goes_before_it_has_a_plan(gone: str) -> None:
+async def test_the_ingest_forgets_a_large_job_that_goes_before_it_has_a_plan(gone: str) -> None:
+    cluster: Any = None
     planner = Planner(None, None)
-
-    async def test(store: ClusterStore) -> None:
-        store.changed(KEY, attempted())
-        await asyncio.sleep(0)
-        store.changed(KEY, None)
-        if gone == "replaced":
-            store.changed(KEY, attempted(uid="another"))
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        planner.go.set()
-        if gone == "replaced":
-            await until_async(lambda: store.keys == [KEY], "the store holds the job")
-            expected = store.expected(*KEY)
-            assert expected is not None and expected.uid == "another"
-        else:
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert store.keys == [], others
-
-    held_once_planned(planner, test)
+    store = ClusterStore(cluster, first_plan=planner)
+    store.changed(KEY, attempted())
+    await asyncio.sleep(0)
+    store.changed(KEY, None)
+    if gone == "replaced":
+        store.changed(KEY, attempted(uid="another"))
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    planner.go.set()
+    if gone == "replaced":
+        await until_async(lambda: store.keys == [KEY], "the store holds the job")
+        expected = store.expected(*KEY)
+        assert expected is not None and expected.uid == "another"
+    else:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert store.keys == [], others
 
 
 # --- what is too large ----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from pipemorph.wire import (
 from pipemorph_trainer.agent.uplink import Refused, Uplink
 
 
-def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
+async def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Ranks that were evicted and started again under the same attempt may be on a node whose
@@ -57,25 +57,21 @@ def test_an_agent_whose_clock_is_behind_goes_on_above_what_was_taken(
     PlayedRanks(controller.spec.parallelism.mesh, observer).observe(told, time.time())
     token = tmp_path / "token"
     token.write_text("token")
-
-    async def run() -> None:
-        store = MemoryStore()
-        store.add("default", "job", controller)
-        async with IngestServer(store, BearerAuthenticator("token")) as server:
-            uplink = Uplink(
-                base_url=server.url, namespace="default", job="job", attempt=0,
-                token_file=token, observer=observer, on_directive=lambda _: None,
-            )  # fmt: skip
-            reporting = asyncio.create_task(uplink.run())
-            try:
-                found = await asyncio.wait_for(came.get(), 15)
-            finally:
-                reporting.cancel()
-            assert found.sequence > taken
-            told = {state.stage for state in found.stages}, [i.index for i in found.iterations]
-            assert told == ({0, 1}, [0]), "what was refused is told again"
-
-    asyncio.run(run())
+    store = MemoryStore()
+    store.add("default", "job", controller)
+    async with IngestServer(store, BearerAuthenticator("token")) as server:
+        uplink = Uplink(
+            base_url=server.url, namespace="default", job="job", attempt=0,
+            token_file=token, observer=observer, on_directive=lambda _: None,
+        )  # fmt: skip
+        reporting = asyncio.create_task(uplink.run())
+        try:
+            found = await asyncio.wait_for(came.get(), 15)
+        finally:
+            reporting.cancel()
+        assert found.sequence > taken
+        told = {state.stage for state in found.stages}, [i.index for i in found.iterations]
+        assert told == ({0, 1}, [0]), "what was refused is told again"
     assert f"is not above {taken}" in caplog.text
 
 
