@@ -25,7 +25,7 @@ LIMITS: Mapping[str, float] = {
     "product lines": 94_900,
     "product code lines": 69_300,
     "test lines": 101_600,
-    "benchmark lines": 6_110,
+    "benchmark lines": 6_200,
     "public classes": 692,
     "modules": 401,
     "leaves of spec": 111,
