@@ -273,18 +273,21 @@ def check_loss(loss_fn: LossFn | None, modules: Mapping[int, nn.Module]) -> None
         found = {str(index): value for index, value in enumerate([loss_fn.func, *loss_fn.args])}
         found |= loss_fn.keywords
     elif inspect.isfunction(loss_fn):
-        # Not modules: often it is the whole model, of which a loss uses what this stage has.
-        names = inspect.getclosurevars(loss_fn).nonlocals
-        found = {k: v for k, v in names.items() if not isinstance(v, nn.Module)}
+        found = dict(inspect.getclosurevars(loss_fn).nonlocals)
     for name, value in found.items():
-        parameters = value.named_parameters() if isinstance(value, nn.Module) else [(name, value)]
+        parameters = [(name, value)]
+        if isinstance(value, nn.Module):
+            parameters = list(value.named_parameters())
+            if inspect.isfunction(loss_fn) and any(id(each) in own for _, each in parameters):
+                # The whole model, of which the loss uses what this stage has.
+                continue
         for which, parameter in parameters:
             trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
             if trained and id(parameter) not in own:
                 raise InputError(
                     f"loss_fn trains the parameter {which!r}, which no stage has: it would be in no"
                     " mean over replicas, no clip_grad_norm_ and no checkpoint. Register it in the"
-                    " last stage's module"
+                    " last stage's module, or freeze it"
                 )
 
 

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.errors import BatchError, ShapeError, SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.stages.structure import Structure, take_apart
+from pipemorph_trainer.torch.stage import TorchStageRunner
 
 N, STAGES, WIDTH = 4, 3, 6
 
@@ -439,7 +441,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("place", ["first", "last", "evaluation"])
+@pytest.mark.parametrize("place", ["first", "last", "evaluation", "torch's stage"])
 @pytest.mark.parametrize("function", OWN.values(), ids=OWN.keys())
 def test_what_a_stage_returned_stays_while_it_runs_on(
     function: Callable[[Any, Tensor], Any], place: str
@@ -455,6 +457,11 @@ def test_what_a_stage_returned_stays_while_it_runs_on(
     outputs: list[Any] = []
     runner.begin_iteration(fused=frozenset(), outputs=outputs)
     run = runner.evaluate if place == "evaluation" else runner.forward
+    if place == "torch's stage":
+        ops: Any = SimpleNamespace(forward=lambda k, args, *_, **__: take_apart(whole(*args))[0])
+        run = TorchStageRunner(
+            ops, splits=False, walk=None, loss_of=None, loss_kept=lambda k: None
+        ).forward
     sent = [run(k, (x,), target=0) for k, x in enumerate(inputs)]
     if last:
         assert len({float(loss) for (loss,) in sent}) == N

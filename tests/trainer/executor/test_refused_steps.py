@@ -304,6 +304,7 @@ def scaled(output: Tensor, target: Tensor, scale: Any = 1) -> Tensor:
     return ((output - target) * scale).square().mean()
 
 
+OWN = torch.nn.Linear(2, 2)
 HEAT = torch.nn.Parameter(torch.ones(()))
 
 
@@ -320,7 +321,8 @@ def closing_over(value: Any) -> Callable[..., Tensor]:
         (partial(Learned()), "'heat'"),
         (Learned(trained=False), None),
         (closing_over(HEAT.detach()), None),
-        (closing_over(torch.nn.Linear(2, 2)), None),
+        (closing_over(torch.nn.Linear(2, 2)), "'weight'"),
+        (closing_over(torch.nn.Sequential(OWN, torch.nn.Linear(2, 2))), None),
         (partial(scaled, scale=2.0), None),
         (None, None),
     ],
@@ -328,8 +330,8 @@ def closing_over(value: Any) -> Callable[..., Tensor]:
 def test_parameters_of_the_loss_belong_to_a_stage(loss: Any, named: str | None) -> None:
     if named is not None:
         with pytest.raises(InputError, match=rf"loss_fn trains the parameter {named}, which no"):
-            check_loss(loss, {0: torch.nn.Linear(2, 2)})
+            check_loss(loss, {0: OWN})
     else:
-        check_loss(loss, {0: torch.nn.Linear(2, 2)})
+        check_loss(loss, {0: OWN})
     if isinstance(loss, Learned):
         check_loss(loss, {0: torch.nn.ModuleList([loss])})
