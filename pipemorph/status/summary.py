@@ -61,6 +61,11 @@ def summarize(
     that a restarted ingest does not reset the job to iteration 0.
     """
     summary = _summarize(source, now, view, last)
+    if last is not None and last.attempt == summary.attempt:
+        # Totals of the agent, which a new process hears in a later report than its first.
+        totals = ("link_fallbacks", "link_failbacks")
+        most = {name: max(getattr(last, name), getattr(summary, name)) for name in totals}
+        summary = summary.model_copy(update=most)
     if source.ended:
         nothing = {"slow_link_count": 0, "slow_links": [], "unknown_link_count": 0}
         nothing |= {"slow_reduction_count": 0, "slow_reductions": []}

@@ -107,11 +107,13 @@ def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:
 
 def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
     controller = JobController(spec_of(), attempt=1)
-    last = TrainingStatus(attempt=1, state="training", iteration=70)
+    last = TrainingStatus(attempt=1, state="training", iteration=70, link_fallbacks=3)
     assert summarize(Source(controller, None, 3), 101.0, last=last) == last
-    assert summarize(Source(controller, 100.0, 3), 101.0, last=last).iteration == 0
+    told = summarize(Source(controller, 100.0, 3), 101.0, last=last)
+    assert (told.iteration, told.link_fallbacks) == (0, 3), "a total never falls"
     older = last.model_copy(update={"attempt": 0})
-    assert summarize(Source(controller, None, 3), 101.0, last=older).iteration == 0
+    told = summarize(Source(controller, None, 3), 101.0, last=older)
+    assert (told.iteration, told.link_fallbacks) == (0, 0)
 
 
 async def test_a_job_that_moves_is_not_said_to_be_unheard_of() -> None:
