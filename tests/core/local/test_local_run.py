@@ -393,6 +393,28 @@ def test_an_error_in_following_a_run_is_told_and_ends_nothing(
     assert run.report()["completed"] is True
 
 
+@pytest.mark.parametrize(
+    ("files", "status"),
+    [
+        (10, 1),
+        pytest.param(8, 1, marks=pytest.mark.full),
+        pytest.param(20, 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_without_a_free_descriptor_ends_in_one_line_with_its_report(
+    runs: Runs, files: int, status: int
+) -> None:
+    restarts = {"failurePolicy": {"maxRestarts": 1}}
+    run = runs({0: "recover"}, others="recover", stages=2, executed=True, spec=restarts)
+    command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *run.command()]
+    run.command = lambda *extra: command  # type: ignore[method-assign]
+    ended_with, output = run.finish()
+    assert ended_with == status and "Traceback" not in output, output
+    assert output.count("Too many open files") == status, output
+    assert run.report()["completed"] is (status == 0)
+    assert_clean(run)
+
+
 @pytest.mark.parametrize("step", [86400.0, -86400.0])
 def test_durations_are_true_though_the_clock_is_set(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, step: float
