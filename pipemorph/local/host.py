@@ -56,6 +56,8 @@ from pipemorph.watch.door import listen
 from pipemorph.wire import PodReport, ResumedFrom
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
+UNUSABLE_STATUS = 2
+"""Exit status of a rank whose input was unusable, as a checkpoint that does not fit."""
 UNWRITTEN_STATUS = 1
 """Exit status of a completed job whose report could not be written, as on a full disk."""
 SUSPENDED_STATUS = 1
@@ -513,7 +515,8 @@ def _final_message(
     if complete:
         lines.append(f"report: {folder.report}")
     checkpoint = run.job.spec.checkpoint
-    if ending.end is not End.COMPLETED and checkpoint is not None and _resumes(checkpoint):
+    again = ending.end is not End.COMPLETED and ending.status != UNUSABLE_STATUS
+    if again and checkpoint is not None and _resumes(checkpoint):
         lines.append(
             f"to resume from the newest checkpoint in {checkpoint.directory}: "
             f"pipemorph run {manifest} --out ANOTHER_FOLDER"

@@ -9,10 +9,13 @@ import pytest
 from run_records import HAPPENED, emulated, job, record, run_record, sample
 from watched_jobs import watched
 
+from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import JobStatus
+from pipemorph.checkpoints import FINISHED
 from pipemorph.control.decide.forecast import Forecast
 from pipemorph.explain import explain_job
+from pipemorph.local.host import _final_message
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder
@@ -154,3 +157,17 @@ def test_a_report_is_the_job_with_its_status(end: End, state: str, reason: str) 
     shown = render(explain_job(content).page())
     assert f"is {state}" in shown and "8 of 40 iterations in 1 min" in shown
     assert "rank 1 exited with 1" in shown and "\x1b" not in shown
+
+
+@pytest.mark.parametrize(("status", "told"), [(1, True), (2, False)])
+def test_input_that_was_unusable_is_not_to_be_run_again(
+    status: int, told: bool, tmp_path: Path
+) -> None:
+    """As a checkpoint that does not fit."""
+    saved = tmp_path / "iteration-00000004"
+    saved.mkdir()
+    (saved / FINISHED).touch()
+    run, folder = RunRecord(job(), 1.0), OutFolder(tmp_path / "out")
+    run.job.spec.checkpoint = Checkpoint(directory=str(tmp_path), every=1)
+    text = _final_message(Ending(End.FAILED, "why", status=status), run, folder, "job.yaml", False)
+    assert ("to resume from the newest checkpoint" in text) is told

@@ -160,8 +160,8 @@ def test_copies_that_are_not_those_that_were_left(
         assert second["state"] == "kept", second
         assert losses(report) == undisturbed
     if how == "changed":
-        assert second["state"] == "beginning", second
-        assert losses(report) == undisturbed
+        # With random state of its own: there is dropout.
+        assert second["state"] == "replica", second
 
 
 @pytest.mark.times

@@ -48,7 +48,7 @@ from pipemorph_trainer.state.kept.late import LateCopies
 from pipemorph_trainer.state.kept.lending import memory_of
 from pipemorph_trainer.state.kept.neighbour import Neighbour, Ring
 from pipemorph_trainer.state.kept.resumed import Resumed
-from pipemorph_trainer.state.kept.resuming import Resuming, inexact
+from pipemorph_trainer.state.kept.resuming import Resuming, shortfall
 from pipemorph_trainer.state.kept.slots import Slot, Slots
 from pipemorph_trainer.state.kept.values import Values, changes_within_iterations
 from pipemorph_trainer.topology.placement import Placement
@@ -421,7 +421,7 @@ class Keeper:
         return Resumed(
             found.iteration,
             "kept" if found.exact else "neighbour" if found.neighbours else "replica",
-            "; ".join(filter(None, (inexact(found), found.why_not_newer))),
+            shortfall(found),
             unreported,
         )
 

@@ -102,7 +102,7 @@ class Resuming:
         self._at = [of.get(rank, (rank, told[rank].place)) for rank in range(len(told))]
         found = self._choose(told)
         if self.moved and (isinstance(found, str) or not found.exact):
-            lacking = found if isinstance(found, str) else inexact(found)
+            lacking = found if isinstance(found, str) else shortfall(found)
             raise PipelineError(f"ranks do not have their copies in their new layout: {lacking}")
         return found
 
@@ -318,12 +318,12 @@ class Resuming:
         self._slots.finish(slots[0], Offer(*mark["offer"]), part)
 
 
-def inexact(choice: Choice) -> str:
-    """What is not as it was if ranks took the state of others."""
+def shortfall(choice: Choice) -> str:
+    """What is not as it was if ranks took the state of others, and why none goes on from a newer
+    iteration."""
     ranks = [str(rank) for rank in range(len(choice.sources)) if not choice.own(rank)]
-    if not ranks:
-        return ""
-    return (
+    inexact = (
         f"of rank {', '.join(ranks)} nothing was left: random state is new there, and what"
         " state= has is another replica's"
     )
+    return "; ".join(filter(None, (inexact if ranks else "", choice.why_not_newer)))
