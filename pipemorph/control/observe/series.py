@@ -153,7 +153,7 @@ class Series:
             return
         late = 0.0 if note is None or self.first is None else self.first - note
         if self.detector.lower_base(base, late) and note is not None:
-            self.well = deque([note], maxlen=RECENT)
+            self.first, self.well = note, deque([note], maxlen=RECENT)
 
     def refined(self, low: float, high: float, latency: float | None) -> float | None:
         """The wire time from its bounds and the latency, which is exact even if the receiver
