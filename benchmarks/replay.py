@@ -13,6 +13,8 @@ Real detector, controller and planner; trainer and wire times are simulated. Pri
 what an oracle gains over schedule and routes that never change; the oracle knows the trace and
 changes at once, to the best plan for the mean delay of the iteration that begins. Beside it is the
 share of what an oracle gets that learns of a fault from the iteration in which it begins.
+*From the first iteration on*: :data:`STATES`, among them links that are slow from the start, alone
+or all alike, with what is lost at worst against doing nothing: over all, and over 20 iterations.
 *Random*: N traces of each kind of delay that varies (:data:`RANDOM`), with each dispatch, with and
 without an in-flight limit; 0: none.
 
@@ -352,6 +354,9 @@ def main() -> int:
         print(f"1,000 iterations without a fault, {telemetry} telemetry: {count} changes of plan")
         if count:
             missed.append(f"NO change without a fault, {telemetry} telemetry: {count}")
+    if not args.quick:
+        missed_at_worst, state_rows = run_states(args.only)
+        missed, rows = missed + missed_at_worst, rows + state_rows
     if args.seeds and not args.quick:
         missed_randomly, random_rows = run_random(args.seeds)
         missed, rows = missed + missed_randomly, rows + random_rows
