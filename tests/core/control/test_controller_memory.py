@@ -111,7 +111,7 @@ def test_a_slow_link_without_room_for_slackness_is_answered_by_offload_and_back(
         each.delays[1] = 0.060
         each.run(10)
     assert job.plan.offloads
-    assert job.seconds[-1] < 0.93 * without.seconds[-1]
+    assert job.seconds[-1] < 0.9 * without.seconds[-1]
     record = next(r for r in job.controller.records if any(r.offloaded))
     assert "offload on stages 0" in record.reason
     assert "costs 2.0 ms per copied microbatch and saves" in record.reason
@@ -246,7 +246,7 @@ def test_a_slow_link_without_room_for_slackness_is_answered_by_recomputation_and
     assert not any(plan.recomputing for plan in without.plans)
     assert job.plan.recomputing
     assert not job.plan.offloads
-    assert job.seconds[-1] < 0.9 * without.seconds[-1]
+    assert job.seconds[-1] < 0.93 * without.seconds[-1]
     record = next(r for r in job.controller.records if any(r.recomputed))
     assert "recomputation on stage" in record.reason
     assert "forwards again and saves" in record.reason
