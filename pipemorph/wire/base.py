@@ -16,6 +16,8 @@ Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 PlanVersion = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # Texts of peers, which terminals and pages show: none can add a line of its own to others'.
 PRINTABLE = AfterValidator(lambda text: text if text.isprintable() else one_line(text, len(text)))
+# A limit or a count of microbatches in a plan: the compiled core takes it as an int.
+Microbatches = Annotated[int, Field(ge=1, le=2**31 - 1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 
 

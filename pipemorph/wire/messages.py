@@ -33,6 +33,7 @@ from pipemorph.wire.base import (
     PRINTABLE,
     Answer,
     Count,
+    Microbatches,
     ObjectName,
     PlanVersion,
     Seconds,
@@ -136,13 +137,13 @@ class PlanMessage(WireModel):
 
     version: Count
     policy: Policy
-    microbatches: Annotated[int, Field(ge=1)]
+    microbatches: Microbatches
     ranks: list[str]
     routes: list[Route]
-    in_flight_limits: list[int | None]
-    warmup: list[int]
+    in_flight_limits: list[Microbatches | None]
+    warmup: list[Microbatches]
     dispatch: Dispatch = Dispatch.STATIC
-    device_limits: list[int | None] = Field(default_factory=list)
+    device_limits: list[Microbatches | None] = Field(default_factory=list)
     """One per stage; empty: activations of all stages stay on the device."""
     recompute: list[bool] = Field(default_factory=list)
     """Whether a stage drops activations beyond its device limit and runs the forward again, instead

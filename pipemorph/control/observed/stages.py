@@ -20,6 +20,9 @@ from pipemorph.planning.offload import host_limit, host_peak, recompute_room
 from pipemorph.planning.problem import StageTimes
 from pipemorph.wire import StageState
 
+MOST = 2**31 - 1
+"""Microbatches that a limit in bytes comes to at most: more than any plan has."""
+
 
 class Room(NamedTuple):
     """Memory limits of a stage, in microbatches.
@@ -60,8 +63,8 @@ def stated_limits(spec: JobSpec) -> tuple[int | None, ...]:
     """``schedule.inFlightLimit`` per stage; None for no cap."""
     limit = spec.schedule.in_flight_limit
     if isinstance(limit, list):
-        return tuple(limit)
-    return (limit,) * spec.parallelism.stages
+        return tuple(min(each, MOST) for each in limit)
+    return (None if limit is None else min(limit, MOST),) * spec.parallelism.stages
 
 
 def room(
@@ -82,7 +85,7 @@ def room(
     memory = spec.schedule.activation_memory
     memory = memory // several if memory is not None else None
     if memory is not None and activation_bytes:
-        fits = memory // activation_bytes
+        fits = min(memory // activation_bytes, MOST)
         if device is None or fits < device:
             device, by_memory = fits, True
     host = 0

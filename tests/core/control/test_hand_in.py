@@ -214,6 +214,12 @@ OTHER = {"replicas": [0], "wire_times": [], "delays": [], "slow": [True]}
         (change(*PLAN, "ranks", 2, to="W" + "FI" * 12 + "W" * 11), "directive.plan: "),
         (change(*PLAN, "ranks", 2, to="FI1W" * 12), "rank 2, op 2 is of chunk 1; the rank has 1"),
         (change(*PLAN, "ranks", 2, to="X" * 36), "rank 2, op 0 is 'X'"),
+        *(
+            (change(*PLAN, field, to=[wrong] * 4), f"directive.plan.{field}.0")
+            for field in ("in_flight_limits", "device_limits", "warmup")
+            for wrong in (-1, 0, 2**31, 2**63, 2**70, 1.5)
+        ),
+        (change(*PLAN, "microbatches", to=2**63), "directive.plan.microbatches"),
         (change(*PLAN, "in_flight_limits", to=[None] * 4), "stage 0 may hold all microbatches"),
         (change(*PLAN, "in_flight_limits", to=[7] * 4), "may hold 7 microbatches; the spec allows"),
     ],
