@@ -29,7 +29,7 @@ using CostsTuple =
     std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
                std::vector<double>, std::vector<int>, std::vector<int>, std::vector<bool>,
                std::vector<double>, std::vector<double>, std::vector<int>, std::vector<double>,
-               std::vector<double>, std::vector<std::vector<int>>>;
+               std::vector<double>, std::vector<std::vector<int>>, std::vector<double>, double>;
 using Ran = std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
@@ -41,7 +41,7 @@ void expect(bool holds, const char* message) {
 void check_placed(const std::vector<std::vector<int>>& stages_of, size_t stages) {
     std::vector<int> seen(stages);
     for (const auto& mine : stages_of) {
-        expect(mine.size() <= 64, "expected at most 64 stages on a rank");
+        expect(mine.size() <= kMostChunks, "expected at most 64 stages on a rank");
         for (const int stage : mine) {
             expect(stage >= 0 && static_cast<size_t>(stage) < stages,
                    "expected stages of the problem");
@@ -55,7 +55,7 @@ void check_placed(const std::vector<std::vector<int>>& stages_of, size_t stages)
 Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> warmup = {}) {
     Costs costs;
     auto& [n, took, delay, transfer, queues, outstanding, half_duplex, leaving, returning,
-           device_limits, after, before, stages_of] = given;
+           device_limits, after, before, stages_of, sizes, memory] = given;
     costs.microbatches = n;
     costs.stages = static_cast<int>(took[kForward].size());
     for (int kind = 0; kind <= kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
@@ -69,6 +69,8 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     costs.device_limits = std::move(device_limits);
     costs.after = std::move(after);
     costs.before = std::move(before);
+    costs.sizes = std::move(sizes);
+    costs.memory = memory;
     costs.caps = std::move(caps);
     costs.warmup = std::move(warmup);
     const size_t stages = costs.took[kForward].size(), links = stages - 1;
@@ -76,7 +78,8 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     if (costs.caps.empty()) costs.caps.assign(stages, n);
     for (const auto& times : costs.took)
         expect(times.size() == stages, "expected an op time of each kind per stage");
-    expect(costs.caps.size() == stages, "expected an in-flight cap per stage");
+    expect(costs.caps.size() == stages && costs.sizes.size() == stages,
+           "expected an in-flight cap and a size per stage");
     expect(costs.leaving.size() == stages && costs.returning.size() == stages &&
                costs.device_limits.size() == stages,
            "expected times to leave and return and a device limit per stage");
@@ -283,28 +286,17 @@ bool valid(int microbatches, const std::vector<std::vector<int>>& stages_of,
     return is_valid(microbatches, stages_of, order, numbers, caps, device_limits);
 }
 
-Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
-    Order order;
-    if (stages.empty()) return order;
-    expect(stages.size() == costs.caps.size(), "the order has another number of stages");
-    for (const nb::bytes& kinds : stages) {
-        const auto* data = static_cast<const unsigned char*>(kinds.data());
-        order.emplace_back(data, data + kinds.size());
-        for (int kind = 0; kind < kKinds; ++kind)
-            expect(std::count(order.back().begin(), order.back().end(), kind) == costs.microbatches,
-                   "expected each kind once per microbatch in the order");
-        expect(kinds.size() == static_cast<size_t>(kKinds) * costs.microbatches,
-               "expected kinds 0, 1 and 2 in the order");
-    }
-    return order;
-}
-
 std::tuple<std::vector<nb::bytes>, double, double> run_search(
     const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
     const std::vector<int>& paper_warmup, const std::vector<nb::bytes>& start, long listing_effort,
     long shifting_effort, double near) {
     const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
-    const Order from = to_order(start, costs);
+    Order from;
+    if (!start.empty()) check_whole(from = to_ranks(start, costs), costs);
+    for (const auto& codes : from)
+        expect(
+            std::none_of(codes.begin(), codes.end(), [](int code) { return (code & 3) == kFused; }),
+            "expected split backwards in the order");
     expect(paper_warmup.size() == costs.caps.size(), "expected a paper warm-up per stage");
     Found found;
     {
@@ -312,7 +304,7 @@ std::tuple<std::vector<nb::bytes>, double, double> run_search(
         found = search(costs, paper_warmup, from, {listing_effort, shifting_effort, near});
     }
     std::vector<nb::bytes> order;
-    for (const auto& kinds : found.order) order.emplace_back(kinds.data(), kinds.size());
+    for (const auto& codes : found.order) order.emplace_back(codes.data(), codes.size());
     return {std::move(order), found.makespan, found.bound};
 }
 

@@ -127,6 +127,19 @@ class Core {
     bool fits(int stage, int kind, int m) const {
         return residency_.empty() || residency_[stage].fits(kind, m);
     }
+    // Whether the rank of a stage has memory for one more F of it, and one more on each of its
+    // other stages that hold none: so ranks can always finish the oldest microbatch, and do not
+    // wait for each other forever. A W that has not run can run.
+    bool has_room(int stage) const {
+        if (costs_.memory == kNever) return true;
+        double held = 0.0, reserved = 0.0;
+        for (const int i : costs_.stages_of[costs_.rank_of[stage]]) {
+            const int f = done(kForward, i) + (i == stage), least = f < costs_.microbatches;
+            held += costs_.sizes[i] * (f - done(kWeight, i));
+            reserved += costs_.sizes[i] * std::max(f - done(kBackward, i), least);
+        }
+        return std::max(held, reserved) <= costs_.memory;
+    }
     // The op that `code` of an order stands for, now.
     Op decode(int rank, unsigned char code) const {
         const Way& its = way(code & 3, costs_.stages_of[rank][code >> 2]);

@@ -15,6 +15,7 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 // Kinds of ops, and indices of what is kept per kind. A fused backward counts as a B and a W.
 enum Kind : unsigned char { kForward, kBackward, kWeight, kFused };
 constexpr int kKinds = 3;
+constexpr int kMostChunks = 64;  // stages of a rank
 
 // Times in the problem's unit; `queues` and `outstanding` are 0 for "no bound"; `caps` are N
 // where there is none. The search uses neither fused backwards nor offload.
@@ -36,6 +37,8 @@ struct Costs {
     std::vector<double> before;      // per rank: when it may begin; empty: at 0
     std::vector<std::vector<int>> stages_of;  // per rank; an op's chunk is a place in it
     std::vector<int> rank_of, chunk_of;       // per stage
+    std::vector<double> sizes;                // per stage: memory of one microbatch in flight
+    double memory = kNever;                   // of a rank, for all its stages
 
     // Puts the stages on ranks.
     void place(std::vector<std::vector<int>> ranks) {

@@ -1,8 +1,12 @@
 #include "planner/list_scheduler.hpp"
 
+#include <array>
+
 namespace pipemorph::planner {
 namespace {
 
+// `kMost`: stages of a rank.
+template <int kMost>
 struct Chooser {
     const Costs& costs;
     const Times& tail;
@@ -11,66 +15,79 @@ struct Chooser {
     const double bound;
     Order& order;
     std::vector<double>& left;
+    const bool limited = costs.memory < kNever;
     double makespan = 0.0;
     long ops_run = 0;
 
-    Choice choose(const Core& core, int i, double now) const {
-        const int f = core.done(kForward, i), b = core.done(kBackward, i),
-                  w = core.done(kWeight, i);
-        const Bias& bias = tuning.biases[i];
+    Choice choose(const Core& core, int rank, double now) const {
+        const int* mine = costs.stages_of[rank].data();
+        const int chunks = kMost == 1 ? 1 : static_cast<int>(costs.stages_of[rank].size());
         const double weigh = tuning.by_kind ? 0.0 : 1.0;
-        const auto urgency_of = [&](int kind, int m) {
-            return weigh * urgent.row(kind, i)[m] + bias.of[kind];
-        };
-        double forward_at = f < costs.microbatches && f - w < tuning.caps[i]
-                                ? core.arrival(kForward, i, f)
-                                : kNever;
-        double backward_at = b < f ? core.arrival(kBackward, i, b) : kNever;
-        if (!tuning.warmup.empty()) {
-            if (f < tuning.warmup[i])
-                backward_at = kNever;
-            else if (b == 0 && !tuning.at_least)
-                forward_at = kNever;
-        }
 
-        // At a tie B, then F, then W.
+        // At a tie B, then F, then W; of these the one of the later stage.
+        constexpr int kTurn[] = {1, 0, 2};
         Choice choice;
         double urgency = -kNever;
-        const auto consider = [&](int kind, int m) {
-            if (const double its = urgency_of(kind, m); its > urgency) {
-                choice.found = true;
-                choice.op = {i, kind, m};
-                urgency = its;
-            }
+        const auto urgency_of = [&](int i, int kind, int m) {
+            return weigh * urgent.row(kind, i)[m] + tuning.biases[i].of[kind];
         };
-        if (backward_at <= now) consider(kBackward, b);
-        if (forward_at <= now) consider(kForward, f);
-        if (w < b) consider(kWeight, w);
-
+        const auto consider = [&](int i, int kind, int m) {
+            const double its = urgency_of(i, kind, m);
+            if (its < urgency || (its == urgency && kTurn[kind] >= kTurn[choice.op.kind])) return;
+            choice.found = true;
+            choice.op = {i, kind, m};
+            urgency = its;
+        };
+        std::array<double, kMost> forwards_at, backwards_at;
+        for (int chunk = chunks; chunk-- > 0;) {
+            const int i = mine[chunk], f = core.done(kForward, i), b = core.done(kBackward, i),
+                      w = core.done(kWeight, i);
+            const bool open =
+                f < costs.microbatches && f - w < tuning.caps[i] && (!limited || core.has_room(i));
+            double forward_at = open ? core.arrival(kForward, i, f) : kNever;
+            double backward_at = b < f ? core.arrival(kBackward, i, b) : kNever;
+            if (!tuning.warmup.empty()) {
+                if (f < tuning.warmup[i])
+                    backward_at = kNever;
+                else if (b == 0 && !tuning.at_least)
+                    forward_at = kNever;
+            }
+            if (backward_at <= now) consider(i, kBackward, b);
+            if (forward_at <= now) consider(i, kForward, f);
+            if (w < b) consider(i, kWeight, w);
+            forwards_at[chunk] = forward_at;
+            backwards_at[chunk] = backward_at;
+        }
         if (!choice.found) {
-            choice.until = std::min(forward_at, backward_at);
+            for (int chunk = 0; chunk < chunks; ++chunk)
+                choice.until = std::min({choice.until, forwards_at[chunk], backwards_at[chunk]});
             return choice;
         }
-        if (bias.patience != 0) {
-            const double horizon = now + bias.patience * costs.took[choice.op.kind][i];
-            if (now < backward_at && backward_at < horizon && urgency_of(kBackward, b) > urgency)
-                choice.until = backward_at;
-            if (now < forward_at && forward_at < horizon && forward_at < choice.until &&
-                urgency_of(kForward, f) > urgency)
-                choice.until = forward_at;
+
+        const auto [stage, kind, m] = choice.op;
+        if (const double patience = tuning.biases[stage].patience; patience != 0) {
+            const double horizon = now + patience * costs.took[kind][stage];
+            const auto await = [&](int i, int its, double at) {
+                if (now < at && at < horizon && at < choice.until &&
+                    urgency_of(i, its, core.done(its, i)) > urgency)
+                    choice.until = at;
+            };
+            for (int chunk = 0; chunk < chunks; ++chunk) {
+                await(mine[chunk], kBackward, backwards_at[chunk]);
+                await(mine[chunk], kForward, forwards_at[chunk]);
+            }
             choice.found = choice.until == kNever;
             if (!choice.found) return choice;
         }
-        choice.give_up = now + tail.row(choice.op.kind, i)[choice.op.microbatch] >= bound ||
-                         now + left[i] >= bound;
+        choice.give_up = now + tail.row(kind, stage)[m] >= bound || now + left[rank] >= bound;
         return choice;
     }
 
-    void began(Core&, int i, const Op& op, double, double end) {
+    void began(Core& core, int rank, const Op& op, double, double end) {
         ++ops_run;
-        left[i] -= costs.took[op.kind][i];
-        makespan = std::max(makespan, end + costs.after[i]);
-        order[i].push_back(static_cast<unsigned char>(op.kind));
+        left[rank] -= costs.took[op.kind][op.stage];
+        makespan = std::max(makespan, end + costs.after[rank]);
+        order[rank].push_back(core.code(op));
     }
     void ended(int, double) {}
 };
@@ -78,23 +95,30 @@ struct Chooser {
 }  // namespace
 
 MostUrgent::MostUrgent(const Costs& costs)
-    : costs_(costs), core_(costs), order_(costs.stages), left_(costs.stages) {
-    for (auto& row : order_) row.reserve(static_cast<size_t>(kKinds) * costs.microbatches);
+    : costs_(costs), core_(costs), order_(costs.ranks()), left_(costs.ranks()) {
+    for (int rank = 0; rank < costs.ranks(); ++rank)
+        order_[rank].reserve(costs.stages_of[rank].size() * kKinds * costs.microbatches);
 }
 
 double MostUrgent::run(const Times& tail, const Times& urgency, const Tuning& tuning,
                        double bound) {
-    for (int i = 0; i < costs_.stages; ++i) {
-        order_[i].clear();
-        left_[i] = costs_.microbatches * (costs_.took[kForward][i] + costs_.took[kBackward][i] +
-                                          costs_.took[kWeight][i]) +
-                   costs_.after[i];
+    for (int rank = 0; rank < costs_.ranks(); ++rank) {
+        order_[rank].clear();
+        left_[rank] = costs_.after[rank];
+        for (const int i : costs_.stages_of[rank])
+            left_[rank] +=
+                costs_.microbatches *
+                (costs_.took[kForward][i] + costs_.took[kBackward][i] + costs_.took[kWeight][i]);
     }
-    Chooser chooser{costs_, tail, urgency, tuning, bound, order_, left_};
-    const bool finished = core_.run_in_time<true>(chooser);
-    ops_run_ = chooser.ops_run;
-    const long all = static_cast<long>(kKinds) * costs_.microbatches * costs_.stages;
-    return finished && ops_run_ == all ? chooser.makespan : kNever;
+    const auto run_with = [&](auto chooser) {
+        const bool finished = core_.run_in_time<true>(chooser);
+        ops_run_ = chooser.ops_run;
+        const long all = static_cast<long>(kKinds) * costs_.microbatches * costs_.stages;
+        return finished && ops_run_ == all ? chooser.makespan : kNever;
+    };
+    if (costs_.ranks() == costs_.stages)
+        return run_with(Chooser<1>{costs_, tail, urgency, tuning, bound, order_, left_});
+    return run_with(Chooser<kMostChunks>{costs_, tail, urgency, tuning, bound, order_, left_});
 }
 
 }  // namespace pipemorph::planner

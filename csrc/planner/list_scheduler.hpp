@@ -1,4 +1,4 @@
-// The planner's list scheduler: every stage runs its most urgent ready op.
+// The planner's list scheduler: every rank runs its most urgent ready op.
 //
 // The urgency of an op is the least time from its start to the end of the iteration: its tail, or
 // the longer one that narrowed windows leave (windows.hpp).
@@ -33,7 +33,7 @@ class MostUrgent {
     explicit MostUrgent(const Costs& costs);
 
     // The makespan; kNever once `tail` shows that it cannot stay below `bound`, or on a deadlock,
-    // which needs a warm-up above a cap or increasing along the stages.
+    // which needs a warm-up above a cap or the memory, or increasing along the stages.
     double run(const Times& tail, const Times& urgency, const Tuning& tuning, double bound);
 
     const Order& order() const { return order_; }
@@ -44,7 +44,7 @@ class MostUrgent {
     Core core_;
     Order order_;
     long ops_run_ = 0;
-    std::vector<double> left_;  // per stage, the time of the ops that have not run
+    std::vector<double> left_;  // per rank, the time of the ops that have not run
 };
 
 }  // namespace pipemorph::planner

@@ -1,63 +1,79 @@
 #include "planner/local_search.hpp"
 
 #include <algorithm>
+#include <array>
 
 #include "planner/search.hpp"
 
 namespace pipemorph::planner {
 namespace {
 
-// Ops that follow each other on a stage without a gap, first to last, on the critical path.
+// Ops that follow each other on a rank without a gap, first to last, on the critical path.
 struct Block {
-    int stage, first, last;
+    int rank, first, last;
 };
 
-// A critical path, from its end. Where an op waited for its stage and its message alike, the
-// generator says which is followed.
+// A critical path, from its end. Where an op waited for its rank and its message alike, the
+// generator says which is followed. What comes from the same rank is no message.
 void trace(const Costs& costs, const InOrder& executor, const Order& order, Rng& rng,
            std::vector<Block>& blocks) {
     const int last = costs.stages - 1;
     blocks.clear();
-    int stage = 0;
-    int position = kKinds * costs.microbatches - 1, end = position;
-    const auto ends = [&](int i) { return executor.end(i, position) + costs.after[i]; };
-    for (int i = 1; i < costs.stages; ++i)
-        if (ends(i) > ends(stage)) stage = i;
+    const auto at_end = [&](int rank) { return static_cast<int>(order[rank].size()) - 1; };
+    const auto ends = [&](int rank) {
+        return executor.end(rank, at_end(rank)) + costs.after[rank];
+    };
+    int rank = 0;
+    for (int i = 1; i < costs.ranks(); ++i)
+        if (ends(i) > ends(rank)) rank = i;
+    int position = at_end(rank), end = position;
     while (true) {
-        const double start = executor.start(stage, position);
-        const int kind = order[stage][position], m = executor.microbatch(stage, position);
-        const bool received = kind == kForward ? stage > 0 : kind == kBackward && stage < last;
+        const double start = executor.start(rank, position);
+        const unsigned char code = order[rank][position];
+        const int kind = code & 3, stage = costs.stages_of[rank][code >> 2];
+        const int m = executor.microbatch(rank, position);
+        const int from = kind == kForward ? stage - 1 : stage + 1;
+        const bool received =
+            kind != kWeight && from >= 0 && from <= last && costs.rank_of[from] != rank;
         const bool message = received && executor.core().arrival(kind, stage, m) == start;
-        bool machine = position > 0 && executor.free(stage, position - 1) == start;
+        bool machine = position > 0 && executor.free(rank, position - 1) == start;
         if (machine && message && rng.below(2)) machine = false;
         if (machine) {
             --position;
             continue;
         }
-        if (end > position) blocks.push_back({stage, position, end});
+        if (end > position) blocks.push_back({rank, position, end});
         if (!message) return;
-        stage += kind == kForward ? -1 : 1;
-        position = end = executor.position(kind, stage, m);
+        rank = costs.rank_of[from];
+        position = end = executor.position(kind, from, m);
     }
 }
 
-// Whether a stage may run its ops in this order.
-bool allowed(const Costs& costs, int stage, const std::vector<unsigned char>& kinds, int until) {
-    int done[kKinds] = {0, 0, 0};
-    const int cap = costs.caps[stage], warmup = costs.warmup.empty() ? 0 : costs.warmup[stage];
+// Whether a rank may run its ops in this order.
+bool allowed(const Costs& costs, int rank, const std::vector<unsigned char>& codes, int until) {
+    std::array<std::array<int, kKinds>, kMostChunks> counts;
+    const std::vector<int>& mine = costs.stages_of[rank];
+    std::fill_n(counts.begin(), mine.size(), std::array<int, kKinds>{});
+    const int* warmup = costs.warmup.empty() ? nullptr : costs.warmup.data();
+    const bool limited = costs.memory < kNever;
+    double held = 0.0;
     for (int position = 0; position <= until; ++position) {
-        const int kind = kinds[position];
+        const int chunk = codes[position] >> 2, kind = codes[position] & 3, stage = mine[chunk];
+        auto& done = counts[chunk];
         ++done[kind];
         if (done[kBackward] > done[kForward] || done[kWeight] > done[kBackward]) return false;
-        if (done[kForward] - done[kWeight] > cap) return false;
-        if (warmup && kind == kBackward && done[kBackward] == 1 && done[kForward] != warmup)
+        if (done[kForward] - done[kWeight] > costs.caps[stage]) return false;
+        if (warmup && kind == kBackward && done[kBackward] == 1 && done[kForward] != warmup[stage])
             return false;
+        if (!limited) continue;
+        if (kind != kBackward) held += kind == kForward ? costs.sizes[stage] : -costs.sizes[stage];
+        if (held > costs.memory) return false;
     }
     return true;
 }
 
-void move(std::vector<unsigned char>& kinds, int from, int to) {
-    const auto at = kinds.begin();
+void move(std::vector<unsigned char>& codes, int from, int to) {
+    const auto at = codes.begin();
     if (from < to)
         std::rotate(at + from, at + from + 1, at + to + 1);
     else
@@ -72,15 +88,19 @@ double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng,
     std::vector<Block> blocks;
     const double all = static_cast<double>(effort);
     const bool shared = costs.shares_queues();
-    const int all_ops = kKinds * costs.microbatches;
+    const double heat = costs.ranks() < costs.stages ? kHeatOfSeveral : kHeat;
     double length = executor.run(present);
     effort -= executor.ops_run();
     trace(costs, executor, present, rng, blocks);
     while (effort > 0 && makespan > enough && !blocks.empty()) {
         Block block = blocks[rng.below(static_cast<int>(blocks.size()))];
         // A message may have waited for one of the other direction, which the path does not show.
-        if (shared && rng.below(2)) block = {rng.below(costs.stages), 0, all_ops - 1};
-        const auto [stage, first, last] = block;
+        if (shared && rng.below(2)) {
+            block.rank = rng.below(costs.ranks());
+            block.first = 0;
+            block.last = static_cast<int>(present[block.rank].size()) - 1;
+        }
+        const auto [rank, first, last] = block;
         int from = first, to = first + 1;
         switch (rng.below(4)) {
             case 0:
@@ -93,21 +113,21 @@ double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng,
                 from = first + rng.below(last - first + 1);
                 to = first + rng.below(last - first + 1);
         }
-        auto& kinds = present[stage];
+        auto& codes = present[rank];
         // A step that was not run still counts, or a short path could be searched for ever.
         --effort;
-        if (kinds[from] == kinds[to] && (from - to) * (from - to) <= 1) continue;
-        move(kinds, from, to);
-        const double patience = kHeat * unit * (static_cast<double>(effort) / all);
+        if (codes[from] == codes[to] && (from - to) * (from - to) <= 1) continue;
+        move(codes, from, to);
+        const double patience = heat * unit * (static_cast<double>(effort) / all);
         const double within = length + patience * rng.unit();
         double found = kNever;
-        if (allowed(costs, stage, kinds, std::max(from, to))) {
+        if (allowed(costs, rank, codes, std::max(from, to))) {
             // A hair more, so that what is just as long is not given up.
             found = executor.run(present, costs.delay, &tail, within * (1 + kSame));
             effort -= executor.ops_run();
         }
         if (found > within * (1 + kSame)) {
-            move(kinds, to, from);
+            move(codes, to, from);
             continue;
         }
         length = found;

@@ -1,6 +1,6 @@
 // Local search on the order itself: shifts ops along the critical path.
 //
-// A move shifts an op within a block, a run of consecutive ops of a stage on a critical path (to an
+// A move shifts an op within a block, a run of consecutive ops of a rank on a critical path (to an
 // end of the block, as Nowicki and Smutnicki do for job shops, or anywhere in it), since no other
 // move can shorten the schedule. A longer schedule is accepted with a probability that decreases to
 // zero: simulated annealing, with a threshold drawn uniformly, to avoid functions whose rounding

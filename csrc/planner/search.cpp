@@ -31,7 +31,7 @@ constexpr int kOtherUrgency = 8;  // one in so many
 constexpr int kAtOnce[] = {1, 1, 2, 3};
 
 // Rounds of both local searches, each with its part of the effort.
-constexpr int kRounds = 3;
+constexpr int kRounds = 3, kRoundsOfSeveral = 5;
 // States that are visited to narrow windows, in all.
 constexpr long kNarrowing = 5'000'000;
 
@@ -52,6 +52,7 @@ class Search {
         : costs_(costs),
           paper_warmup_(paper_warmup),
           effort_(effort),
+          several_(costs.ranks() < costs.stages),
           unit_(mean_op(costs)),
           tails_(tails(costs, costs.caps)),
           lister_(costs),
@@ -69,13 +70,15 @@ class Search {
         portfolio();
         narrow();
         bend();
+        if (found_.order.empty()) return found_;  // the warm-up is more than the limits allow
         shift();
         narrow();
         // Windows come last, so that they can only shorten a plan.
         by_windows_ = narrowed_at_ < kNever;
-        for (int round = 1; by_windows_ && round < kRounds && !at_bound(); ++round) {
+        const int rounds = several_ ? kRoundsOfSeveral : by_windows_ ? kRounds : 1;
+        for (int round = 1; round < rounds && !at_bound(); ++round) {
             effort_ = each;
-            if (round == 1) portfolio();
+            if (round == 1 && by_windows_) portfolio();
             bend();
             shift();
             narrow();
@@ -106,7 +109,7 @@ class Search {
     // Either there is no shorter schedule, or its windows tell more about what is urgent than tails
     // do.
     void narrow() {
-        if (at_bound() || found_.makespan >= narrowed_at_) return;
+        if (several_ || at_bound() || found_.makespan >= narrowed_at_) return;
         if (narrowing_ < Windows::size(costs_)) return;
         Windows windows(costs_, heads(costs_, costs_.caps), tails_, narrowing_);
         const double shorter = found_.makespan * (1 - kSame / 2);
@@ -279,15 +282,13 @@ class Search {
     }
 
     std::vector<int> in_flight_peaks() const {
-        std::vector<int> peaks;
-        for (const auto& kinds : found_.order) {
-            int now = 0, peak = 0;
-            for (const int kind : kinds) {
-                if (kind == kForward) peak = std::max(peak, ++now);
-                if (kind == kWeight) --now;
+        std::vector<int> peaks(costs_.stages), now(costs_.stages);
+        for (int rank = 0; rank < costs_.ranks(); ++rank)
+            for (const unsigned char code : found_.order[rank]) {
+                const int i = costs_.stages_of[rank][code >> 2], kind = code & 3;
+                if (kind == kForward) peaks[i] = std::max(peaks[i], ++now[i]);
+                if (kind == kWeight) --now[i];
             }
-            peaks.push_back(peak);
-        }
         return peaks;
     }
 
@@ -310,6 +311,7 @@ class Search {
     const Costs& costs_;
     const std::vector<int>& paper_warmup_;
     Effort effort_;
+    bool several_;  // whether a rank has several stages: no windows are narrowed
     double unit_;
     Times tails_, narrowed_;
     long narrowing_ = kNarrowing;

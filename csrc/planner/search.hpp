@@ -8,7 +8,7 @@ namespace pipemorph::planner {
 // What a makespan may differ by and still be the same: sums of times in another order.
 constexpr double kSame = 1e-9;
 // A step may lengthen the schedule by this many mean ops at first, by nothing at the end.
-constexpr double kHeat = 1.0;
+constexpr double kHeat = 1.0, kHeatOfSeveral = 1.5;  // of one or several stages per rank
 
 struct Effort {
     long listing, shifting;  // ops

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     schedule = loaded.schedule
     if loaded.device_limits is not None:
         check_fits(schedule, problem)
+        if any(limit is not None for limit in loaded.device_limits):
+            problem = problem.shared_out()
         problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
     simulation = simulate(schedule, problem, dispatch, waits=loaded.waits)
     bound = lower_bound(problem, schedule.placement)

@@ -16,6 +16,8 @@ Costs = tuple[
     Sequence[float],  # per rank: what follows its last op
     Sequence[float],  # per rank: when it may begin
     Sequence[Sequence[int]],  # per rank: its stages, of which an op's chunk is one
+    Sequence[float],  # per stage: memory of one microbatch in flight
+    float,  # memory of a rank, infinity for no limit
 ]
 
 Rows = list[list[float]]
@@ -88,7 +90,7 @@ def search(
     shifting_effort: int,
     near: float,
 ) -> tuple[list[bytes], float, float]:
-    """Order per stage, makespan and lower bound. ``warmup``: exact number of F before the first B,
+    """Order per rank, makespan and lower bound. ``warmup``: exact number of F before the first B,
     or empty. ``start``: an order that the result must not be longer than, or empty.
     ``near``: above the bound, as a fraction, where the search stops."""
 

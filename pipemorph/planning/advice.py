@@ -20,8 +20,7 @@ from pipemorph.planning.ir import Policy, dashed
 from pipemorph.planning.offload import device_peak, rank_peaks
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, describe
-from pipemorph.planning.search.listed import exceeding_listed
-from pipemorph.planning.search.variants import Variant, exceeding_variants, with_stated_limits
+from pipemorph.planning.search.variants import Variant, exceeding_variants
 from pipemorph.planning.simulation.simulator import Simulation, simulate
 
 DEVICE_BUFFERS = 2
@@ -310,8 +309,5 @@ def _offloaded(problem: Problem) -> _Ran | None:
     """The best plan that offloads; None if no plan does."""
     if problem.policy is not Policy.PIPEMORPH:
         return _planned(problem)
-    if problem.several:
-        found = list(exceeding_listed(with_stated_limits(problem)))
-    else:
-        found = list(exceeding_variants(problem, None))[-1:]
-    return _Ran.of(min(found, key=lambda each: each.objective)) if found else None
+    found = list(exceeding_variants(problem, None))
+    return _Ran.of(found[-1]) if found else None

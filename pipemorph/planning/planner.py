@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from time import perf_counter
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Policy, Route, Schedule
+from pipemorph.planning.ir import Dispatch, Policy, Route, Schedule
 from pipemorph.planning.problem import Link, Problem, StageTimes
 from pipemorph.planning.rule_based import (
     gpipe,
@@ -17,12 +17,11 @@ from pipemorph.planning.rule_based import (
     zero_bubble,
     zero_bubble_v,
 )
-from pipemorph.planning.search.listed import best_listed
 from pipemorph.planning.search.search import search
 from pipemorph.planning.search.variants import Variant, best_variant, has_variants
 from pipemorph.planning.simulation.core import SAME, lower_bound, tight_lower_bound
 from pipemorph.planning.simulation.simulator import Simulation, predict, simulate
-from pipemorph.planning.validator import validate
+from pipemorph.planning.validator import check_memory, validate
 
 # Sends in flight at which a direct route blocks compute, and engine queues per link.
 DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
@@ -83,9 +82,11 @@ def plan(
     """
     began, asked = perf_counter(), problem
     policy = problem.policy if policy is None else policy
-    if policy is Policy.PIPEMORPH and (problem.several or has_variants(problem)):
+    if problem.dispatch is Dispatch.GUIDED or not problem.several:
+        problem = problem.shared_out()  # Out of turn, stages may hold their most all at once.
+    if policy is Policy.PIPEMORPH and has_variants(problem):
         bound = lower_bound(problem)
-        best = best_listed(problem) if problem.several else best_variant(problem)
+        best = best_variant(problem)
         problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
         found = search(problem, effort=effort, near=near)
@@ -97,6 +98,7 @@ def plan(
         bound = lower_bound(problem, schedule.placement)
         makespan = predict(schedule, problem)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
+    check_memory(schedule, problem.sizes, problem.rank_memory)
     planned = PlannedSchedule(
         policy=policy,
         problem=problem,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement, place_stages
+from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement, place_stages, stages_of
 from pipemorph.planning.offload import recompute_reach
 from pipemorph.removed import DISPATCHES, POLICIES, PROBLEM_FIELDS, removal
 
@@ -43,7 +43,9 @@ def integer(value: object) -> object:
 
 
 Time = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(integer), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(integer), Field(ge=1, le=2**31 - 1)]
+"""What the compiled core takes as an int."""
+Bytes = Annotated[int, BeforeValidator(integer), Field(ge=1, le=10**15)]
 Rate = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e6, allow_inf_nan=False)]
 """10^9 bit/s."""
 Messages = Annotated[Count, Field(le=MAX_OPS)]
@@ -79,7 +81,7 @@ class StageTimes(_Model):
     backward_input: Time
     backward_weight: Time
     in_flight_limit: Count | None = None
-    activation_bytes: Count | None = None
+    activation_bytes: Bytes | None = None
     offload_copy: Time | None = None
     fused_backward: Time | None = None
     device_limit: Count | None = None
@@ -127,7 +129,7 @@ class Layers(_Model):
     forward: Time
     backward_input: Time
     backward_weight: Time
-    activation_bytes: Count | None = None
+    activation_bytes: Bytes | None = None
     count: Annotated[Count, Field(le=4096)] = 1
 
 
@@ -153,7 +155,7 @@ class Link(_Model):
     delay: Time = 0.0
     transfer: Time = 0.0
     gbps: Rate | None = None
-    message_bytes: Count | None = None
+    message_bytes: Bytes | None = None
     queues: Messages | None = None
     outstanding: Messages | None = None
     half_duplex: bool = False
@@ -191,7 +193,9 @@ class Problem(_Model):
     pipemorph minimizes: the makespan of an iteration, or the longest time from the start of a
     stage's first op to the end of its last one, which is the time per iteration (period) if nothing
     makes stages wait for each other between iterations. ``ranks``: number of ranks, if they have
-    several stages each, as ``placement`` says; links still connect consecutive stages. ``layers``:
+    several stages each, as ``placement`` says; links still connect consecutive stages.
+    ``rank_memory``: most that a rank may hold in flight at a time, of all its stages: in bytes if
+    the stages have ``activation_bytes``, else in microbatches. ``layers``:
     all layers of the model, and ``layer_split``: their number per stage, for `pipemorph advise`.
     Raises :class:`pydantic.ValidationError`; :func:`parse_problem` converts it to one line.
     """
@@ -205,6 +209,7 @@ class Problem(_Model):
     objective: Literal["makespan", "period"] = "makespan"
     ranks: Count | None = None
     placement: StagePlacement = "interleaved"
+    rank_memory: Bytes | None = None
     layers: tuple[Layers, ...] | None = Field(default=None, min_length=1)
     layer_split: tuple[Count, ...] | None = None
 
@@ -220,6 +225,8 @@ class Problem(_Model):
                 f"microbatches is {self.microbatches}; at {count} stages"
                 f" at most {MAX_CELLS // count} can be planned"
             )
+        if self.rank_memory is not None:
+            _check_memory(self)
         if self.warmup is not None:
             _check_warmup(self.warmup, self)
         if self.layers is not None or self.layer_split is not None:
@@ -229,6 +236,11 @@ class Problem(_Model):
     @property
     def stage_count(self) -> int:
         return len(self.stages)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Memory of one microbatch in flight by stage, in the unit of ``rank_memory``."""
+        return tuple(stage.activation_bytes or 1 for stage in self.stages)
 
     @property
     def several(self) -> bool:
@@ -245,6 +257,23 @@ class Problem(_Model):
         if stages % ranks:
             raise InputError(f"ranks is {ranks}; expected a number that divides {stages} stages")
         return place_stages(stages, ranks, self.placement)
+
+    def shared_out(self) -> Problem:
+        """The problem in which the stages of a rank share its memory out, each for as many
+        microbatches: what they hold fits at any moment, whenever they hold it."""
+        if self.rank_memory is None:
+            return self
+        stages = list(self.stages)
+        for mine in stages_of(self.placed):
+            share = self.rank_memory // sum(self.sizes[i] for i in mine)
+            for i in mine:
+                cap = _least(share, stages[i].in_flight_limit)
+                if stages[i].device_limit is None:
+                    stages[i] = stages[i].model_copy(update={"in_flight_limit": cap})
+                else:
+                    cap = _least(share, stages[i].device_limit)
+                    stages[i] = stages[i].model_copy(update={"device_limit": cap})
+        return self.model_copy(update={"stages": tuple(stages), "rank_memory": None})
 
     def in_flight_limits(self) -> tuple[int | None, ...]:
         """``K_i`` per stage; None: no cap."""
@@ -356,6 +385,26 @@ def _least(*limits: int | None) -> int | None:
 
 def _entries(count: int) -> str:
     return "1 entry" if count == 1 else f"{count} entries"
+
+
+def _check_memory(problem: Problem) -> None:
+    """Raise ValueError unless every rank has memory for one microbatch on all its stages: the
+    first one is in flight on all of them at once."""
+    memory, known = problem.rank_memory, [s.activation_bytes is not None for s in problem.stages]
+    if any(known) and not all(known):
+        raise ValueError(
+            f"rank_memory is {memory}; give activation_bytes of every stage, or of none, to count"
+            " in microbatches"
+        )
+    if problem.several and problem.stage_count % (problem.ranks or 1):
+        return  # Said where stages are placed.
+    for rank, mine in enumerate(stages_of(problem.placed)):
+        least = sum(problem.sizes[i] for i in mine)
+        if memory is not None and memory < least:
+            raise ValueError(
+                f"rank_memory is {memory}; rank {rank} needs {least} for one microbatch on"
+                f" {_entries(len(mine)).replace('entries', 'stages').replace('entry', 'stage')}"
+            )
 
 
 def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:

@@ -6,6 +6,7 @@
 3. No deadlock: run in their orders with sends that are buffered, no rank waits forever.
 4. The in-flight caps are kept.
 5. The device limits are kept on stages that offload activations.
+6. A rank holds no more in flight than its memory allows.
 """
 
 from __future__ import annotations
@@ -56,6 +57,37 @@ def validate(
         if (device := devices[i]) is not None:
             _check_device(i, ops, device)
     _check_deadlock(schedule)
+
+
+def check_memory(
+    schedule: Schedule, sizes: Sequence[int], memory: int | None, *, as_peaks: bool = False
+) -> None:
+    """Raise :class:`ScheduleError` at the first op with which a rank holds more in flight than
+    ``memory``. ``sizes[s]``: memory of one microbatch on stage *s*. ``as_peaks``: a rank holds what
+    its stages do at most, all at once, as it may under guided dispatch."""
+    if memory is None:
+        return
+    peaks = schedule.in_flight_peak()
+    for rank, (ops, mine) in enumerate(zip(schedule.ranks, schedule.stages_of, strict=True)):
+        held = sum(peaks[s] * sizes[s] for s in mine)
+        if held <= memory:
+            continue
+        if as_peaks:
+            raise ScheduleError(
+                f"rank {rank}", None,
+                f"its stages may hold {held} at once out of turn; rank_memory is {memory}: use"
+                " dispatch static",
+            )  # fmt: skip
+        held = 0
+        for position, (kind, microbatch, chunk) in enumerate(ops):
+            size = sizes[mine[chunk]]
+            if kind is OpKind.F and held + size > memory:
+                raise ScheduleError(
+                    f"rank {rank}", position,
+                    f"found F{microbatch} of stage {mine[chunk]} with {held} held in flight;"
+                    f" expected a W before it, rank_memory is {memory}",
+                )  # fmt: skip
+            held += size if kind is OpKind.F else 0 if kind is OpKind.B else -size
 
 
 def _is_valid(

@@ -13,7 +13,7 @@ using namespace pipemorph::planner;
 
 namespace {
 
-Costs random_costs(Rng& rng, bool split) {
+Costs random_costs(Rng& rng, bool split, bool several) {
     Costs costs;
     const int n = costs.microbatches = 1 + rng.below(8);
     costs.stages = 1 + rng.below(5);
@@ -23,6 +23,7 @@ Costs random_costs(Rng& rng, bool split) {
         costs.leaving.push_back(split ? 0.0 : rng.below(3));
         costs.returning.push_back(split ? 0.0 : rng.below(3));
         costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
+        costs.sizes.push_back(1 + rng.below(3));
         if (!i) continue;
         costs.delay.push_back(rng.below(10));
         costs.transfer.push_back(rng.below(3));
@@ -33,12 +34,15 @@ Costs random_costs(Rng& rng, bool split) {
     // All stages on two ranks, or each on its own.
     std::vector<std::vector<int>> stages_of(costs.stages);
     for (int i = 0; i < costs.stages; ++i) stages_of[i] = {i};
-    // The search and the bound know one stage per rank.
-    if (!split && rng.below(2) && costs.stages > 1) {
+    if (several && rng.below(2) && costs.stages > 1) {
         stages_of.assign(2, {});
         for (int i = 0; i < costs.stages; ++i) stages_of[i % 2].push_back(i);
     }
     costs.place(std::move(stages_of));
+    if (split && several && rng.below(2)) {
+        costs.memory = rng.below(6);
+        for (const double size : costs.sizes) costs.memory += size;
+    }
     for (int rank = 0; rank < costs.ranks(); ++rank) {
         costs.after.push_back(rng.below(3));
         // The search knows no such thing.
@@ -86,7 +90,7 @@ TEST(planner_both_ways_to_execute_an_order_agree) {
     Rng rng;
     int finished = 0;
     for (int round = 0; round < 400; ++round) {
-        Costs costs = random_costs(rng, false);
+        Costs costs = random_costs(rng, false, true);
         for (size_t link = 0; link < costs.delay.size(); ++link) costs.half_duplex[link] = false;
         const Order order = random_order(rng, costs);
         InOrder known(costs), in_time(costs);
@@ -107,7 +111,7 @@ TEST(planner_both_ways_to_execute_an_order_agree) {
 TEST(planner_online_dispatch_runs_every_op) {
     Rng rng;
     for (int round = 0; round < 400; ++round) {
-        const Costs costs = random_costs(rng, false);
+        const Costs costs = random_costs(rng, false, true);
         Rules rules;
         int most = costs.microbatches;
         for (int i = 0; i < costs.stages; ++i) {
@@ -133,7 +137,7 @@ TEST(planner_guided_dispatch_ends_if_its_order_does) {
     Rng rng;
     int ended = 0;
     for (int round = 0; round < 400; ++round) {
-        Costs costs = random_costs(rng, false);
+        Costs costs = random_costs(rng, false, true);
         // A random order may hold more on the device than it may.
         costs.device_limits.assign(costs.stages, 0);
         Guide guide;
@@ -162,13 +166,21 @@ TEST(planner_guided_dispatch_ends_if_its_order_does) {
 TEST(planner_search_finds_the_order_it_claims) {
     Rng rng;
     for (int round = 0; round < 150; ++round) {
-        const Costs costs = random_costs(rng, true);
+        const Costs costs = random_costs(rng, true, true);
         std::vector<int> paper;
         for (int i = 0, most = costs.microbatches; i < costs.stages; ++i)
             paper.push_back(most = std::max(1, std::min({most, costs.caps[i], costs.stages - i})));
         const Found found = search(costs, paper, {}, {2000, 2000});
-        CHECK(found.order.size() == static_cast<size_t>(costs.stages));
+        CHECK(found.order.size() == static_cast<size_t>(costs.ranks()));
         CHECK(InOrder(costs).run(found.order) == found.makespan);
+        for (int rank = 0; rank < costs.ranks(); ++rank) {
+            double held = 0.0;
+            for (const unsigned char code : found.order[rank]) {
+                const double size = costs.sizes[costs.stages_of[rank][code >> 2]];
+                held += (code & 3) == kForward ? size : (code & 3) == kWeight ? -size : 0.0;
+                CHECK(held <= costs.memory);
+            }
+        }
         CHECK(found.bound <= found.makespan * (1 + kSame));
     }
 }
@@ -177,7 +189,7 @@ TEST(planner_no_schedule_is_below_the_windows_bound) {
     Rng rng;
     int tighter = 0;
     for (int round = 0; round < 400; ++round) {
-        const Costs costs = random_costs(rng, true);
+        const Costs costs = random_costs(rng, true, false);
         const std::vector<int> paper(costs.stages, 1);
         const double makespan = search(costs, paper, {}, {2000, 2000}).makespan;
         const Times head = heads(costs, costs.caps), tail = tails(costs, costs.caps);

@@ -335,7 +335,7 @@ class Forecast:
 
     def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
         problem, dispatch = self.problem(routes), self._dispatch
-        if problem.several or not has_variants(problem):
+        if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
             only = self._as_open(made.to_plan(0, routes, dispatch))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-from pipemorph.planning.ir import CODE, OpKind
+from pipemorph.planning.ir import CODE, OpKind, stages_of
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.search import objective_of, search
 from pipemorph.planning.simulation.core import SAME
@@ -72,20 +72,24 @@ def mix(problem: Problem) -> Mixed | None:
     return found
 
 
-def fuse_first(order: bytes, count: int) -> bytes:
-    """A stage's order of split backwards with those of the first ``count`` microbatches fused: in
-    place of their B."""
-    seen = {_B: 0, _W: 0}
-    ops = bytearray()
-    for code in order:
-        whole = code in seen and seen[code] < count
-        if code in seen:
-            seen[code] += 1
-        if not whole:
-            ops.append(code)
-        elif code == _B:
-            ops.append(_BW)
-    return bytes(ops)
+def fuse_first(
+    order: Sequence[bytes], counts: Sequence[int], placement: Sequence[int]
+) -> list[bytes]:
+    """An order of split backwards with those of the first ``counts[s]`` microbatches of each stage
+    fused: in place of their B."""
+    found = []
+    for row, mine in zip(order, stages_of(placement), strict=True):
+        left = {4 * c + kind: counts[s] for c, s in enumerate(mine) for kind in (_B, _W)}
+        ops = bytearray()
+        for code in row:
+            if left.get(code, 0) <= 0:
+                ops.append(code)
+                continue
+            left[code] -= 1
+            if code & 3 == _B:
+                ops.append(code - _B + _BW)
+        found.append(bytes(ops))
+    return found
 
 
 def _counts(problem: Problem, share: float) -> tuple[int, ...]:
@@ -102,8 +106,8 @@ def _mean_times(stage: StageTimes, share: float) -> StageTimes:
 
 def _changed(problem: Problem, order: Sequence[bytes], fused: tuple[int, ...], steps: int) -> Mixed:
     """The order with other numbers of fused backwards, as long as it does not get longer."""
-    rng, n = Rng(), problem.microbatches
-    rows = list(map(fuse_first, order, fused))
+    rng, n, placement = Rng(), problem.microbatches, problem.placed
+    rows = fuse_first(order, fused, placement)
     least = objective_of(problem, rows)
     for _ in range(steps):
         a = rng.below(len(fused))
@@ -117,10 +121,7 @@ def _changed(problem: Problem, order: Sequence[bytes], fused: tuple[int, ...], s
         )
         if counts == fused:
             continue
-        tried = [
-            row if new == old else fuse_first(whole, new)
-            for row, whole, old, new in zip(rows, order, fused, counts, strict=True)
-        ]
+        tried = fuse_first(order, counts, placement)
         objective = objective_of(problem, tried)
         if objective <= least:
             rows, fused, least = tried, counts, objective

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipemorph.errors import InputError
 from pipemorph.planning import _planner
 from pipemorph.planning.ir import Schedule
 from pipemorph.planning.problem import Link, Problem
@@ -47,10 +48,11 @@ class Found(NamedTuple):
     objective: float
     bound: float
     microbatches: int
+    placement: Sequence[int]
 
     @property
     def schedule(self) -> Schedule:
-        return core.decode(self.order, self.microbatches)
+        return core.decode(self.order, self.microbatches, self.placement)
 
 
 def search(
@@ -84,7 +86,7 @@ def search(
         start = search(
             delayed, listing_effort=listing_effort, shifting_effort=shifting_effort, near=near
         ).order
-    elif not _plain(costs):
+    elif not problem.several and not _plain(costs):
         start = _start(problem, costs, warmup)
     order, makespan, bound = _planner.search(
         costs.packed(),
@@ -96,7 +98,10 @@ def search(
         shifting_effort,
         max(near, SAME),
     )
-    return Found(order, makespan - less, bound - less, n)
+    if not order:
+        shown = list(problem.warmup or ())
+        raise InputError(f"warmup is {shown}, more than the limits of the stages allow")
+    return Found(order, makespan - less, bound - less, n, problem.placed)
 
 
 def objective_of(problem: Problem, order: Sequence[bytes]) -> float:

@@ -167,7 +167,7 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
             yield found
     mixed = mix(found.problem)
     if mixed is not None and mixed.objective < found.objective * (1 - SAME):
-        schedule = decode(mixed.order, problem.microbatches)
+        schedule = decode(mixed.order, problem.microbatches, problem.placed)
         yield Variant(found.problem, schedule, predict(schedule, found.problem))
 
 
@@ -178,6 +178,7 @@ def exceeding_variants(problem: Problem, without: Variant | None) -> Iterator[Va
     and as far as it pays. ``without``: the plan without, whose fused stages are the starting point.
     None: the fixed warm-up allows no such plan.
     """
+    problem = problem.shared_out()
     devices = problem.device_limits()
     if all(limit is None for limit in devices):
         return
@@ -276,18 +277,17 @@ def _plan(problem: Problem, choice: _Choice) -> Variant:
         _search_times(stage, cap, fused, copies=choice.copies)
         for stage, cap, fused in zip(problem.stages, choice.caps, choice.fused, strict=True)
     ]
-    n = problem.microbatches
+    n, placement = problem.microbatches, problem.placed
     order = search(problem.model_copy(update={"stages": tuple(asked)})).order
-    fused = decode(list(map(fuse_first, order, (n * fuses for fuses in choice.fused))), n)
+    counts = [n * fuses for fuses in choice.fused]
+    fused = decode(fuse_first(order, counts, placement), n, placement)
     peaks = fused.in_flight_peak()
     limits = tuple(map(_device_limit, problem.stages, peaks))
-    schedule = Schedule(
-        n,
-        tuple(
-            ops if limit is None else fit_on_device(ops, limit)
-            for ops, limit in zip(fused.stages, limits, strict=True)
-        ),
+    ranks = (
+        fit_on_device(ops, [limits[stage] for stage in mine])
+        for ops, mine in zip(fused.ranks, fused.stages_of, strict=True)
     )
+    schedule = Schedule(n, tuple(ranks), placement)
     stages = list(on_device(problem).stages)
     for i, limit in enumerate(limits):
         if limit is not None:
@@ -332,22 +332,26 @@ def _search_times(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> 
     )
 
 
-def fit_on_device(ops: Sequence[Op], limit: int) -> tuple[Op, ...]:
-    """The ops, with W moved earlier where the device limit requires it.
+def fit_on_device(ops: Sequence[Op], limits: Sequence[int | None]) -> tuple[Op, ...]:
+    """The ops of a rank, with W moved earlier where the device limits of its stages, by chunk,
+    require it.
 
     Such a W always exists (:mod:`pipemorph.planning.offload`).
     """
-    held = Residency(limit)
+    if all(limit is None for limit in limits):
+        return tuple(ops)
+    held = list(map(Residency, limits))
     run: list[Op] = []
-    weights = 0
+    weights = [0] * len(limits)
     for op in ops:
-        if op.kind is OpKind.W and op.microbatch < weights:
+        chunk = op.chunk
+        if op.kind is OpKind.W and op.microbatch < weights[chunk]:
             continue  # Moved earlier.
-        while not held.fits(op.kind, op.microbatch):
-            held.run(OpKind.W, weights)
-            run.append(Op(OpKind.W, weights))
-            weights += 1
-        weights += op.kind is OpKind.W
-        held.run(op.kind, op.microbatch)
+        while not held[chunk].fits(op.kind, op.microbatch):
+            held[chunk].run(OpKind.W, weights[chunk])
+            run.append(Op(OpKind.W, weights[chunk], chunk))
+            weights[chunk] += 1
+        weights[chunk] += op.kind is OpKind.W
+        held[chunk].run(op.kind, op.microbatch)
         run.append(op)
     return tuple(run)

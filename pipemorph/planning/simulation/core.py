@@ -61,6 +61,8 @@ class Costs(NamedTuple):
     an F after which they leave takes ``leaving`` more, and their backward ``returning``.
     ``stages_of``: the stages of each rank. ``after``: what follows the last op of a rank, and so is
     part of the makespan. ``before``: when a rank may begin, 0 or later; only executions know it.
+    ``sizes``: memory of one microbatch in flight on each stage; ``memory``: of a rank, for all its
+    stages, infinity for no limit.
     """
 
     microbatches: int
@@ -79,6 +81,8 @@ class Costs(NamedTuple):
     after: list[float]
     before: list[float]
     stages_of: Sequence[Sequence[int]]
+    sizes: list[float]
+    memory: float
 
     @property
     def stage_count(self) -> int:
@@ -111,6 +115,8 @@ class Costs(NamedTuple):
             [max(stages[s].reduction or 0.0 for s in mine) for mine in ranks],
             [0.0] * len(ranks),
             ranks,
+            [float(size) for size in problem.sizes],
+            float(problem.rank_memory or INF),
         )
 
     def least(self) -> Costs:
@@ -148,6 +154,8 @@ class Costs(NamedTuple):
             self.after,
             self.before,
             self.stages_of,
+            self.sizes,
+            self.memory,
         )
 
     def for_period(self) -> Costs:
@@ -568,6 +576,9 @@ def _loosest_caps(problem: Problem) -> tuple[int, ...]:
 
 
 def hard_caps(problem: Problem) -> tuple[int, ...]:
-    """``K_i`` as a number: N for no cap."""
-    n = problem.microbatches
-    return tuple(n if k is None else min(k, n) for k in problem.in_flight_limits())
+    """``K_i`` as a number: N for no cap; no more than the memory of the rank allows."""
+    n, memory = problem.microbatches, problem.rank_memory
+    return tuple(
+        min(n if k is None else min(k, n), n if memory is None else memory // size)
+        for k, size in zip(problem.in_flight_limits(), problem.sizes, strict=True)
+    )

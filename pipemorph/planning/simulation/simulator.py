@@ -13,7 +13,7 @@ from pipemorph.planning.ir import Dispatch, OpKind, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import Changes, Costs, DelayAt, Ran, Waits, guide_of
-from pipemorph.planning.validator import validate, validate_waits
+from pipemorph.planning.validator import check_memory, validate, validate_waits
 
 Runner = Callable[[Costs, DelayAt | None, DelayAt | None], Ran]
 """Executes a schedule under the costs, delays and transfers it is given."""
@@ -122,6 +122,8 @@ def simulate(
     """
     check_fits(schedule, problem)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
+    guided = dispatch_mode is Dispatch.GUIDED
+    check_memory(schedule, problem.sizes, problem.rank_memory, as_peaks=guided)
     validate_waits(schedule, waits or ())
     costs = Costs.of(problem, schedule.placement)
     if before is not None:

@@ -264,7 +264,7 @@ def test_layers_move_between_ranks() -> None:
 @pytest.mark.parametrize("policy", ["pipemorph", "1f1b-interleaved", "zero-bubble-v"])
 def test_offload_and_policies_of_several_stages_per_rank(policy: str) -> None:
     """A rule takes no account of limits: then offload changes what is held, not the order."""
-    tight = stage(in_flight_limit=4, activation_bytes=GIB, offload_copy=0.5)
+    tight = stage(in_flight_limit=2, activation_bytes=GIB, offload_copy=0.5)
     limited = policy == "pipemorph"
     placement = {"placement": "v"} if policy == "zero-bubble-v" else {}
     given = interleaved(
@@ -278,8 +278,7 @@ def test_offload_and_policies_of_several_stages_per_rank(policy: str) -> None:
     for found in offers:
         assert found.host_bytes is not None and found.host_bytes > 0
         # Limits are of stages, so a rank may hold those of both its stages at once.
-        most = 4 if limited else 2
-        assert max(found.in_flight) <= most and (found.activation_bytes or 0) <= 2 * most * GIB
+        assert max(found.in_flight) <= 2 and (found.activation_bytes or 0) <= 4 * GIB
     if limited:
         assert offers and offers[0].gain > 0
 

@@ -16,6 +16,7 @@ from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning import (
+    Dispatch,
     Link,
     Policy,
     Problem,
@@ -31,7 +32,6 @@ from pipemorph.planning.analysis.bubbles import explain
 from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.planning.offload import device_peak, recompute_room
-from pipemorph.planning.search.listed import SAME, _with_cap
 from pipemorph.planning.search.variants import on_device
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
@@ -153,18 +153,7 @@ def test_activations_leave_the_device_where_that_pays(
         update={"stages": tuple(each.model_copy(update=update) for each in stays.stages)}
     )
     longest = plan(without).simulation.objective(given)
-    assert ran.objective(given) <= longest * (1 + SAME)
-
-
-@pytest.mark.parametrize(("in_flight", "device"), [(2, 3), (3, 2), (None, 2)])
-def test_without_offload_a_stage_keeps_to_the_smaller_of_its_limits(
-    in_flight: int | None, device: int
-) -> None:
-    stage = StageTimes(
-        forward=1, backward_input=1, backward_weight=1, in_flight_limit=in_flight,
-        device_limit=device,
-    )  # fmt: skip
-    assert _with_cap(stage, 2).in_flight_limit == 2
+    assert ran.objective(given) <= longest * (1 + 1e-9)
 
 
 def test_a_plan_whose_activations_leave_is_written_and_read(tmp_path: Path, capsys: Any) -> None:
@@ -196,17 +185,13 @@ def test_the_period_of_ranks_includes_what_follows_their_last_op() -> None:
 
 def test_the_shortest_period_is_not_that_of_the_shortest_makespan() -> None:
     """Rank 1, which begins later, has most to do."""
-    slow = TEN.model_copy(update={"backward_weight": 30.0})
-    stages = tuple(
-        each.model_copy(update={"device_limit": 2, "offload_copy": 1.0, "in_flight_limit": 8})
-        for each in (TEN, slow, TEN, slow)
-    )
-    given = problem(4, 8, ranks=2, policy="pipemorph", delay=20.0, objective="period")
-    given = given.model_copy(update={"stages": stages})
+    slow = TEN.model_copy(update={"backward_weight": 20.0})
+    given = problem(4, 8, ranks=2, policy="pipemorph", delay=40.0, objective="period")
+    given = given.model_copy(update={"stages": (TEN, slow, TEN, slow)})
     found = plan(given)
     made = plan(given.model_copy(update={"objective": "makespan"}))
-    assert found.lower_bound <= found.simulation.period == 800 < made.simulation.period == 810
-    assert found.simulation.period < made.simulation.makespan <= found.simulation.makespan
+    assert found.lower_bound == found.simulation.period == 640 < made.simulation.period == 670
+    assert made.simulation.makespan == 690
 
 
 @given(
@@ -387,3 +372,98 @@ def test_pictures_have_a_row_per_rank() -> None:
     assert data["placement"] == [0, 1, 1, 0]
     assert set(data["stages"][0]["of"]) == {0, 3}
     assert render_png(drawn).startswith(b"\x89PNG")
+
+
+def _several(
+    shape: tuple[int, Any, int], times: Any, limits: Any, delays: Any, **more: Any
+) -> Problem:
+    """``shape``: ranks, placement, microbatches; ``times``: F, B, W of each stage, or of all."""
+    ranks, placement, microbatches = shape
+    count = len(delays) + 1
+    each = times if isinstance(times[0], tuple) else (times,) * count
+    return Problem(
+        microbatches=microbatches, ranks=ranks, placement=placement, **more,
+        stages=tuple(
+            StageTimes(forward=f, backward_input=b, backward_weight=w, in_flight_limit=limit)
+            for (f, b, w), limit in zip(each, limits or (None,) * count, strict=True)
+        ),
+        links=tuple(Link(delay=delay) for delay in delays),
+    )  # fmt: skip
+
+
+_LONG = ((10, 10, 10),) * 2 + ((15, 15, 15),) + ((10, 10, 10),) * 5
+
+
+@pytest.mark.parametrize(
+    ("given", "optimum"),
+    [
+        (
+            _several((2, "v", 16), ((15, 15, 15),) + ((10, 10, 10),) * 3, (6,) * 4, (60, 0, 60)),
+            1265,
+        ),
+        (_several((4, "interleaved", 8), _LONG, range(9, 1, -1), (0, 0, 40, 0, 0, 0, 40)), 680),
+        (_several((2, "interleaved", 12), (10, 11, 5), None, (40, 40, 40)), 674),
+        (_several((4, "v", 8), (10, 10, 10), None, (0,) * 7, rank_memory=6), 530),
+        (_several((4, "v", 8), (10, 10, 10), None, (0,) * 7, rank_memory=8), 510),
+    ],
+)
+def test_plans_of_several_stages_are_as_short_as_a_solver_finds(
+    given: Problem, optimum: float
+) -> None:
+    """Optima of a constraint solver."""
+    found = plan(given)
+    assert found.makespan == optimum and found.lower_bound <= optimum
+    ran = simulate(found.schedule, given)
+    assert ran.makespan == optimum
+
+
+def test_memory_is_of_the_rank(tmp_path: Path, capsys: Any) -> None:
+    given = _several((4, "v", 8), (10, 10, 10), None, (0,) * 7, rank_memory=6)
+    found = plan(given)
+    held = found.schedule.in_flight_peak()
+    assert any(held[s] + held[7 - s] > 6 for s in range(4)), "stages share it by the moment"
+    for dispatch, memory, words in (
+        ("guided", 6, "rank 0: its stages may hold"),
+        ("static", 5, "expected a W before it, rank_memory is 5"),
+    ):
+        less = given.model_copy(update={"rank_memory": memory})
+        with pytest.raises(InputError, match=words):
+            simulate(found.schedule, less, Dispatch(dispatch))
+    guided = plan(given.model_copy(update={"dispatch": Dispatch.GUIDED}))
+    assert guided.makespan == 550 and max(guided.schedule.in_flight_peak()) == 3
+    file = tmp_path / "problem.json"
+    for text, words in (
+        (given.model_copy(update={"rank_memory": 1}), "rank_memory is 1; rank 0 needs 2"),
+        (
+            given.model_copy(
+                update={
+                    "stages": (TEN.model_copy(update={"activation_bytes": 2}), *given.stages[1:])
+                }
+            ),
+            "give activation_bytes of every stage, or of none",
+        ),
+    ):
+        file.write_text(text.model_dump_json(exclude_none=True))
+        assert main(["plan", str(file)]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, 2**31, 2**63, 2**70, 1.5])
+@pytest.mark.parametrize(
+    "field", ["microbatches", "ranks", "warmup", "in_flight_limit", "device_limit"]
+)
+def test_numbers_that_are_no_counts(field: str, wrong: float, tmp_path: Path, capsys: Any) -> None:
+    stage = {"forward": 1, "backward_input": 1, "backward_weight": 1}
+    body: dict[str, Any] = {"microbatches": 2, "stages": [stage]}
+    if field in body or field == "ranks":
+        body[field] = wrong
+    elif field == "warmup":
+        body[field] = [wrong]
+    else:
+        stage[field] = wrong  # type: ignore[assignment]
+    file = tmp_path / "problem.json"
+    file.write_text(json.dumps(body))
+    for command in ("plan", "advise"):
+        assert main([command, str(file)]) == 2
+        said = capsys.readouterr().err
+        assert field in said and said.count("\n") == 1

@@ -77,9 +77,12 @@ def test_only_stages_whose_fused_backward_is_shorter() -> None:
 def test_fused_ops_take_the_place_of_the_backwards() -> None:
     # 0 F, 1 B, 2 W, 3 BW.
     order = bytes([0, 0, 1, 0, 1, 2, 1, 2, 2])
-    assert fuse_first(order, 0) == order
-    assert fuse_first(order, 1) == bytes([0, 0, 3, 0, 1, 1, 2, 2])
-    assert fuse_first(order, 3) == bytes([0, 0, 3, 0, 3, 3])
+    assert fuse_first([order], [0], [0]) == [order]
+    assert fuse_first([order], [1], [0]) == [bytes([0, 0, 3, 0, 1, 1, 2, 2])]
+    assert fuse_first([order], [3], [0]) == [bytes([0, 0, 3, 0, 3, 3])]
+    # Two stages of one rank.
+    several = bytes([0, 4, 5, 1, 6, 2])
+    assert fuse_first([several], [0, 1], [0, 0]) == [bytes([0, 4, 7, 1, 2])]
 
 
 def test_no_look_at_what_is_too_large() -> None:

@@ -74,7 +74,7 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
         for stage in problem.stages:
             ops = random_order(rng, n, fused=rng.random() < 0.3)
             runs.append(
-                ops if stage.device_limit is None else fit_on_device(ops, stage.device_limit)
+                ops if stage.device_limit is None else fit_on_device(ops, [stage.device_limit])
             )
         schedule = Schedule(n, tuple(runs))
         try:
