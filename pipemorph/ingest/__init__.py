@@ -14,7 +14,6 @@ from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import (
     Authenticator,
     BearerAuthenticator,
-    ControlledJob,
     Identity,
     JobStore,
     MemoryStore,
@@ -34,7 +33,6 @@ __all__ = [
     "Authenticator",
     "BearerAuthenticator",
     "ConnectionLimits",
-    "ControlledJob",
     "FirstPlanner",
     "GenerationDesk",
     "GenerationStore",

@@ -128,19 +128,11 @@ def make_app(
             # Disconnect unauthorized callers.
             return Reply.error(refusal.status, refusal.reason)._replace(hangs_up=True)
 
-    async def reports(request: web.Request) -> Reply:
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        caller = await authenticate(request, namespace, name)
-        if isinstance(caller, Reply):
-            return caller
+    async def reports(request: web.Request, namespace: str, name: str, _: Identity) -> Reply:
         body = await read(request, "report", MAX_REPORT_BYTES)
         return body if isinstance(body, Reply) else await handler.report(namespace, name, body)
 
-    async def snapshot(request: web.Request) -> Reply:
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        caller = await authenticate(request, namespace, name)
-        if isinstance(caller, Reply):
-            return caller
+    async def snapshot(request: web.Request, namespace: str, name: str, _: Identity) -> Reply:
         large = request.clone(client_max_size=MAX_HAND_IN_BYTES)
         body = partial(read, large, "snapshot", MAX_HAND_IN_BYTES)
         return await handler.hand_in(namespace, name, body)
@@ -164,11 +156,7 @@ def make_app(
             # Connection lost, or invalid framing or compression.
             return Reply.error(400, f"the {what}'s body could not be read: {error}")
 
-    async def directive(request: web.Request) -> Reply:
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        caller = await authenticate(request, namespace, name)
-        if isinstance(caller, Reply):
-            return caller
+    async def directive(request: web.Request, namespace: str, name: str, _: Identity) -> Reply:
         query = request.query
         return await handler.poll(
             namespace,
@@ -178,12 +166,10 @@ def make_app(
             wait=query.get("wait", "0"),
         )
 
-    async def tell_generation(request: web.Request) -> Reply:
+    async def tell_generation(
+        request: web.Request, namespace: str, name: str, caller: Identity
+    ) -> Reply:
         assert desk is not None
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        caller = await authenticate(request, namespace, name)
-        if isinstance(caller, Reply):
-            return caller
         body = await read(request, "report", MAX_POD_REPORT_BYTES)
         if isinstance(body, Reply):
             return body
@@ -191,12 +177,10 @@ def make_app(
             namespace, name, body, request.query.get("wait", "0"), uid=caller.uid
         )
 
-    async def poll_generation(request: web.Request) -> Reply:
+    async def poll_generation(
+        request: web.Request, namespace: str, name: str, caller: Identity
+    ) -> Reply:
         assert desk is not None
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        caller = await authenticate(request, namespace, name)
-        if isinstance(caller, Reply):
-            return caller
         query = request.query
         return await desk.poll(
             namespace,
@@ -209,19 +193,23 @@ def make_app(
             leaving=query.get("leaving", "") == "1",
         )
 
-    async def job(request: web.Request) -> Reply:
+    async def job(request: web.Request, *_: object) -> Reply:
         assert join is not None
-        caller = await authenticate(request, "", "")
-        if isinstance(caller, Reply):
-            return caller
         return join(request.query, request.remote or "")
 
     def answering(
-        kind: str, decide: Callable[[web.Request], Awaitable[Reply]]
+        kind: str, decide: Callable[[web.Request, str, str, Identity], Awaitable[Reply]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def respond(request: web.Request) -> web.Response:
             began = time.monotonic()
-            reply = await decide(request) if leads() else STANDBY
+            reply = STANDBY
+            if leads():
+                namespace, name = (request.match_info.get(k, "") for k in ("namespace", "name"))
+                caller = await authenticate(request, namespace, name)
+                reply = (
+                    caller if isinstance(caller, Reply)
+                    else await decide(request, namespace, name, caller)
+                )  # fmt: skip
             if on_answer is not None:
                 on_answer(kind, reply.status, time.monotonic() - began)
             if reply.status in HELD:
@@ -309,16 +297,15 @@ class IngestServer:
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits, planner=planner)
-        self._authenticator = authenticator
         self._address = (host, port)
         self._tls = tls
-        self._timeouts = timeouts or Timeouts()
-        self._on_answer = on_answer
+        self._timeouts = timeouts = timeouts or Timeouts()
+        self._make_app = partial(
+            make_app, self.handler, authenticator,
+            timeouts=timeouts, on_answer=on_answer, join=join, desk=desk, leads=leads,
+        )  # fmt: skip
         self._connections = connections or ConnectionLimits()
         self._on_unserved = on_unserved
-        self._join = join
-        self._desk = desk
-        self._leads = leads
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
 
@@ -334,17 +321,8 @@ class IngestServer:
 
     async def start(self) -> None:
         """Bind and serve. Raises OSError if the address is taken."""
-        app = make_app(
-            self.handler,
-            self._authenticator,
-            timeouts=self._timeouts,
-            on_answer=self._on_answer,
-            join=self._join,
-            desk=self._desk,
-            leads=self._leads,
-        )
         runner = web.AppRunner(
-            app,
+            self._make_app(),
             access_log=None,
             logger=_http_log,
             # How large a body may be uncompressed, only its reader knows.
@@ -380,9 +358,6 @@ class IngestServer:
             await self._acceptor.close()
             self._acceptor = None
         if self._runner is not None:
-            self.handler.close()
-            if self._desk is not None:
-                self._desk.close()
             await self._runner.cleanup()
             await self.handler.persisted(self._timeouts.shutdown)
             self._runner = None

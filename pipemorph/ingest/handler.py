@@ -42,7 +42,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control import handed_in, snapshot
+from pipemorph.control import JobController, handed_in, snapshot
 from pipemorph.control.decide.replan import Replan
 from pipemorph.control.observed.reports import (
     ReplayedReport,
@@ -51,7 +51,7 @@ from pipemorph.control.observed.reports import (
     WrongAttempt,
 )
 from pipemorph.errors import InputError, one_line
-from pipemorph.ingest.interfaces import ControlledJob, JobStore
+from pipemorph.ingest.interfaces import JobStore
 from pipemorph.ingest.planner_pool import Planner, PlannerLost, plan_here
 from pipemorph.ingest.token_bucket import TokenBucket
 from pipemorph.wire import (
@@ -170,7 +170,7 @@ class _JobSession:
             self._answered = answer, Reply.envelope(answer)
         return self._answered[1]
 
-    async def pack(self, where: str, job: ControlledJob) -> None:
+    async def pack(self, where: str, job: JobController) -> None:
         """Pack the newest snapshot."""
         async with self.packing:
             if job.state == self.packed:
@@ -196,7 +196,7 @@ class _JobSession:
 class _Deciding(NamedTuple):
     """A decision that a job waits for."""
 
-    job: ControlledJob
+    job: JobController
     asked: Replan
     task: asyncio.Task[None]
 
@@ -222,7 +222,7 @@ class IngestHandler:
         """Wall clock, seconds."""
         self._planner = planner
         self._limits = limits or Limits()
-        self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
+        self._sessions: WeakKeyDictionary[JobController, _JobSession] = WeakKeyDictionary()
         self._closing = False
         self._deciding: dict[tuple[str, str], _Deciding] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -402,13 +402,13 @@ class IngestHandler:
         if self._persists:
             await asyncio.wait(self._persists, timeout=seconds)
 
-    def dropped(self, job: ControlledJob) -> None:
+    def dropped(self, job: JobController) -> None:
         """Answer the polls of a job that the host has dropped, as when it is another host's now."""
         session = self._sessions.get(job)
         if session is not None:
             session.release()
 
-    def _session(self, job: ControlledJob) -> _JobSession:
+    def _session(self, job: JobController) -> _JobSession:
         session = self._sessions.get(job)
         if session is None:
             # A directive that exists before the first report comes from a persisted snapshot.
@@ -429,7 +429,7 @@ class IngestHandler:
             if self._store.lookup(namespace, name) is not deciding.job:
                 deciding.task.cancel()
 
-    def _plan(self, namespace: str, name: str, job: ControlledJob, session: _JobSession) -> None:
+    def _plan(self, namespace: str, name: str, job: JobController, session: _JobSession) -> None:
         """Start the planner if the job waits for a decision; one decision at a time. A decision
         that the job no longer waits for, such as for an earlier attempt, is dropped."""
         key, asked = (namespace, name), job.replan
@@ -447,7 +447,7 @@ class IngestHandler:
         task.add_done_callback(self._tasks.discard)
 
     async def _settle(
-        self, key: tuple[str, str], job: ControlledJob, session: _JobSession, asked: Replan
+        self, key: tuple[str, str], job: JobController, session: _JobSession, asked: Replan
     ) -> None:
         namespace, name = key
         try:
@@ -466,7 +466,7 @@ class IngestHandler:
             await self._publish(namespace, name, job, session)
 
     async def _publish(
-        self, namespace: str, name: str, job: ControlledJob, session: _JobSession
+        self, namespace: str, name: str, job: JobController, session: _JobSession
     ) -> None:
         """Serve the job's newest directive to waiting polls, and persist status after that."""
         directive = job.directive()
@@ -487,7 +487,7 @@ class IngestHandler:
                 task.add_done_callback(self._persists.discard)
 
     async def _persist(
-        self, namespace: str, name: str, job: ControlledJob, session: _JobSession
+        self, namespace: str, name: str, job: JobController, session: _JobSession
     ) -> None:
         """Persist the status of a job whose directive was served."""
         async with session.persisting:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.snapshot import Snapshot
-from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport
+from pipemorph.control import JobController
 
 
 @dataclass(frozen=True)
@@ -40,49 +37,10 @@ class Authenticator(Protocol):
         """Identity of the caller. ``source``: its address. Raises :class:`Refused`."""
 
 
-class ControlledJob(Protocol):
-    """The methods of :class:`pipemorph.control.JobController` that the ingest uses."""
-
-    @property
-    def spec(self) -> JobSpec: ...
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def plan_version(self) -> int: ...
-
-    def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope: ...
-
-    def tick(self, now: float) -> None: ...
-
-    @property
-    def term(self) -> int: ...
-
-    @property
-    def state(self) -> tuple[object, ...]: ...
-
-    @property
-    def replan(self) -> Replan | None: ...
-
-    def settle(self, asked: Replan, proposal: Proposal, now: float) -> None: ...
-
-    @property
-    def wants_snapshot(self) -> bool: ...
-
-    def hand_in(self, attempt: int, saved: Snapshot, now: float) -> None: ...
-
-    def refuse_snapshot(self) -> None: ...
-
-    def directive(self, after: int = 0) -> Directive | None: ...
-
-    def snapshot(self) -> dict[str, Any]: ...
-
-
 class JobStore(Protocol):
     """Finds the jobs of a host, and persists what it shows of them."""
 
-    def lookup(self, namespace: str, job: str) -> ControlledJob | None:
+    def lookup(self, namespace: str, job: str) -> JobController | None:
         """The job's controller; None if the host has no such job."""
 
     async def persist(self, namespace: str, job: str) -> None:
@@ -111,15 +69,15 @@ class MemoryStore:
     the agent of ``pipemorph serve`` hands its snapshot to the next host."""
 
     def __init__(self) -> None:
-        self._jobs: dict[tuple[str, str], ControlledJob] = {}
+        self._jobs: dict[tuple[str, str], JobController] = {}
 
-    def add(self, namespace: str, job: str, controller: ControlledJob) -> None:
+    def add(self, namespace: str, job: str, controller: JobController) -> None:
         self._jobs[namespace, job] = controller
 
     def remove(self, namespace: str, job: str) -> None:
         self._jobs.pop((namespace, job), None)
 
-    def lookup(self, namespace: str, job: str) -> ControlledJob | None:
+    def lookup(self, namespace: str, job: str) -> JobController | None:
         return self._jobs.get((namespace, job))
 
     async def persist(self, namespace: str, job: str) -> None:

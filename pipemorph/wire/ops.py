@@ -8,7 +8,7 @@ ranks of one pipeline column, about once a second.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from pydantic import Field
 
@@ -19,22 +19,6 @@ from pipemorph.wire.base import Count, WallClock, WireModel
 MOST_OPS = 65_536
 """Of one stage in one iteration; one with more sends none."""
 Microseconds = Annotated[int, Field(ge=-(10**12), le=10**12)]
-
-
-class Timed(Protocol):
-    """An op of a rank; times are wall-clock seconds."""
-
-    @property
-    def kind(self) -> OpKind: ...
-
-    @property
-    def microbatch(self) -> int: ...
-
-    @property
-    def start(self) -> float: ...
-
-    @property
-    def end(self) -> float: ...
 
 
 class OpsTrace(WireModel):
@@ -86,13 +70,14 @@ class OpsTrace(WireModel):
         iteration: int,
         plan_version: int,
         origin: float,
-        ops: Sequence[Timed],
+        ops: Sequence[tuple[OpKind, int, float, float]],
     ) -> OpsTrace | None:
-        """``place``: rank, stage and column. None if there are too many ops, or none."""
+        """``place``: rank, stage and column. ``ops``: kind, microbatch, start and end, wall-clock
+        seconds. None if there are too many, or none."""
         if not 0 < len(ops) <= MOST_OPS:
             return None
-        starts = [round(1e6 * (op.start - origin)) for op in ops]
-        ends = [round(1e6 * (op.end - origin)) for op in ops]
+        kinds, microbatches, *times = zip(*ops, strict=True)
+        starts, ends = ([round(1e6 * (at - origin)) for at in each] for each in times)
         rank, stage, column = place
         return OpsTrace(
             rank=rank,
@@ -101,8 +86,8 @@ class OpsTrace(WireModel):
             iteration=iteration,
             plan_version=plan_version,
             origin=origin,
-            kinds="".join([LETTERS[op.kind] for op in ops]),
-            microbatches=[op.microbatch for op in ops],
+            kinds="".join([LETTERS[kind] for kind in kinds]),
+            microbatches=list(microbatches),
             gaps=[start - end for start, end in zip(starts, [0, *ends], strict=False)],
             durations=[end - start for start, end in zip(starts, ends, strict=True)],
         )

@@ -29,15 +29,16 @@ from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, f
 from pipemorph_trainer.executor.device_times import TimedCopy, TimedOp
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.executor.inputs import signature, split
-from pipemorph_trainer.executor.local_stage import OwnStage, StageMemory
-from pipemorph_trainer.executor.split.measured import Measurements
-from pipemorph_trainer.executor.stage_profile import (
+from pipemorph_trainer.executor.local_stage import (
     Footprint,
+    OwnStage,
+    StageMemory,
     footprint,
     offloaded,
     peak_memory,
     stage_profile,
 )
+from pipemorph_trainer.executor.split.measured import Measurements
 from pipemorph_trainer.executor.stages.emulated import Accelerator, EmulatedStage
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links import peer_socket

@@ -29,8 +29,8 @@ from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.engine import EngineOptions, engine_module
+from pipemorph_trainer.topology.gpu_affinity import own_rails
 from pipemorph_trainer.topology.mesh import shape_of
-from pipemorph_trainer.topology.rail_share import own_rails
 
 RouteChoice = Literal["auto", "direct", "delegated"]
 EngineChoice = Literal["auto", "tcp", "shm", "rdma"]

@@ -22,7 +22,6 @@ from pipemorph.control.generations import Generations
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.history import Worth
 from pipemorph.errors import InputError
-from pipemorph.ingest import ControlledJob
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.cluster.client import Cluster
@@ -91,7 +90,7 @@ class ClusterStore:
 
     # --- the JobStore interface -----------------------------------------------------------
 
-    def lookup(self, namespace: str, job: str) -> ControlledJob | None:
+    def lookup(self, namespace: str, job: str) -> JobController | None:
         tracked = self._tracked.get((namespace, job))
         return tracked.controller if tracked is not None else None
 

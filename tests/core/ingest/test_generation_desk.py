@@ -176,7 +176,7 @@ async def test_polls_of_a_job_that_is_another_hosts_now_are_answered() -> None:
     host = OneJob()
     desk = GenerationDesk(host)
     polling = asyncio.create_task(poll(desk))
-    while not server_waits(desk):
+    while not desk._waiting:
         await asyncio.sleep(0)
     desk.dropped(host.job)
     assert (await polling).status == 404, "so that it asks elsewhere"
@@ -204,7 +204,7 @@ async def test_a_generation_that_another_host_has_begun_goes_on() -> None:
     host = OneJob()
     desk = GenerationDesk(host)
     late = asyncio.create_task(tell(desk, LONG, event="gone", pod=1))
-    while not server_waits(desk):
+    while not desk._waiting:
         await asyncio.sleep(0)
     assert host.job.state.over
     state = json.loads((await poll(desk, "0", generation=1)).body)
@@ -214,11 +214,12 @@ async def test_a_generation_that_another_host_has_begun_goes_on() -> None:
 
 async def test_over_http_callers_are_authenticated_and_polls_end_with_the_host() -> None:
     host = OneJob()
+    desk = GenerationDesk(host)
     answered: list[tuple[str, int]] = []
     server = IngestServer(
         MemoryStore(),
         BearerAuthenticator("token of the job"),
-        desk=GenerationDesk(host),
+        desk=desk,
         on_answer=lambda kind, status, _: answered.append((kind, status)),
     )
     await server.start()
@@ -238,16 +239,11 @@ async def test_over_http_callers_are_authenticated_and_polls_end_with_the_host()
         large = b" " * (MAX_POD_REPORT_BYTES + 1)
         assert await status("POST", data=large, headers=known) == 413
         polling = asyncio.create_task(status("GET", params=query, headers=known))
-        while not server_waits(desk := server._desk):
+        while not desk._waiting:
             await asyncio.sleep(0)
-        assert desk is not None
         await server.stop()
         assert await polling == 200
     assert set(answered) == {("generation", 401), ("generation", 413), ("generation", 200)}
-
-
-def server_waits(desk: GenerationDesk | None) -> bool:
-    return desk is not None and desk._waiting > 0
 
 
 class FewerJob(OneJob):

@@ -18,7 +18,6 @@ from waiting import until
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning.ir import OpKind
-from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire import OpsTrace
 from pipemorph.wire.ops import MOST_OPS
 from pipemorph.wire.page import OpsWanted
@@ -26,6 +25,7 @@ from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent import AgentClient, connect, start_agent
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.agent.ops import AHEAD, EVERY_SECONDS, PATIENCE_SECONDS, OpsCollector
+from pipemorph_trainer.executor.device_times import TimedOp
 
 F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
 
@@ -48,7 +48,7 @@ def test_ops_come_back_as_they_were() -> None:
     back = OpsTrace.model_validate_json(told.body())
     assert back.replica == 1 and [op[:2] for op in back.ops] == [op[:2] for op in ops]
     for one, other in zip(back.ops, ops, strict=True):
-        assert one[2:] == pytest.approx(other[2:], abs=1e-6)
+        assert one[2:4] == pytest.approx(other[2:], abs=1e-6)
     assert OpsTrace.of((0, 0, 0), 7, 2, 100.0, []) is None
     assert OpsTrace.of((0, 0, 0), 7, 2, 100.0, ops[:1] * (MOST_OPS + 1)) is None
 

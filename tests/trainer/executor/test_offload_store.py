@@ -33,9 +33,8 @@ from torch.utils._pytree import tree_leaves
 from pipemorph.planning import Op, OpKind, Schedule, ScheduleError, validate
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.executor.offload.copies import DeviceCopies
 from pipemorph_trainer.executor.offload.pool import HostPool
-from pipemorph_trainer.executor.offload.store import ActivationStore, SavedFlight
+from pipemorph_trainer.executor.offload.store import ActivationStore, DeviceCopies, SavedFlight
 from pipemorph_trainer.executor.split import OrderError, SplitError, StageRunner
 
 WIDTH = 8

@@ -14,7 +14,7 @@ from gate import same_bits
 from split_support import Job, Result, assert_equal, output_grads, run_order, sequential, split
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split import OrderError, SplitError, StageRunner, measured, reasons
+from pipemorph_trainer.executor.split import OrderError, SplitError, StageRunner, measured, report
 from pipemorph_trainer.executor.split import runner as runner_module
 
 WIDTH = 8
@@ -349,7 +349,7 @@ def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
 
 
 def test_a_torch_that_does_not_fit_gets_fused_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (runner_module, reasons):
+    for module in (runner_module, report):
         monkeypatch.setattr(module, "missing", lambda: "no hooks to see")
     runner = runner_of(mlp())
     assert runner.split == "fused"

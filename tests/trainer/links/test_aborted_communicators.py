@@ -115,7 +115,7 @@ class End:
             deadline=30.0, device=GPU, max_outstanding=8, departures=self.departures,
         )  # fmt: skip
         delegated: Any = SimpleNamespace(
-            begin=lambda batch: None, ready_at=lambda microbatch: None,
+            begin=lambda batch: None, makes_room=False, ready_at=lambda microbatch: None,
             send=lambda microbatch, tensors: self.resent.append(microbatch),
         )  # fmt: skip
         self.failover = Failover("rank 0, link 0", sock, (incoming, outgoing), (delegated,) * 2)

@@ -21,8 +21,7 @@ from pipemorph.errors import InputError
 from pipemorph.local.results.history import Journal
 from pipemorph.local.serve import RollCall, ServeOptions, tls_context
 from pipemorph.local.service import ControlService
-from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.joining import ask_for_job
+from pipemorph_trainer.context import TrainerContext, ask_for_job
 
 SCRIPT = """
 import os

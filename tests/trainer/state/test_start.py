@@ -42,8 +42,8 @@ from pipemorph_trainer.state.kept.resuming import _Told
 from pipemorph_trainer.state.tied import Forms, Holder
 from pipemorph_trainer.state.weights import Dtype, Held, check_stage, fingerprint, held_by
 from pipemorph_trainer.topology import groups
+from pipemorph_trainer.topology.addresses import Machine
 from pipemorph_trainer.topology.groups import gather_values
-from pipemorph_trainer.topology.machine import Machine
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.torch import AdaptiveSchedule
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipemorph.wire import DeviceClock
-from pipemorph_trainer.topology.device_clock import (
+from pipemorph_trainer.executor.local_stage import (
     EVERY_SECONDS,
     DeviceClockReader,
     device_clock_reader,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.discovery.rdma import Device, Gid, Port
-from pipemorph_trainer.topology.rail_share import share
+from pipemorph_trainer.topology.gpu_affinity import share
 
 ROUTABLE = Gid(index=3, address="::ffff:10.0.0.1", type="RoCE v2", netdev="eth0")
 

@@ -15,7 +15,7 @@ from torch import nn
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.links import peer_socket, rendezvous
 from pipemorph_trainer.topology import addresses
-from pipemorph_trainer.topology.machine import Machine, this_machine
+from pipemorph_trainer.topology.addresses import Machine, this_machine
 
 ELSEWHERE = "127.0.0.2"
 """Stands for the address a machine has in its network; what listens at 127.0.0.1 is not there."""

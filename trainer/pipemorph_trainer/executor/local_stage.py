@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import logging
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, OpKind
-from pipemorph.planning.ir import in_flight_peak
+from pipemorph.planning import Dispatch
+from pipemorph.planning.ir import OpKind, in_flight_peak
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.removed import SPLITS, removal
-from pipemorph.wire import StageProfile
+from pipemorph.wire import DeviceClock, StageProfile
+from pipemorph_trainer.agent.messages import Offloaded
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.executor.device_times import TimedCopy, TimedOp
 from pipemorph_trainer.executor.dispatch import Inputs
@@ -25,17 +31,196 @@ from pipemorph_trainer.executor.split import Mode, StageRunner
 from pipemorph_trainer.executor.split.compiled.private import cuda_graphs
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.split.measured import Measurements
-from pipemorph_trainer.executor.stage_profile import (
-    Footprint,
-    footprint,
-    peak_memory,
-    stage_profile,
-)
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage, Runner
 from pipemorph_trainer.executor.torch_private import holders_unknown
 from pipemorph_trainer.topology.accelerator import Accelerator
-from pipemorph_trainer.topology.device_clock import device_clock_reader
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Properties of a stage beside its op times; None: unknown.
+
+    ``offload_copy``: seconds to copy ``activation_bytes`` one way, if offload is possible.
+    ``input_bytes``: bytes of what is kept of a microbatch that is recomputed, if it can be.
+    ``fused_ratio``: time of BW divided by that of B and W apart: of an emulated stage as stated, of
+    a module from the first iterations until a plan runs BW.
+    """
+
+    activation_bytes: int | None = None
+    offload_copy: float | None = None
+    fused_ratio: float | None = None
+    input_bytes: int | None = None
+
+
+def footprint(measured: Measurements, ratio: float | None, *, recomputes: bool) -> Footprint:
+    """What a module's stage has measured in its first iterations. ``ratio``: the fused ratio of the
+    plans, if it is known."""
+    return Footprint(
+        activation_bytes=measured.activation_bytes or None,
+        offload_copy=measured.copy_seconds,
+        input_bytes=measured.input_bytes if recomputes else None,
+        fused_ratio=measured.fused_ratio if ratio is None else ratio,
+    )
+
+
+def stage_profile(
+    stage: int,
+    ops: Sequence[TimedOp],
+    split: Literal["deferred", "fused", "emulated"],
+    *,
+    column: int,
+    peak_memory: int,
+    footprint: Footprint = Footprint(),
+    copies: Sequence[TimedCopy] = (),
+    clock: DeviceClock | None = None,
+) -> StageProfile:
+    """Means over one iteration's ops, since an iteration takes their sum. Fused backwards count
+    as ``backward_input`` where there are no others.
+
+    The time of ``copies`` is subtracted from the ops that they are part of, so that F and B do not
+    depend on which microbatches a plan offloads or recomputes. That of copies is reported as
+    ``offload_copy``: the median of the longer direction if there were copies, else the time of the
+    first one.
+
+    ``fused_backward`` is the mean BW if there was one, else B + W times the ratio, if known.
+    """
+    moves = [copy for copy in copies if not copy.again]
+    copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
+
+    times: dict[OpKind, list[float]] = {kind: [] for kind in OpKind}
+    for kind, microbatch, start, end in ops:
+        took = end - start
+        if copying:
+            took -= copying.get((kind, microbatch), 0.0)
+        times[kind].append(took if took > 0.0 else 0.0)
+
+    def mean(kind: OpKind) -> float:
+        return statistics.fmean(times[kind]) if times[kind] else 0.0
+
+    backward = mean(OpKind.B) or mean(OpKind.BW)
+    weight = 0.0 if split == "fused" else mean(OpKind.W)
+    return StageProfile(
+        stage=stage,
+        replica=column,
+        forward=mean(OpKind.F),
+        backward_input=backward,
+        backward_weight=weight,
+        split=split,
+        peak_memory=peak_memory,
+        activation_bytes=footprint.activation_bytes,
+        input_bytes=footprint.input_bytes,
+        offload_copy=_longer(moves) if moves else footprint.offload_copy,
+        fused_backward=_fused(mean(OpKind.BW), backward, weight, footprint.fused_ratio),
+        clock=clock,
+    )
+
+
+def _longer(copies: Sequence[TimedCopy]) -> float:
+    """Median copy time of the slower direction: on a device, copies to the host may take none."""
+    took: dict[bool, list[float]] = {}
+    for copy in copies:
+        took.setdefault(copy.out, []).append(copy.end - copy.start)
+    return max(statistics.median(times) for times in took.values())
+
+
+def _fused(measured: float, backward: float, weight: float, ratio: float | None) -> float | None:
+    if ratio is None:
+        return None
+    return measured or ratio * (backward + weight)
+
+
+def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:
+    """Sums of one iteration's copies; None if there were none. ``host_bytes``: that the rank
+    holds."""
+    copies = [copy for copy in copies if not copy.again]
+    if not copies:
+        return None
+    return Offloaded(
+        microbatches=sum(copy.out for copy in copies),
+        bytes=sum(copy.nbytes for copy in copies if copy.out),
+        seconds=sum(copy.end - copy.start for copy in copies),
+        host_bytes=host_bytes,
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak memory in bytes: device memory on CUDA, else the resident set.
+
+    On CUDA it is the peak since the script last reset torch's mark, else since the process began.
+    It is not reset here, since the script may read the same mark.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+EVERY_SECONDS = 1.0
+"""Least time between two readings, each of which may take a millisecond."""
+THROTTLES = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "heat",
+    0x40: "heat",
+    0x80: "power brake",
+}
+"""Bits of NVML's clock event reasons that make a device slower than it could be. The others say
+that it is idle, or that its user has set its clocks."""
+
+log = logging.getLogger(__name__)
+
+
+class DeviceClockReader:
+    """Reads the clock of one device. ``nvml``: the module ``pynvml``, initialized; ``handle``: its
+    handle of the device."""
+
+    def __init__(
+        self, nvml: Any, handle: Any, *, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._nvml, self._handle, self._monotonic = nvml, handle, monotonic
+        self._read_at: float | None = None
+        self._newest: DeviceClock | None = None
+
+    def read(self) -> DeviceClock | None:
+        """The newest clock, read anew at most every :data:`EVERY_SECONDS`; None once the driver
+        has refused."""
+        now = self._monotonic()
+        if self._read_at is None or now - self._read_at >= EVERY_SECONDS:
+            self._read_at, self._newest = now, self._clock()
+        return self._newest
+
+    def _clock(self) -> DeviceClock | None:
+        nvml, handle = self._nvml, self._handle
+        try:
+            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            return DeviceClock(
+                mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+                most_mhz=nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+                held_by=tuple(dict.fromkeys(why for bit, why in THROTTLES.items() if bits & bit)),
+            )
+        except nvml.NVMLError as error:
+            log.debug("NVML says nothing of this device's clock: %s", error)
+            return None
+
+
+def device_clock_reader(device: torch.device) -> DeviceClockReader | None:
+    """The reader for ``device``; None for the CPU, without NVML, and where it does not know the
+    device."""
+    if device.type != "cuda":
+        return None
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        # By its UUID: NVML numbers all devices of the host, torch those that it may use.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        return DeviceClockReader(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except nvml.NVMLError as error:
+        log.debug("NVML does not know %s: %s", device, error)
+        return None
+
 
 Stage = nn.Module | EmulatedStage | GivenStage
 

@@ -43,9 +43,9 @@ from pipemorph_trainer.links.recorder import OpClock
 from pipemorph_trainer.links.within import join_within
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of, too_few_queues
+from pipemorph_trainer.topology.addresses import Machine, this_machine
 from pipemorph_trainer.topology.gpu_affinity import gpu_of
 from pipemorph_trainer.topology.groups import Groups, gather_values
-from pipemorph_trainer.topology.machine import Machine, this_machine
 
 if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine

@@ -167,4 +167,5 @@ class World:
             self._made.clear()
             self._hierarchies.clear()
             self.column = self.columns = self.together = None
-            del self.mesh, self.control, self.everyone
+            vars(self).pop("everyone", None)
+            del self.mesh, self.control

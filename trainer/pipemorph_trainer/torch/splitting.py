@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import SplitReport, calls
 from pipemorph_trainer.executor.split.flight import Deferring
-from pipemorph_trainer.executor.split.reasons import report_of
+from pipemorph_trainer.executor.split.report import report_of
 from pipemorph_trainer.executor.torch_private import missing
 
 

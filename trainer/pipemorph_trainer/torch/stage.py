@@ -11,12 +11,11 @@ from torch import Tensor
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.flight import to_send
-from pipemorph_trainer.executor.stages.interface import Grads, Split
-from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
+from pipemorph_trainer.executor.stages.interface import Grads, Runner, Split
 from pipemorph_trainer.torch.private import StageOps, local
 
 
-class TorchStageRunner:
+class TorchStageRunner(Runner):
     """Runs the ops of one :class:`torch.distributed.pipelining.PipelineStage`.
 
     Args:
@@ -45,15 +44,9 @@ class TorchStageRunner:
         self.evaluating = False
         """Whether the next iteration is an evaluation. FSDP2 then gathers in each forward."""
 
-    structure = SINGLE
-    """torch's stages exchange a flat sequence of tensors."""
-
     @property
     def split(self) -> Split:
         return "deferred" if self._splits else "fused"
-
-    def expect(self, structure: Structure, gradients: Sequence[bool]) -> None:
-        """torch's stages have told each other already."""
 
     def begin_iteration(
         self,
@@ -135,15 +128,3 @@ class TorchStageRunner:
 
     def discard(self) -> None:
         self._ops.clear()
-
-    def offload(self, microbatch: int) -> int:
-        raise SplitError("the activations of torch's stage cannot be moved to host memory")
-
-    def reclaim(self) -> None:
-        """Nothing is ever moved."""
-
-    def fetch(self, microbatch: int) -> int:
-        raise SplitError("the activations of torch's stage cannot be moved to host memory")
-
-    def recompute(self, microbatch: int) -> None:
-        raise SplitError("the activations of torch's stage cannot be computed again")

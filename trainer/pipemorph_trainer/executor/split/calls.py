@@ -123,7 +123,8 @@ class Call(torch.autograd.Function):
         operands: list[Tensor | None] | None,
     ) -> Tensor:
         ctx.product, ctx.own, ctx.cast = product, (weight, bias), cast
-        weight = product.of(weight)
+        if product.part is not None:
+            weight = product.part.of(weight)
         if cast:
             # Cast here and not by autocast, whose cache could return a cast without gradients to
             # calls that need them.
@@ -164,11 +165,15 @@ class Call(torch.autograd.Function):
         sink.add(work)
         if sink.verify:
             dtype = x.dtype if ctx.cast else own.dtype
-            used = x, product.of(own).to(dtype), None if bias is None else bias.to(dtype)
+            used = x, _weight(product, own).to(dtype), None if bias is None else bias.to(dtype)
             got = [grad_x] * need_x
             got += [g.grad if isinstance(g, PartGrad) else g for g in work.gradients()]
             compare(sink, owners[0].name, product.run, used, (need_x, *needed), grad, got)
         return grad_x, None, None, None, None, None
+
+
+def _weight(product: Product, own: Tensor) -> Tensor:
+    return own if product.part is None else product.part.of(own)
 
 
 def _dense(parameter: Tensor, grad: Grad) -> Tensor:
@@ -244,7 +249,7 @@ def _again(ctx: Any, x: Tensor, grad: Tensor) -> list[Tensor | None]:
     for parameter in (own, bias):
         exclude(parameter, SECOND_ORDER)
     needed = ctx.needs_input_grad[:3]
-    weight = ctx.product.of(own).to(dtype)
+    weight = _weight(ctx.product, own).to(dtype)
     out = ctx.product.run(x, weight, None if bias is None else bias.to(dtype))
     wanted = [each for each, need in zip((x, own, bias), needed, strict=True) if need]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True, allow_unused=True))

@@ -50,6 +50,8 @@ class Measurements:
         """Time to copy ``activation_bytes`` one way, the longer of both ways; None: not copied."""
         self.no_offload = ""
         """Why activations cannot be moved; empty if they can, or if it was not tried."""
+        self.fused_ratio: float | None = None
+        """Time of a whole backward divided by that of B and W; None if unknown, or too short."""
         self._seconds: dict[str, list[float]] = {"whole": [], "B": [], "W": []}
         self._microbatches = 0
 
@@ -118,14 +120,9 @@ class Measurements:
         began = self._now()
         yield
         self._seconds[kind].append(self._now() - began)
-
-    @property
-    def fused_ratio(self) -> float | None:
-        """Time of a whole backward divided by that of B and W; None if unknown, or too short."""
-        if min(map(len, self._seconds.values())) < 2:
-            return None
-        whole, first, second = (min(times[1:]) for times in self._seconds.values())
-        return whole / (first + second) if whole > MEASURABLE else None
+        if min(map(len, self._seconds.values())) > 1:
+            whole, first, second = (min(times[1:]) for times in self._seconds.values())
+            self.fused_ratio = whole / (first + second) if whole > MEASURABLE else None
 
     def _now(self) -> float:
         if self._device is not None:

@@ -54,10 +54,8 @@ class Product(ABC):
 
     uses_values = False
     """Whether W needs the weight in memory."""
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """The weight: the parameter, or the part that is used."""
-        return parameter
+    part: Part | None = None
+    """What the weight is of its parameter; None: all of it."""
 
     def __init__(self, run: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
         self.run = run
@@ -226,11 +224,8 @@ class OfPart(Product):
 
     def __init__(self, inner: Product, part: Part) -> None:
         super().__init__(inner.run)
-        self._inner, self._part = inner, part
+        self._inner, self.part = inner, part
         self.uses_values = inner.uses_values
-
-    def of(self, parameter: Tensor) -> Tensor:
-        return self._part.of(parameter)
 
     def operands(self, x: Tensor, grad: Tensor) -> Operands:
         return self._inner.operands(x, grad)
@@ -241,5 +236,7 @@ class OfPart(Product):
     def weight_grads(
         self, operands: Operands, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> list[Grad]:
-        found: list[Any] = [*self._inner.weight_grads(operands, self.of(weight), bias, needed)]
-        return [PartGrad(found[0], self._part), *found[1:]] if needed[0] else found
+        assert self.part is not None
+        part = self.part.of(weight)
+        found: list[Any] = [*self._inner.weight_grads(operands, part, bias, needed)]
+        return [PartGrad(found[0], self.part), *found[1:]] if needed[0] else found

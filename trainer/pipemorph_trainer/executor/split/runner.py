@@ -21,9 +21,9 @@ from pipemorph_trainer.executor.split.flight import (
     StageCall,
 )
 from pipemorph_trainer.executor.split.measured import Measurements
-from pipemorph_trainer.executor.split.reasons import report_of
-from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
+from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport, report_of
 from pipemorph_trainer.executor.split.rerun import Kept, Rerun, digest
+from pipemorph_trainer.executor.stages.interface import Runner
 from pipemorph_trainer.executor.stages.sharded import Sharded, is_sharded, place_gradients
 from pipemorph_trainer.executor.stages.structure import Structure
 from pipemorph_trainer.executor.torch_private import compiled, missing
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
 
 
-class StageRunner:
+class StageRunner(Runner):
     """Wraps any ``nn.Module`` stage; one per rank and stage.
 
     F, B and W each run in microbatch order 0 … N-1; the next iteration starts at 0 again. A

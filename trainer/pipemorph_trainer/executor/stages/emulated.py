@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.grad_form import written
-from pipemorph_trainer.executor.stages.interface import Grads, Split
-from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
+from pipemorph_trainer.executor.stages.interface import Grads, Runner, Split
 
 GRADIENT_PARTS = 8
 """Buckets of gradients of an emulated stage."""
@@ -139,11 +138,10 @@ class EmulatedStage:
         return self.backward_input + self.backward_weight
 
 
-class EmulatedRunner:
-    """Runs an :class:`EmulatedStage`; a :class:`~.interface.Runner`."""
+class EmulatedRunner(Runner):
+    """Runs an :class:`EmulatedStage`."""
 
     split: Split = "emulated"
-    structure = SINGLE
 
     def __init__(
         self,
@@ -181,18 +179,6 @@ class EmulatedRunner:
 
     def restore(self, state: int) -> None:
         self._state = state
-
-    def expect(self, structure: Structure, gradients: Sequence[bool]) -> None:
-        """Does nothing: its one argument needs a gradient."""
-
-    def begin_iteration(
-        self,
-        *,
-        fused: Set[int],
-        outputs: list[Any] | None = None,
-        divisor: float | None = None,
-    ) -> None:
-        """Does nothing: an emulated op needs no preparation."""
 
     def forward(
         self,
@@ -236,9 +222,6 @@ class EmulatedRunner:
         self._accelerator.hold(self._times.offload_copy)
         self._away.add(microbatch)
         return self._times.activation_bytes or 0
-
-    def reclaim(self) -> None:
-        """Does nothing: copies are synchronous."""
 
     def fetch(self, microbatch: int) -> int:
         self._accelerator.hold(self._times.offload_copy)

@@ -213,6 +213,10 @@ class DelegatedIncoming:
 class DelegatedOutgoing:
     """Sending end. The engine keeps the bytes until the receiver has acknowledged them."""
 
+    makes_room = False
+    """Whether :meth:`begin` makes room, so that it should be called before an iteration in which
+    this route may take over."""
+
     def __init__(
         self,
         *,

@@ -172,7 +172,8 @@ class FailoverOutgoing:
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._direct.begin(batch)
-        self._delegated.begin(batch)
+        if self._delegated.makes_room or self._failover.broken is not None:
+            self._delegated.begin(batch)
 
     def slot_free_at(self) -> float:
         return 0.0 if self._failover.broken is not None else self._direct.slot_free_at()

@@ -207,6 +207,8 @@ class StagedOutgoing(DelegatedOutgoing):
         self._expected = max(self._expected, messages)
         self._grow(self._grown[1])
 
+    makes_room = True
+
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self._grow(batch.metas)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph_trainer.state.kept.composed import Source
 from pipemorph_trainer.state.kept.copies import Copy, Form
-from pipemorph_trainer.topology.machine import this_machine
+from pipemorph_trainer.topology.addresses import this_machine
 
 
 @dataclass(frozen=True)
