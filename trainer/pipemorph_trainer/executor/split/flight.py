@@ -20,7 +20,7 @@ from pipemorph_trainer.executor.split import calls, sinks
 from pipemorph_trainer.executor.split.products import PartGrad
 from pipemorph_trainer.executor.split.sinks import Sink, Work
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure, take_apart
-from pipemorph_trainer.executor.torch_private import holders, holders_unknown, version
+from pipemorph_trainer.executor.torch_private import holders_unknown, version
 from pipemorph_trainer.topology.placement import is_dtensor
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def is_fresh(out: Tensor) -> bool:
     if isinstance(base.grad_fn, BackwardCFunction) and not hasattr(node._forward_cls, "allocates"):
         return False
     tensors = 1 if base is out else 2
-    return not holders_unknown() and holders(out.untyped_storage()) == tensors
+    # As holders(), for each F.
+    storage = out.untyped_storage()
+    return not holders_unknown() and torch._C._storage_Use_Count(storage._cdata) == tensors + 1
 
 
 def to_send(out: Tensor) -> Tensor:
