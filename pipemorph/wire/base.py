@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-from pipemorph.errors import one_line
+from pydantic import BaseModel, ConfigDict, Field
 
 # Bounds far beyond any job, so that arithmetic on received values cannot overflow.
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
@@ -14,8 +12,6 @@ WallClock = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 # Bound of received plan versions: far below Count, so that the next version is valid too.
 PlanVersion = Annotated[int, Field(ge=0, le=2**31 - 1)]
-# Texts of peers, which terminals and pages show: none can add a line of its own to others'.
-PRINTABLE = AfterValidator(lambda text: text if text.isprintable() else one_line(text, len(text)))
 # A limit or a count of microbatches in a plan: the compiled core takes it as an int.
 Microbatches = Annotated[int, Field(ge=1, le=2**31 - 1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]

@@ -19,7 +19,6 @@ from pydantic import Field
 
 from pipemorph.api.layout import RankLayout
 from pipemorph.wire.base import (
-    PRINTABLE,
     Answer,
     Count,
     PlanVersion,
@@ -27,6 +26,7 @@ from pipemorph.wire.base import (
     WallClock,
     WireModel,
 )
+from pipemorph.wire.states import PRINTABLE
 
 MAX_POD_REPORT_BYTES = 32 * 1024
 LONGEST_LINE = 500

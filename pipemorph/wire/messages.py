@@ -30,7 +30,6 @@ from pydantic import Field
 from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire.base import (
-    PRINTABLE,
     Answer,
     Count,
     Microbatches,
@@ -44,6 +43,7 @@ from pipemorph.wire.records import AdaptationRecord
 from pipemorph.wire.samples import IterationSample
 from pipemorph.wire.states import (
     MOST_SLOW,
+    PRINTABLE,
     Device,
     LinkState,
     RailsView,

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipemorph.planning.ir import Route
-from pipemorph.wire.base import PRINTABLE, Count, PlanVersion, Seconds, WallClock, WireModel
-from pipemorph.wire.states import LinkState
+from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.states import PRINTABLE, LinkState
 
 Text = Annotated[str, Field(max_length=32768), PRINTABLE]
 

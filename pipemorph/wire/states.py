@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.errors import one_line
 from pipemorph.planning.analysis.partition import spread_layers
-from pipemorph.wire.base import PRINTABLE, Count, Seconds, WallClock, WireModel
+from pipemorph.wire.base import Count, Seconds, WallClock, WireModel
 from pipemorph.wire.samples import DeviceClock, SlowestEdge
 
 SHOWN = 32
@@ -29,6 +30,8 @@ MOST_SLOW = 512
 Direction = Literal["forward", "backward"]
 Positive = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+# Texts of peers, which terminals and pages show: none can add a line of its own to others'.
+PRINTABLE = AfterValidator(lambda text: text if text.isprintable() else one_line(text, len(text)))
 Device = Annotated[str, Field(min_length=1, max_length=64), PRINTABLE]
 Word = Annotated[str, Field(max_length=32), PRINTABLE]
 Text = Annotated[str, Field(max_length=500), PRINTABLE]

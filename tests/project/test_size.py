@@ -22,11 +22,11 @@ MOST_LINES = 800
 """Of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 94_900,
-    "product code lines": 69_300,
+    "product lines": 95_400,
+    "product code lines": 69_800,
     "test lines": 101_600,
-    "benchmark lines": 6_200,
-    "public classes": 692,
+    "benchmark lines": 6_240,
+    "public classes": 694,
     "modules": 401,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,

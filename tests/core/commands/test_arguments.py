@@ -115,3 +115,7 @@ def test_every_number_has_a_range() -> None:
         )
     ]
     assert calls == []
+
+
+def test_an_argument_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "required: --out" in refusal(lambda: main(["run", "job.yaml"]), capsys)

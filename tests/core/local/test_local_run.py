@@ -791,15 +791,3 @@ def test_nohup_is_heeded(runs: Runs) -> None:
     assert status == 130
     assert "SIGTERM: stopping" in output and "SIGHUP" not in output
     assert_clean(run)
-
-
-def test_usage_is_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipemorph.cli", "run", "job.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "--out" in done.stderr
