@@ -149,19 +149,19 @@ def test_replicas_with_all_that_a_loop_needs(placement: str, tmp_path: Path) -> 
     parametrize_product(["offload", "recompute"], ["v", "interleaved"], test=1, full=1),
 )
 def test_activations_leave_the_device(placement: str, how: str) -> None:
-    """Planned for a slow link within the limits of every stage, from the second iteration on; the
-    stages of a rank move or drop activations as the simulator says."""
-    limits, fields = {"device_limit": 2, "offload_copy": 0}, {"host_memory": 1 << 30}
+    """Planned for a slow link within limits that stages of both ranks keep so, from the second
+    iteration on; the stages of a rank move or drop activations as the simulator says."""
+    limits, fields = {"device_limit": 1, "offload_copy": 0}, {"host_memory": 1 << 30}
     if how == "recompute":
         limits, fields = (
-            {"in_flight_limit": 2, "recompute_limit": 8},
+            {"in_flight_limit": 1, "recompute_limit": 8},
             {"extra": {"recompute": "auto"}},
         )
     first = make_plan("pipemorph", 2, 4, 8, placement=placement)
     new = make_plan("pipemorph", 2, 4, 8, placement=placement, version=3, delay=20.0, **limits)
     away = left(new.schedule, new.device_limits, new.recompute)
     leaving = away.recomputed if how == "recompute" else away.offloaded
-    assert all(leaving), "on every stage"
+    assert leaving[0] and leaving[1], "on both ranks"
     records = check(first, switches=[(1, new, (0, 1))], **fields)
     for stage, record in enumerate(records):
         told = record.again if how == "recompute" else record.moved

@@ -432,7 +432,7 @@ def test_what_is_not_searched_for_would_not_have_been_chosen(
         ({"dispatch": "guided", "inFlightLimit": 10}, {}, Dispatch.GUIDED),
         ({}, {"tensor": 2}, Dispatch.STATIC),
         ({}, {"stagesPerRank": 2}, Dispatch.GUIDED),
-        ({}, {"stagesPerRank": 2, "stagePlacement": "v"}, Dispatch.STATIC),
+        ({}, {"stagesPerRank": 2, "stagePlacement": "v"}, Dispatch.GUIDED),
         ({"inFlightLimit": 6}, {"stagesPerRank": 2}, Dispatch.STATIC),
         ({"policy": "1f1b-interleaved"}, {"stagesPerRank": 2}, Dispatch.STATIC),
         ({}, {"stagesPerRank": 2, "tensor": 2}, Dispatch.STATIC),

@@ -182,8 +182,8 @@ def ahead(told: Path) -> None:
     """Create ``told`` when this rank waits for the others after a failed write, or has ended."""
     begin, close = Waiting.begin, Parts.close
 
-    def began(self: Waiting, what: Any) -> None:
-        begin(self, what)
+    def began(self: Waiting, what: Any, *args: Any) -> None:
+        begin(self, what, *args)
         if isinstance(what, str) and what.endswith("cannot be written"):
             told.touch()
 

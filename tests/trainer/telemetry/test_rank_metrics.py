@@ -135,7 +135,7 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
 
     class Inner:
         closed = False
-        ops_asked, connections = 7, 1
+        ops_asked, connections, acknowledges = 7, 1, True
 
         def publish(self, telemetry: RankTelemetry) -> None:
             heard.append(telemetry)
@@ -153,7 +153,7 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
     control = MeteredControl(inner, metrics, plan_of(0, 1))
     control.publish(telemetry(1, plan_version=0))
     assert control.newest_plan() == plan_of(2, 3)
-    assert (control.ops_asked, control.connections) == (7, 1)
+    assert (control.ops_asked, control.connections, control.acknowledges) == (7, 1, True)
     assert control.answers() == [RankAnswer(answered=5)]
     control.publish(telemetry(2, plan_version=0))
     assert read(metrics, "in_flight_peak") == 1, "a plan that is only prepared"
