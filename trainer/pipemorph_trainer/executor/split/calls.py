@@ -474,7 +474,8 @@ def _grouped_call(*args: Any, **kwargs: Any) -> Tensor:
     x, weight = args
     whole, product = _of(weight, Grouped(_grouped, ends))
     usual = lambda: (  # noqa: E731
-        kwargs.keys() == {"offs"} and x.dim() == 2 and weight.dim() == 3 and x.is_contiguous()
+        all(value is None for name, value in kwargs.items() if name != "offs")
+        and x.dim() == 2 and weight.dim() == 3 and x.is_contiguous()
         and not is_dtensor(whole) and not torch.is_autocast_enabled(whole.device.type)
     )  # fmt: skip
     if not _admits(x, whole, None, usual):
