@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
@@ -211,6 +212,17 @@ def test_a_write_that_fails_later_is_told_on_every_rank(late: int | None, tmp_pa
     for result in Ranks(2, with_a_broken_write, str(tmp_path), late).wait():
         last = result.error.strip().splitlines()[-1]
         assert "iteration-00000002 cannot be written: rank 1: " in last, result.error[-2000:]
+
+
+def with_a_lost_peer(context: TrainerContext, folder: str) -> None:
+    if context.rank == 1:
+        FileSystemWriter.write_data = lambda *_: os._exit(3)  # type: ignore[method-assign]
+    train(context, folder, 4, {})
+
+
+def test_a_peer_that_is_lost_while_it_writes_is_no_disk_that_refuses(tmp_path: Path) -> None:
+    last = Ranks(2, with_a_lost_peer, str(tmp_path)).wait()[0].error.strip().splitlines()[-1]
+    assert "PeerLostError" in last and "iteration-00000002 is not finished: " in last, last
 
 
 def with_little_room(context: TrainerContext, folder: str) -> tuple[int, list[float]]:

@@ -45,7 +45,12 @@ from pipemorph import checkpoints
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph.wire import IterationSample
-from pipemorph_trainer.errors import PipelineError, UnwrittenError, first_sentence
+from pipemorph_trainer.errors import (
+    PeerLostError,
+    PipelineError,
+    UnwrittenError,
+    first_sentence,
+)
 from pipemorph_trainer.executor.grad_form import grad_dtype, zero_grad
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.executor.waiting import CollectiveWait
@@ -195,6 +200,8 @@ class Checkpoints:
                 why = _first_failure(error)
                 if all(isinstance(each, OSError) for each, _ in error.failures.values()):
                     kind = UnwrittenError
+            elif (gone := self._wait_for.who_is_gone()) is not None:
+                raise PeerLostError(f"{folder} is not finished: {gone}") from error
             raise kind(f"{folder} cannot be written: {why}") from error
 
     def _close(self) -> None:
