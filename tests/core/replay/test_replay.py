@@ -380,7 +380,8 @@ def test_ranks_with_several_stages(placement: str, rule: str, objective: str) ->
         barriers = problem.model_copy(update={"objective": "makespan"})
         waits = replay(barriers, fault, telemetry="python").seconds
         assert all(found.seconds[name] <= waits[name] * (1 + 1e-9) for name in waits)
-        assert found.seconds["adaptive"] < 0.97 * waits["adaptive"]
+        if placement == "v":
+            assert found.seconds["adaptive"] < 0.97 * waits["adaptive"]
     for telemetry in get_args(Telemetry):
         changes = replay(problem, WELL, telemetry=telemetry).changes
         if objective == "makespan":
@@ -406,10 +407,7 @@ def test_ranks_with_several_stages_choose_their_dispatch(placement: str) -> None
     assert change.promised is not None and change.measured is not None
     assert change.measured > 0.7 * change.promised > 0.1
     first = auto.trained["adaptive"].steps[12], static.trained["adaptive"].steps[12]
-    if placement == "interleaved":
-        assert first[0] < 0.7 * first[1], "guided, before anybody knew of the fault"
-    else:
-        assert first[0] == first[1]
+    assert first[0] < 0.7 * first[1], "guided, before anybody knew of the fault"
     assert auto.seconds["adaptive"] <= 1.002 * static.seconds["adaptive"]
 
 

@@ -147,9 +147,9 @@ def meanwhile(context: TrainerContext, folder: str) -> None:
     if context.rank == 0:
         assert (second / ".metadata").exists()
         (second / ".metadata").unlink()
-    module = make_stage(context.rank).requires_grad_(False)
+    module = make_stage(context.rank)
     for parameter in module.parameters():
-        parameter.zero_()
+        parameter.detach().zero_()
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N,
         checkpoint=Checkpoint(directory=folder, every=100),
