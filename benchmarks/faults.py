@@ -73,7 +73,7 @@ MOST_ITERATIONS = 1_000_000
 """Of a run that is ended by its time."""
 CHECKPOINT_EVERY, CHECKPOINTS = 20, 2
 DISK_BYTES = 256 << 20
-"""Of the file system of checkpoints."""
+"""Size of the file system of checkpoints."""
 SETTLED = 16
 """Iterations before the first fault."""
 LEAST_APART = 10

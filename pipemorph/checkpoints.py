@@ -71,7 +71,7 @@ class Saved:
 
 
 def read(folder: Path) -> Saved | None:
-    """What a folder holds; None if it is no checkpoint by its name or its manifest."""
+    """Read a folder; None if it is no checkpoint by its name or its manifest."""
     match = _NAME.fullmatch(folder.name)
     if match is None or not folder.is_dir():
         return None

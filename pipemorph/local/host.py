@@ -165,7 +165,7 @@ class _Host:
     hangs: HangWatch
     started: float = field(default_factory=time.monotonic)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Of the run, in its checkpoints."""
+    """Id of the run, which its checkpoints name."""
     kept: KeptFolder | None = None
     """What ranks leave for the next generation; None: they leave nothing."""
     starting: bool = True

@@ -28,8 +28,7 @@ CHECKED: frozenset[Cause] = frozenset(
 the plan for healthy links returns even if it is no faster."""
 
 UNHURRIED: frozenset[Cause] = frozenset({"eased", "varies", "steady", "profile", "barrier"})
-"""Those of them that nothing new was measured for: a change must gain more than what predictions
-miss."""
+"""Causes for which nothing new was measured: a change must gain more than what predictions miss."""
 
 MAY_EASE: frozenset[Cause] = frozenset({"steady", "recovered"})
 """Causes for which a plan that is no faster may replace the current one: with fewer links

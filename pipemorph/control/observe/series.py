@@ -90,7 +90,7 @@ class Series:
 
     @property
     def bases(self) -> dict[str, float]:
-        """What is normal by route, and of the notes."""
+        """Normal wire times by route, and the normal latency of notes; seconds."""
         return self.detector.bases() | ({} if self.first is None else {NOTES: self.first})
 
     @property
