@@ -9,6 +9,7 @@ import signal
 import socket
 
 import pytest
+from gate.hang_guard import HangGuard
 from gate.processor_time import ProcessorTime
 from gate.tiers import FULL, TEST, TIERS, tier_of
 from hypothesis import HealthCheck, settings
@@ -65,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    config.pluginmanager.register(HangGuard(), "hang-guard")
     config.pluginmanager.register(ProcessorTime(), "processor-time")
     selected.use(config)
 

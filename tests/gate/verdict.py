@@ -17,6 +17,10 @@ COSTLIEST = 15
 MESSAGE_LINES, MESSAGE_COLUMNS, LOG_LINES = 8, 300, 15
 """How much of a failure is shown at the end: the programs under test may say far more than fits a
 screen. All of it is in the kept outputs."""
+HUNG = "Timeout (0:"
+"""What is in the line above the stacks of a process that :mod:`gate.hang_guard` has ended."""
+FOREIGN = ("site-packages", "/lib/python", "<frozen")
+"""Parts of paths of files that are not the project's."""
 
 
 @dataclass
@@ -47,16 +51,21 @@ class PartResult:
         if self.results.not_collected:
             return "could not import " + "\n".join(self.results.not_collected)
         if not self.results.complete:
-            return f"died (exit {self.status}) before its last test: what is missing is not known"
+            died = f"died (exit {self.status}) before its last test: what is missing is not known"
+            return f"{died}\n{self._end_of_log()}"
         if self.status == 0 or (self.status == 1 and self.results.failed()):
             return None
-        return f"exit {self.status}, with no test that failed"
+        return f"exit {self.status}, with no test that failed\n{self._end_of_log()}"
 
     def _end_of_log(self) -> str:
         if self.log is None or not self.log.exists():
             return ""
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join([*lines, f"all of its output: {self.log}"])
+        lines = self.log.read_text(errors="replace").splitlines()
+        if hung := [number for number, line in enumerate(lines) if HUNG in line]:
+            # Of stacks, which begin with what was called last, the lines of this project.
+            lines = [line for line in lines[hung[-1] :] if not any(own in line for own in FOREIGN)]
+            lines = lines[:LOG_LINES]
+        return "\n".join([*lines[-LOG_LINES:], f"all of its output: {self.log}"])
 
 
 @dataclass

@@ -121,6 +121,41 @@ def test_a_runner_that_dies_fails_the_run_though_no_test_failed(run):
     assert "DIED" in table
 
 
+GUARDED = """
+from gate import hang_guard
+hang_guard.SECONDS_TO_EXIT = hang_guard.SECONDS_MORE = 0.5
+
+def pytest_configure(config):
+    config.pluginmanager.register(hang_guard.HangGuard())
+"""
+HANGS = """
+import threading, pytest
+
+def never():
+    try:
+        threading.Event().wait()
+    except BaseException:
+        never()
+
+def exit():
+    threading.Thread(target=never).start()
+
+@pytest.mark.timeout(0.5)
+def call():
+    never()
+"""
+
+
+@pytest.mark.parametrize("where", ["exit", "call"])
+def test_a_runner_that_hangs_is_ended_and_says_where(run, tmp_path: Path, where: str) -> None:
+    with (tmp_path / "conftest.py").open("a") as conftest:
+        conftest.write(GUARDED)
+    verdict = run(hangs=HANGS.replace(f"def {where}", f"def test_{where}"))
+    assert not verdict.good
+    table = verdict.table()
+    assert "test_hangs.py" in table and "in never" in table
+
+
 def test_a_file_that_cannot_be_imported_fails_the_run(run):
     verdict = run(wrong="import no_such_module_anywhere\n", calm="def test_a(): pass\n")
     assert not verdict.good
