@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from gate import budget, impact, parts, plan, records, tiers
 from gate.reads import CACHED, CannotTrace, ReadTracer
@@ -54,7 +55,8 @@ def run_test(out: Path) -> Verdict:
     """Without a second run: nothing here may be decided by a clock."""
     factor = budget.slowness()
     plans = plan.TEST_PARTS
-    results = run_parts([make_part(one, out) for one in plans], plan.TEST_LANES)
+    made = [make_part(one, out, limit=plan.TEST_SECONDS) for one in plans]
+    results = run_parts(made, plan.TEST_LANES)
     budgets = {one.name: one.budget or 0.0 for one in plans}
     records.note_costs(costs_of(results))
     too_much = budget.over_budget(results, budgets, plan.TEST_BUDGET, factor)
@@ -215,10 +217,10 @@ def run_parts(made: Sequence[parts.Part], lanes: int) -> list[PartResult]:
     return [part.result() for part in made]
 
 
-def make_part(one: plan.PartPlan, out: Path) -> parts.Part:
+def make_part(one: plan.PartPlan, out: Path, **options: Any) -> parts.Part:
     if one.command:
-        return parts.Part(one.name, list(one.command), out, is_pytest=False)
-    return parts.pytest(one.name, out, *one.arguments, "-q", parts.REPEATABLE)
+        return parts.Part(one.name, list(one.command), out, is_pytest=False, **options)
+    return parts.pytest(one.name, out, *one.arguments, "-q", parts.REPEATABLE, **options)
 
 
 def seconds_left(now: float) -> float:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gate import reads, results
 from gate.verdict import MOST_SECOND_RUNS, PartResult, SecondRun, Verdict, failures
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_OF_A_SECOND_RUN = 1200
+SECONDS_TO_INTERRUPT = 60.0
+"""For a part to end after Ctrl-C."""
 SAY_EVERY = 60.0
 REPEATABLE = "--hypothesis-profile=repeatable"
 
@@ -33,6 +38,9 @@ class Part:
     shown: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that it gets in addition to those of this process."""
+    limit: float = 3600.0
+    """Seconds after which it is interrupted: its tests may fail one by one, each after minutes."""
+    interrupted: bool = False
     status: int | None = None
     seconds: float = 0.0
     processor_seconds: float = 0.0
@@ -52,12 +60,32 @@ class Part:
             self.process = subprocess.Popen(
                 self.command, cwd=ROOT, stdout=where, stderr=where, env=env
             )
-            _, ended, used = os.wait4(self.process.pid, 0)
+            with self._limited():
+                _, ended, used = os.wait4(self.process.pid, 0)
             self.process.returncode = os.waitstatus_to_exitcode(ended)
         self.processor_seconds = used.ru_utime + used.ru_stime
         self.seconds = time.monotonic() - began
         self.status = self.process.returncode
         self._ended.set()
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        timers = [
+            threading.Timer(self.limit, self._signal, [signal.SIGINT]),
+            threading.Timer(self.limit + SECONDS_TO_INTERRUPT, self._signal, [signal.SIGKILL]),
+        ]
+        for timer in timers:
+            timer.start()
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    def _signal(self, number: signal.Signals) -> None:
+        self.interrupted = True
+        assert self.process is not None
+        os.kill(self.process.pid, number)
 
     def stop(self) -> None:
         """End it if it still runs, and wait for that in the thread that runs it."""
@@ -67,17 +95,17 @@ class Part:
 
     def result(self) -> PartResult:
         read = results.read(_report_log(self.out, self.name)) if self.is_pytest else None
-        log = None if self.shown else self.log
-        return PartResult(
-            self.name, self.status, self.seconds, self.processor_seconds, read, log=log
-        )
+        result = PartResult(self.name, self.status, self.seconds, self.processor_seconds, read)
+        result.log = None if self.shown else self.log
+        result.limit = self.limit if self.interrupted else None
+        return result
 
 
 def pytest(
-    name: str, out: Path, *selected: str, shown: bool = False, env: Mapping[str, str] | None = None
+    name: str, out: Path, *selected: str, env: Mapping[str, str] | None = None, **options: Any
 ) -> Part:
-    """The tests that pytest's arguments ``selected`` name."""
-    return Part(name, [*_pytest(name, out), *selected], out, shown=shown, env=env or {})
+    """The tests that pytest's arguments ``selected`` name. ``options``: those of :class:`Part`."""
+    return Part(name, [*_pytest(name, out), *selected], out, env=env or {}, **options)
 
 
 def _pytest(name: str, out: Path) -> list[str]:

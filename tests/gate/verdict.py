@@ -39,6 +39,8 @@ class PartResult:
     """Why it could not be run."""
     log: Path | None = None
     """Where its output is."""
+    limit: float | None = None
+    """Seconds that it was given, if it took longer and was interrupted."""
 
     def died(self) -> str | None:
         """Why the part as a whole is a failure, whatever its tests said; None if it is not."""
@@ -46,6 +48,8 @@ class PartResult:
             return None
         if self.status is None:
             return f"was not run: {self.not_run or 'the run was stopped'}"
+        if self.limit is not None:
+            return f"was interrupted after {self.limit:.0f} s\n{self._end_of_log()}"
         if self.results is None:
             return f"exit {self.status}\n{self._end_of_log()}" if self.status else None
         if self.results.not_collected:

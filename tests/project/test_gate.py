@@ -156,6 +156,15 @@ def test_a_runner_that_hangs_is_ended_and_says_where(run, tmp_path: Path, where:
     assert "test_hangs.py" in table and "in never" in table
 
 
+def test_a_part_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
+    code = "import signal, sys; print('so far', flush=True); signal.pause()"
+    command = [sys.executable, "-c", code]
+    part = parts.Part("long", command, tmp_path, is_pytest=False, limit=1.0)
+    parts.run_beside(parts.in_turn([part]), 1)
+    table = Verdict([part.result()]).table()
+    assert "FAILED long: was interrupted after 1 s" in table and "KeyboardInterrupt" in table
+
+
 def test_a_file_that_cannot_be_imported_fails_the_run(run):
     verdict = run(wrong="import no_such_module_anywhere\n", calm="def test_a(): pass\n")
     assert not verdict.good

@@ -30,8 +30,9 @@ from typing import Any
 from pipemorph.local.processes.forks import SPAWN, set_subreaper, subreaper
 
 SERVER = Path(__file__).with_name("prepared_server.py")
-FORK_SECONDS = 300.0
-"""For an answer of the server, which imports torch first, on a machine that may be busy."""
+FORK_SECONDS = 100.0
+"""For an answer of the server, which imports torch first, on a machine that may be busy. Less than
+a test may take: one that is ended meanwhile leaves an answer to the next."""
 STARTERS = ("pipemorph.cli", "pipemorph_trainer.launcher", "torch.distributed.run")
 """Modules that compute nothing themselves, but start programs that do."""
 READ_AT_IMPORT = (
@@ -88,12 +89,23 @@ class Server:
         """The process id of a new child, which gets the descriptors. Raises OSError."""
         body = json.dumps(request).encode()
         with self._lock, _subreaper_here():
-            socket.send_fds(self._channel, [len(body).to_bytes(4, "big")], descriptors)
-            self._channel.sendall(body)
-            answer = self._answer()
+            try:
+                socket.send_fds(self._channel, [len(body).to_bytes(4, "big")], descriptors)
+                self._channel.sendall(body)
+                answer = self._answer()
+            except BaseException:
+                self.kill()  # Its answer would be taken for that to the next request.
+                raise
         if "error" in answer:
             raise OSError(answer["error"])
         return int(answer["pid"])
+
+    def kill(self) -> None:
+        """End it at once. The next process to be forked gets another one."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.close()
+        _servers.remove(self)
 
     def close(self) -> None:
         """End it, and wait, so that its processor time is counted as that of this process."""
