@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,7 +40,8 @@ import os, subprocess, sys
 from pathlib import Path
 command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.executable, sys.argv[2]]
 other = subprocess.Popen(command)
-Path("pids").write_text(f"{os.getpid()} {other.pid}")
+Path("pids.new").write_text(f"{os.getpid()} {other.pid}")
+os.rename("pids.new", "pids")
 other.wait()
 """
 IS_FORK = """
@@ -128,7 +130,8 @@ def test_a_fork_starts_forks_which_die_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "starts.py", str(SPAWN), "other.py"]
     with PreparedProcess(command, cwd=tmp_path) as process:
         try:
-            until((tmp_path / "found").exists, "the other program runs")
+            for name in ("found", "pids"):
+                until((tmp_path / name).exists, f"both programs run: no {name}")
             pid, other = map(int, (tmp_path / "pids").read_text().split())
             assert (tmp_path / "found").read_text() == f"{pid} True"
             assert pid == process.pid
@@ -148,3 +151,18 @@ def test_what_is_read_at_imports_makes_a_program_of_its_own(variable: str, tmp_p
         capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     assert "prepared_server" not in done.stdout and "program.py" in done.stdout
+
+
+def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its late answer must not be taken for that to the next request."""
+    monkeypatch.setattr(prepared_processes, "FORK_SECONDS", 0.1)
+    ours, theirs = socket.socketpair()
+    stuck = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    with theirs:
+        before = prepared_processes.server()
+        server = prepared_processes.Server(ours, stuck.pid)
+        prepared_processes._servers.append(server)
+        with pytest.raises(OSError, match=r"did not answer in 0\.1 s"):
+            server.fork({}, [])
+        assert prepared_processes.server() is before
+    assert stuck.wait(60) == 0, "it was reaped with the server"
