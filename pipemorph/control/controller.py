@@ -371,6 +371,8 @@ class JobController:
             decision.weigh_routes(state, now)
             decision.compare(state, now)
         decision.consider(state, now)
+        if report.iterations:
+            decision.weigh(state, now)
         if self._on_report is not None:
             self._on_report(report)
         told = {

@@ -42,7 +42,7 @@ from pipemorph.control.decide.truth import (
     spread_of,
 )
 from pipemorph.control.observed.stages import Room, excess
-from pipemorph.control.record.history import Decision, revise
+from pipemorph.control.record.history import Decision
 from pipemorph.planning import Plan, Policy, StageTimes
 from pipemorph.wire import Directive, Health, LinkState, PlanMessage
 
@@ -86,6 +86,10 @@ further one, at most MOST_DOUBT times."""
 PATIENCE = 16
 """Iterations after which evidence that measured iterations do not confirm is tried nevertheless,
 since the link may be slow in a way that is not modelled; 4 times as many for each doubt."""
+WEIGHED = 0.05
+"""Relative change of a delay from which what the plan saves is predicted anew."""
+REFINED = 3
+"""Iterations after a link became slow in which another delay is the first one, better known."""
 LONGEST_WAIT = 32
 """Most iterations between two looks at evidence that is not believed."""
 FORGET = 200
@@ -164,7 +168,7 @@ def weigh_routes(state: DecisionState, now: float) -> None:
 def compare(state: DecisionState, now: float) -> None:
     """Compare newly finished iterations with predictions, record what a change brought, and request
     to take it back if that is too little."""
-    if state.observed.state != "training" or state.pending is not None:
+    if state.observed.state != "training" or state.deciding:
         return
     if state.trial is not None:
         _judge(state, state.trial, now)
@@ -458,7 +462,7 @@ def _profile_differs(state: DecisionState, now: Situation) -> bool:
 def consider(state: DecisionState, now: float) -> None:
     """Request a decision if there is a cause, and if the limits allow it now."""
     observed, plans, last = state.observed, state.plans, state.last
-    if observed.state != "training" or state.pending is not None or plans.awaits(now):
+    if observed.state != "training" or state.deciding or plans.awaits(now):
         return
     # Unless this pass finds the same cause again, the next one is of another moment.
     turned, state.turned = state.turned, {}
@@ -604,6 +608,10 @@ def settle(state: DecisionState, asked: Replan, proposal: Proposal, now: float) 
     if pending is None or pending.replan is not asked:
         return
     state.pending = None
+    if asked.cause == "weigh":
+        _revise_worth(state, pending, proposal)
+        state.weighed = asked.situation
+        return
     if proposal.waits:
         state.last = pending.before  # So that the cause comes up again.
         _hold(state, pending.sources, pending.detectable_at)
@@ -616,6 +624,7 @@ def settle(state: DecisionState, asked: Replan, proposal: Proposal, now: float) 
         state.reference_from, state.reference_complete = finished + 2, False
         state.trial = None  # It is of the situation before, and says nothing any more.
     _revise_worth(state, pending, proposal)
+    state.weighed = None
     if not proposal.waits:
         state.turned, state.turned_at = {}, None
     if proposal.chosen is None:
@@ -638,22 +647,64 @@ def settle(state: DecisionState, asked: Replan, proposal: Proposal, now: float) 
         state.plans.keep_as_baseline()
 
 
+def weigh(state: DecisionState, now: float) -> None:
+    """Request what the plan in effect saves if links have changed since that was last predicted,
+    and the plan stays: it is held, or a job that ends has no use for another one."""
+    plans, observed = state.plans, state.observed
+    if state.pending is not None or plans.unknown or plans.running is not plans.wanted:
+        return
+    before = state.weighed or state.last.situation
+    stages = observed.stages.times()
+    if not plans.wanted.version or stages is None:
+        return
+    if not (any(before.slow) or observed.links.any_slow):
+        return
+    links = observed.links.states(now)
+    situation = _believed(state, stages, links, now)
+    moved = change_of_links(situation, before, 0.0, WEIGHED)
+    if moved is None and not times_differ(situation, before):
+        return
+    state.pending = Pending(
+        Replan(
+            spec=state.rules,
+            cause="weigh",
+            situation=situation,
+            current=plans.wanted,
+            baseline=plans.baseline,
+            lost=False,
+            remaining=None,
+            change_seconds=None,
+            evidence=Evidence(),
+            running=plans.running,
+            start=plans.first,
+        ),
+        links=tuple(links),
+        detectable_at=observed.iteration,
+        before=copy.copy(state.last),
+        since=observed.iteration,
+    )
+
+
 def _revise_worth(state: DecisionState, pending: Pending, proposal: Proposal) -> None:
     """Record what the plan in effect saves in the present state, since this began."""
     present = state.ledger.record(pending.replan.current.version)
     if present is None or proposal.start is None or proposal.current is None:
         return
     # Links are as they are now since the first window of their last change.
-    turned = turned_at(pending.replan.situation, pending.before.situation, pending.links)
-    since = max(turned, default=pending.detectable_at)
-    if state.turned_at is not None:
+    before, now = state.weighed or pending.before.situation, pending.replan.situation
+    began = [link.since_iteration for link in pending.links if link.health is Health.SLOW]
+    refined = max((at for at in began if at is not None), default=-1)
+    since = pending.detectable_at
+    if turned := turned_at(now, before, pending.links):
+        since = max(turned)
+    elif since - refined <= REFINED:
+        since = refined
+    if state.turned_at is not None and pending.replan.cause != "weigh":
         # A decision may have had to wait since its cause was there.
         since = min(since, state.turned_at)
-    since = max(since, state.weighed_at + 1)
     if pending.replan.cause == "undelivered":
         since = -1  # What the change was for was never there.
-    revise(present, proposal.start - proposal.current.seconds, since)
-    state.weighed_at = _finished(state)
+    state.ledger.revise(present, proposal.start - proposal.current.seconds, since)
 
 
 def _issue(

@@ -282,6 +282,8 @@ def propose(asked: Replan) -> Proposal:
 def _propose(asked: Replan, forecast: Forecast) -> Proposal:
     try:
         current = None if asked.lost else forecast.of(asked.current)
+        if asked.cause == "weigh":
+            return Proposal(None, current, ())
         if asked.previous is not None and current is not None:
             return _go_back(asked, asked.previous, forecast, current)
         options = _options(asked, forecast, current)

@@ -37,9 +37,11 @@ Cause = Literal[
     "memory",
     "restart",
     "undelivered",
+    "weigh",
 ]
 """Why another decision is needed. barrier: stages wait for each other between iterations, or do so
-no longer; undelivered: the last change did not bring what it promised."""
+no longer; undelivered: the last change did not bring what it promised; weigh: the plan stays, only
+what it saves is to be predicted anew."""
 OPS, BARRIER = -1, -2
 """The evidence "op times", and whether stages wait for each other between iterations; links have
 their numbers."""
@@ -431,21 +433,23 @@ def _seen(before: Situation, links: Sequence[LinkState]) -> Situation:
     )
 
 
-def change_of_links(now: Situation, before: Situation, least: float) -> Cause | None:
+def change_of_links(
+    now: Situation, before: Situation, least: float, part: float = MATERIAL
+) -> Cause | None:
     """How links have changed; None if not enough to matter. ``least``: seconds of delay that never
-    do."""
-    changes = [_change(here, earlier, least) for here, earlier in now.beside(before)]
+    do; ``part``: fraction of it from which a change does."""
+    changes = [_change(here, earlier, least, part) for here, earlier in now.beside(before)]
     return next((cause for cause in _LINK_CAUSES if cause in changes), None)
 
 
-def _change(now: Situation, before: Situation, least: float) -> Cause | None:
+def _change(now: Situation, before: Situation, least: float, part: float) -> Cause | None:
     links = range(len(now.slow))
     if any(now.slow[i] and not before.slow[i] for i in links):
         return "slow"
     if any(before.slow[i] and not now.slow[i] for i in links):
         return "recovered"
     change = [now.delays[i] - before.delays[i] for i in links]
-    material = [max(least, MATERIAL * before.delays[i]) for i in links]
+    material = [max(least, part * before.delays[i]) for i in links]
     narrowed = [now.transfer(i) - before.transfer(i) for i in links]
     if any(now.slow[i] and max(change[i], narrowed[i]) > material[i] for i in links):
         return "worse"

@@ -244,8 +244,9 @@ class DecisionState:
     """Causes that wait for a decision, and the iteration in which each was first seen."""
     turned_at: int | None = None
     """That of the cause for which a decision was requested last."""
-    weighed_at: int = -1
-    """The newest iteration when the plan in effect was last compared with that of the start."""
+    weighed: Situation | None = None
+    """The situation in which the plan in effect was last compared with that of the start, without a
+    decision; None: that of the last decision."""
     route_costs: RouteCosts = field(default_factory=RouteCosts)
 
     # --- limits of the number of changes ---
@@ -274,6 +275,11 @@ class DecisionState:
 
     def __post_init__(self) -> None:
         self.last = LastDecision.first(self.spec)
+
+    @property
+    def deciding(self) -> bool:
+        """Whether a decision waits for its proposal. One that only weighs gives way to others."""
+        return self.pending is not None and self.pending.replan.cause != "weigh"
 
     @property
     def settled(self) -> LastDecision:

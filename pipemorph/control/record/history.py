@@ -7,9 +7,9 @@ What adapting is worth so far is the time that the job would have taken longer w
 iteration that runs cannot be run again under another plan. So each decision predicts two plans on
 the same measurements: the one of the start, which the job would still have, and the one that it
 has. Errors of the model are in both and mostly cancel in the difference, which counts for each
-iteration until the next decision. What each change of plan cost is taken off. How far that is from
-the truth is known from the changes themselves: before each one its gain is predicted, after it
-measured.
+iteration. Links that change while the plan stays are weighed in the same way, without a decision.
+What each change of plan cost is taken off. How far that is from the truth is known from the changes
+themselves: before each one its gain is predicted, after it measured.
 """
 
 from __future__ import annotations
@@ -90,25 +90,6 @@ def _of(record: AdaptationRecord) -> Worth:
     return Worth(record.saved - (record.change_seconds or 0.0), part)
 
 
-def count(record: AdaptationRecord, iteration: int) -> None:
-    """An iteration under the record's plan has finished. Those before it, of which nothing was
-    heard, were under this plan too. One that ran again after a failure does not count again."""
-    before = iteration - 1 if record.saved_until is None else record.saved_until
-    record.saved_until = max(before, iteration)
-    record.saved += (record.saving or 0.0) * (record.saved_until - before)
-
-
-def revise(record: AdaptationRecord, saving: float, since: int) -> None:
-    """An iteration under the record's plan saves ``saving`` now, and has from iteration ``since``
-    on, the first in which the present state showed. That one counts as a whole: where the state
-    began is not known more exactly, and most often it is nearly all of it."""
-    if record.saved_until is not None and record.applied_at_iteration is not None:
-        before = max(since, record.applied_at_iteration) - 1
-        late = max(0, record.saved_until - before)
-        record.saved += (saving - (record.saving or 0.0)) * late
-    record.saving = saving
-
-
 class Decision(BaseModel):
     """One decision whether to adapt, and its reason; of kind "outcome": what a change brought."""
 
@@ -144,6 +125,9 @@ class Ledger:
         self.records: deque[AdaptationRecord] = deque(maxlen=KEPT_RECORDS)
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         self._iterations: dict[int, Finished] = {}
+        self._counted: dict[int, tuple[int, float]] = {}
+        """Per iteration, the newest ones, the plan version that it ran and the saving that it
+        counts with."""
         self._last = -1
         self.changes_before, self.before = 0, Worth()
         """Number of changes without a record, and what they were worth."""
@@ -269,7 +253,7 @@ class Ledger:
             self._last = max(self._last, sample.index)
             changed = True
             if (record := self.record(sample.plan_version)) is not None:
-                count(record, sample.index)
+                self._count(record, sample.index)
         if not changed:
             return
         for record in self.open:
@@ -279,9 +263,33 @@ class Ledger:
             for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
                 del self._iterations[stale]
 
+    def _count(self, record: AdaptationRecord, iteration: int) -> None:
+        """An iteration under the record's plan has finished. Those before it, of which no report
+        came, were under this plan too. One that ran again after a failure does not count again."""
+        before = iteration - 1 if record.saved_until is None else record.saved_until
+        if iteration <= before:
+            return
+        saving, record.saved_until = record.saving or 0.0, iteration
+        record.saved += saving * (iteration - before)
+        for index in range(max(before, iteration - KEPT_ITERATIONS) + 1, iteration + 1):
+            self._counted[index] = record.plan_version, saving
+        for stale in [i for i in self._counted if i <= iteration - KEPT_ITERATIONS]:
+            del self._counted[stale]
+
+    def revise(self, record: AdaptationRecord, saving: float, since: int) -> None:
+        """An iteration under the record's plan saves ``saving`` now, and has from iteration
+        ``since`` on, the first in which the present state showed. That one counts as a whole: where
+        the state began is not known more exactly, and most often it is nearly all of it."""
+        for index, (version, counted) in self._counted.items():
+            if index >= since and version == record.plan_version:
+                record.saved += saving - counted
+                self._counted[index] = version, saving
+        record.saving = saving
+
     def new_attempt(self) -> None:
         """Drop the iterations, which count from 0 again; records and decisions stay."""
         self._iterations.clear()
+        self._counted.clear()
         self._last = -1
         self._barrier, self._without, self._with = None, 0, 0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from plant_support import Plant, spec
 
-from pipemorph.control import JobController, decision
+from pipemorph.control import JobController
 from pipemorph.control.record.history import KEPT_RECORDS, Ledger, Worth, worth
 from pipemorph.planning import StageTimes
 from pipemorph.wire import AdaptationRecord
@@ -70,6 +70,11 @@ def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plan
         param(
             {8: delay(2, 0.060), 16: delay(2, 0.090), 24: delay(2, 0.0)},
             160, 0.02, id="short-2", marks=FULL,
+        ),
+        # A link that flaps: its plan stays, though the fault has ended.
+        param(
+            {8: delay(2, 0.06), 14: delay(2, 0), 17: delay(2, 0.06), 21: delay(2, 0)},
+            28, 0.02, id="held",
         ),
         # Other op times are looked at every 50 iterations, and so is what they change.
         param(
@@ -191,7 +196,7 @@ def test_when_a_cause_was_first_seen_is_not_taken_for_that_of_another(
     """A recovery waits for its decision when another link becomes slow: what the plan saves is
     revised from when that one did, and not from the recovery."""
     revised: list[int] = []
-    monkeypatch.setattr(decision, "revise", lambda *found: revised.append(found[2]))
+    monkeypatch.setattr(Ledger, "revise", lambda *found: revised.append(found[3]))
     plant = Plant(spec())
     for link, seconds, iterations in ((2, 0.06, 3), (2, 0, 4), (2, 0.06, 4), (2, 0, 4)):
         delay(link, seconds)(plant)
