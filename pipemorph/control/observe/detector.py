@@ -57,6 +57,8 @@ PAUSE = 3
 """Times as many windows until a link counts as healthy if its delay varies: it may be a pause."""
 LEARN = 5
 """Windows from which the first base is learned."""
+CERTAIN = 0.8
+"""Part of these in which a message may have taken less than the least that the base can be."""
 RECENT = 40
 """Windows in the average that estimates the delay: about two seconds."""
 SHIFT = 12
@@ -135,6 +137,8 @@ class DelayDetector:
         the previous level."""
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[Within, bool]] = []
+        self._newest: deque[Within] = deque(maxlen=LEARN)
+        """Windows, but for those as usual."""
         self._first: int | None = None
         """Mark of the first window of all."""
         self._learned_at: int | None = None
@@ -338,6 +342,7 @@ class DelayDetector:
         if known is not None and self.changed_at is None:
             self.changed_at = mark  # After a restore, the earlier time is unknown.
         within = Within.exactly(value) if exact else Within(max(0.0, value - slack), value)
+        self._newest.append(within)
         if known is None:
             self._learn(within, exact, mark)
             return
@@ -393,9 +398,16 @@ class DelayDetector:
         if late and not known.exact:
             low = high = max(low, base + late)
         # Twice the threshold, since healthy links of a job differ somewhat.
-        if low - base < 2 * limit:
+        least = base + 2 * limit
+        if low < least:
             return False
-        self._since = deque([Within(low, high)] * LEARN, RECENT)
+        # Not if its newest windows say otherwise: it was slow, and its base is on its way down.
+        if min((seen.high for seen in self._newest), default=0.0) < least:
+            return False
+        if not late and max(seen.low for seen in self._newest) < least:
+            return False
+        # How slow: a link that is waited for is seen as soon as its messages are there.
+        self._since = deque([Within.exactly(high)] * LEARN, RECENT)
         known.value, known.low = base, min(base, known.low)
         self._become(Level.SLOW, since)
         return True
@@ -440,6 +452,7 @@ class DelayDetector:
         self._sum, self._suspected_at, self._turned_at = 0.0, None, None
         self._side, self._stepped = 0, 0.0
         self._step.clear()
+        self._newest.clear()
 
     def _learn(self, within: Within, exact: bool, mark: int) -> None:
         assert self.route is not None
@@ -462,7 +475,8 @@ class DelayDetector:
             return
         values = sorted(true or (seen.high for seen, _ in self._learning))
         level = median(true) if true else values[0]
-        low = min(level, median(seen.low for seen, _ in self._learning))
+        lows = sorted(seen.low for seen, _ in self._learning)
+        low = min(level, lows[int(CERTAIN * (len(lows) - 1))])
         self._learning.clear()
         if self.level is Level.SLOW:
             # Another route of a slow link. Either it avoids the fault, and its whole wire time is
