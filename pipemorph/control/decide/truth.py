@@ -39,8 +39,8 @@ KEPT_PROMISE, PAYS = 0.5, 0.02
 """Fraction of the predicted gain that a change must bring. If it saves the fraction PAYS of an
 iteration it stays, even if it promised more: the plan before is measured to be slower."""
 SLOWER = 0.05
-"""Fraction of an iteration by which a new plan may be slower until it has been judged. Less is for
-:func:`has_failed`, which waits longer."""
+"""Fraction of an iteration by which a new plan may be slower until it has been judged, as long as
+so few iterations are known before it that their spread is not."""
 OUTSIDE = 0.25
 """Fraction of an iteration beyond its prediction that may be optimizer and data loading. If it is
 more, the prediction misses something."""
@@ -141,7 +141,8 @@ def is_slower(spread: float, before: Sequence[float], after: Sequence[float]) ->
     spread = max(spread, spread_of(before), spread_of(after) if len(after) > FEWEST else 0.0)
     noise = SIGMAS * spread * sqrt(1 / len(before) + 1 / (len(after) - 1))
     lost = min(after[0], median(after[1:])) - median(before)
-    return lost > max(noise, SLOWER * median(before))
+    least = SAME if len(before) >= FEWEST else SLOWER
+    return lost > max(noise, least * median(before))
 
 
 def has_failed(

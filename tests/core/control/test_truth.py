@@ -146,7 +146,7 @@ def test_op_times_that_do_not_lengthen_iterations_change_nothing() -> None:
     assert plant.plan.runs_as(first)
 
 
-@pytest.mark.parametrize("slower", [1.2, 1.5])
+@pytest.mark.parametrize("slower", [1.11, 1.2, 1.5])
 def test_what_was_measured_to_be_slower_is_undone_whatever_is_predicted(slower: float) -> None:
     plant = LyingPlant(
         spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.005}), Lies(slower=slower)
@@ -177,6 +177,8 @@ def test_noise_of_iterations_undoes_nothing() -> None:
     assert not is_slower(0.0, [1.0] * 8, [1.5, 1.0]), "the first one has the change"
     assert not is_slower(0.0, [1.0] * 8, [1.5]), "nor is it enough"
     assert is_slower(0.0, before, [1.5, 1.6])
+    assert is_slower(0.0, [1.0] * 8, [1.5, 1.02])
+    assert not is_slower(0.0, [1.0] * 2, [1.5, 1.02]), "too few to know their spread"
 
 
 @pytest.mark.parametrize(("after", "failed"), [(1.005, False), (1.03, True)])
