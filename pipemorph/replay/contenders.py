@@ -22,8 +22,9 @@ from pipemorph.replay.links import (
     in_seconds,
     job_spec,
     with_reductions,
+    with_slow,
 )
-from pipemorph.replay.trace import TAIL, LinkTrace, TracedLink
+from pipemorph.replay.trace import TAIL, LinkTrace, TracedLink, TracedStage
 from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
 
@@ -186,17 +187,17 @@ class Oracle:
         # States that change within the iteration: plan for their mean.
         span = (ran[0] if ran else self._aside(iteration, now))[1].makespan / 16
         moments = [self._links.changed(iteration, now + k * span) for k in range(16)]
-        late = self._links.late(iteration, now)
-        for each in self._plans(moments, late):
+        late, slow = self._links.late(iteration, now), self._links.stages(iteration, now)
+        for each in self._plans(moments, late, slow):
             with suppress(NoRouteError):
                 ran.append((each, self._run(each, iteration, now)))
         ran = ran or [self._aside(iteration, now)]
         best, quickest = min(ran, key=lambda pair: self._ends(pair[1]))
-        slow = frozenset(moments[0])
-        if self._late is not None and slow != self._slow:
+        links = frozenset(moments[0])
+        if self._late is not None and links != self._slow:
             # That a direct route is down it does not know either: it loses messages first.
             quickest = self._run(self._late(self._last), iteration, now, {})
-        self._last, self._slow = best, slow
+        self._last, self._slow = best, links
         return self._pace.follow(quickest)
 
     def _aside(self, iteration: int, now: float) -> tuple[Plan, Simulation]:
@@ -216,24 +217,27 @@ class Oracle:
         return max(ops[-1].end - begin for ops, begin in zip(ran.stages, self._begins, strict=True))
 
     def _plans(
-        self, moments: Sequence[Mapping[int, TracedLink]], late: Mapping[int, float]
+        self,
+        moments: Sequence[Mapping[int, TracedLink]],
+        late: Mapping[int, float],
+        slow: Mapping[int, TracedStage],
     ) -> list[Plan]:
-        if not any(moments) and not late:
+        if not (any(moments) or late or slow):
             return []
         states = [[each.get(link) for each in moments] for link in range(len(self._problem.links))]
         delays = tuple(fmean(s.mean if s else 0.0 for s in each) for each in states)
         transfers = tuple(
             fmean(self._links.transfer(link, s) for s in each) for link, each in enumerate(states)
         )
-        lates = tuple(sorted(late.items()))
+        beside = tuple(sorted(late.items())), tuple(sorted(slow.items()))
         down = tuple(any(s.down for s in each if s) for each in states)
-        return [self._made(delays, transfers, lates, down, route) for route in Route]
+        return [self._made(delays, transfers, beside, down, route) for route in Route]
 
     def _make(
         self,
         delays: tuple[float, ...],
         transfers: tuple[float, ...],
-        late: tuple[tuple[int, float], ...],
+        beside: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, TracedStage], ...]],
         down: tuple[bool, ...],
         slow: Route,
     ) -> Plan:
@@ -249,7 +253,9 @@ class Oracle:
             link.model_copy(update={"delay": link.delay + delay, "transfer": transfer})
             for link, delay, transfer in zip(well.links, delays, transfers, strict=True)
         )
-        problem = with_reductions(well.model_copy(update={"links": links}), dict(late))
+        late, stages = beside
+        problem = with_slow(well.model_copy(update={"links": links}), dict(stages))
+        problem = with_reductions(problem, dict(late))
         return plan(problem, effort=MOST_EFFORT).to_plan(0, routes)
 
 

@@ -23,7 +23,7 @@ from pipemorph.planning import (
 from pipemorph.planning.problem import transfer_ms
 from pipemorph.planning.simulation.core import DelayAt
 from pipemorph.planning.simulation.simulator import Message, deliver, following
-from pipemorph.replay.trace import LinkTrace, TracedLink
+from pipemorph.replay.trace import LinkTrace, TracedLink, TracedStage
 
 DispatchChoice = Dispatch | Literal["auto"]
 """As of ``spec.schedule.dispatch``."""
@@ -118,6 +118,25 @@ class Links:
         stages = with_reductions(self._problem, self.late(iteration, began)).stages
         return [stage.reduction or 0.0 for stage in stages]
 
+    def stages(self, iteration: int, began: float) -> Mapping[int, TracedStage]:
+        """The stages that are not well in such an iteration."""
+        return self._trace.stages_at(
+            float(iteration) if self._trace.unit == "iterations" else began
+        )
+
+    def _paused(
+        self, iteration: int, began: float, before: Sequence[float] | None
+    ) -> Sequence[float] | None:
+        """When each rank may begin, with its pauses."""
+        pauses = {i: state.pause for i, state in self.stages(iteration, began).items()}
+        if not any(pauses.values()):
+            return before
+        rank_of = self._problem.placed
+        begins = list(before or [0.0] * (max(rank_of) + 1))
+        for stage, pause in pauses.items():
+            begins[rank_of[stage]] += pause
+        return begins
+
     def pace(self) -> Pace:
         """Of another trainer that begins."""
         return Pace(self._problem)
@@ -179,7 +198,9 @@ class Links:
         """
         plan = failed_over(plan, gone or {})
         late = self.late(iteration, began)
-        problem = with_reductions(self.under(plan.routes), late).under(plan)
+        problem = with_slow(self.under(plan.routes), self.stages(iteration, began))
+        problem = with_reductions(problem, late).under(plan)
+        before = self._paused(iteration, began, before)
         delay_at = self.delay_at(iteration, began)
         transfer_at = self.transfer_at(iteration, began)
         lost, given_up = Lost({}, {}), dict[int, float]()
@@ -285,6 +306,18 @@ def with_reductions(problem: Problem, late: Mapping[int, float]) -> Problem:
     return problem.model_copy(update={"stages": tuple(stages)})
 
 
+def with_slow(problem: Problem, slow: Mapping[int, TracedStage]) -> Problem:
+    """The problem with the op times of slow stages."""
+    if not slow:
+        return problem
+    stages = list(problem.stages)
+    for i, state in slow.items():
+        ops = ((name, getattr(stages[i], name)) for name in OPS)
+        longer = {name: op * state.slowdown for name, op in ops if op is not None}
+        stages[i] = stages[i].model_copy(update=longer)
+    return problem.model_copy(update={"stages": tuple(stages)})
+
+
 class Pace:
     """Makes iterations follow each other: all ranks begin the next one when the last rank has
     ended, or, without a barrier, each when it has ended itself."""
@@ -362,7 +395,7 @@ def _longer(stage: StageTimes, part: float) -> StageTimes:
     )
 
 
-TIMES = ("forward", "backward_input", "backward_weight", "fused_backward", "reduction")
+OPS = ("forward", "backward_input", "backward_weight", "fused_backward")
 
 
 def in_seconds(problem: Problem) -> Problem:
@@ -370,7 +403,9 @@ def in_seconds(problem: Problem) -> Problem:
     stages = tuple(
         stage.model_copy(
             update={
-                name: value / 1e3 for name in TIMES if (value := getattr(stage, name)) is not None
+                name: value / 1e3
+                for name in (*OPS, "reduction")
+                if (value := getattr(stage, name)) is not None
             }
         )
         for stage in problem.stages

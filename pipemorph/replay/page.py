@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from pipemorph.explain.story import link_name, plural
 from pipemorph.pictures.html import fill
 from pipemorph.replay.contenders import Replay
-from pipemorph.replay.trace import LinkTrace, TracedLink
+from pipemorph.replay.trace import LinkTrace, TracedLink, TracedStage
 
 State = TypeVar("State")
 
@@ -136,6 +136,8 @@ def _lanes(
         for link in sorted({link for each in states for link in each}):
             name = link_name(link, f"replica {replica}" if replicas > 1 else "")
             yield name, _spans(states, link, bounds, _of_link)
+    for stage in sorted({stage for each in trace.stages for stage in each}):
+        yield f"stage {stage}", _spans(trace.stages, stage, bounds, _of_stage)
     for stage in sorted({stage for each in trace.late for stage in each}):
         yield f"reduction of stage {stage}", _spans(trace.late, stage, bounds, _of_reduction)
 
@@ -167,6 +169,12 @@ def _of_link(state: TracedLink) -> tuple[str, str]:
     ]
     known = [(kind, text) for kind, text in said if text]
     return (known[0][0] if known else "", ", ".join(text for _, text in known))
+
+
+def _of_stage(state: TracedStage) -> tuple[str, str]:
+    said = [f"ops {state.slowdown:g} times as long"] if state.slowdown > 1 else []
+    said += [f"pauses of {state.pause * 1e3:g} ms"] if state.pause else []
+    return ("delayed" if said else "", ", ".join(said))
 
 
 def _of_reduction(late: float) -> tuple[str, str]:

@@ -35,6 +35,13 @@ class _ReductionState(BaseModel):
     delay_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)]
 
 
+class _StageState(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    slowdown: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False, strict=False)] = 1.0
+    pause_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)] = 0.0
+
+
 class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -42,6 +49,7 @@ class _Line(BaseModel):
     at_seconds: Annotated[float, Field(ge=0, le=1e9, strict=False)] | None = None
     links: dict[Annotated[str, Field(pattern=r"^\d{1,4}(@\d{1,4})?$")], _TracedLink]
     reductions: dict[Annotated[str, Field(pattern=r"^\d{1,4}$")], _ReductionState] = {}
+    stages: dict[Annotated[str, Field(pattern=r"^\d{1,4}$")], _StageState] = {}
 
 
 class TracedLink(NamedTuple):
@@ -60,18 +68,27 @@ class TracedLink(NamedTuple):
         return self.delay + self.jitter / 2
 
 
+class TracedStage(NamedTuple):
+    """``slowdown``: times as long as each of its ops takes; ``pause``: seconds for which its rank
+    stops at the begin of each iteration."""
+
+    slowdown: float = 1.0
+    pause: float = 0.0
+
+
 @dataclass(frozen=True)
 class LinkTrace:
     """``states[k][link]`` holds from ``since[k]`` on; links that it does not name are well.
     ``unit``: what ``since`` counts, iterations or seconds of training. ``others[k][replica]``: the
     same in replicas other than 0. ``late[k][stage]``: seconds by which the gradient reduction of a
-    stage ends later."""
+    stage ends later. ``stages[k][stage]``: stages of replica 0 that are not well."""
 
     unit: Literal["iterations", "seconds"]
     since: tuple[float, ...]
     states: tuple[Mapping[int, TracedLink], ...]
     others: tuple[Mapping[int, Mapping[int, TracedLink]], ...] = ()
     late: tuple[Mapping[int, float], ...] = ()
+    stages: tuple[Mapping[int, TracedStage], ...] = ()
 
     def at(self, moment: float) -> Mapping[int, TracedLink]:
         """The links that are not well at an iteration or a second of training."""
@@ -96,12 +113,17 @@ class LinkTrace:
         index = bisect_right(self.since, moment) - 1
         return self.late[index] if index >= 0 and self.late else {}
 
+    def stages_at(self, moment: float) -> Mapping[int, TracedStage]:
+        """The stages that are not well."""
+        index = bisect_right(self.since, moment) - 1
+        return self.stages[index] if index >= 0 and self.stages else {}
+
     def of(self, replica: int) -> LinkTrace:
         """What holds for one replica."""
         if not replica:
             return self
         others = self.others or ({},) * len(self.since)
-        return replace(self, states=tuple(each.get(replica, {}) for each in others))
+        return replace(self, states=tuple(each.get(replica, {}) for each in others), stages=())
 
     @property
     def last(self) -> float:
@@ -120,6 +142,7 @@ def parse_trace(text: str, links: int, name: str = "the trace", replicas: int = 
     since: list[float] = []
     states: list[dict[int, dict[int, TracedLink]]] = []
     late: list[Mapping[int, float]] = []
+    stages: list[Mapping[int, TracedStage]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         if not raw.strip():
             continue
@@ -154,14 +177,21 @@ def parse_trace(text: str, links: int, name: str = "the trace", replicas: int = 
                     f"{where}: stage {stage} reduces no gradients; the problem has {links + 1}"
                     f" stages of {replicas} replicas, see --replicas"
                 )
+        for stage in line.stages:
+            if int(stage) > links:
+                raise InputError(f"{where}: there is no stage {stage}; the problem has {links + 1}")
         since.append(at)
         states.append(by_replica)
         late.append({int(k): v.delay_ms / 1e3 for k, v in line.reductions.items()})
+        stages.append(
+            {int(k): TracedStage(v.slowdown, v.pause_ms / 1e3) for k, v in line.stages.items()}
+        )
     if not since:
         raise InputError(f"{name} has no lines")
     return LinkTrace(
-        units[0], tuple(since), tuple(each[0] for each in states), tuple(states), tuple(late)
-    )
+        units[0], tuple(since), tuple(each[0] for each in states), tuple(states), tuple(late),
+        tuple(stages),
+    )  # fmt: skip
 
 
 def _line(raw: str, where: str) -> _Line:

@@ -83,6 +83,33 @@ def test_the_oracle_and_the_controller_plan_for_jitter() -> None:
     assert "link 1 is slow" in found.changes[0].reason
 
 
+# --- stages ----------------------------------------------------------------------------------
+
+
+def test_a_stage_is_slow_or_pauses() -> None:
+    trace = trace_of(
+        {"at_iteration": 10, "links": {}, "stages": {"1": {"slowdown": 1.5}}},
+        {"at_iteration": 40, "links": {}, "stages": {"2": {"pause_ms": 300}}},
+        {"at_iteration": 41, "links": {}},
+    )
+    found = replay(PROBLEM, trace, iterations=60)
+    static, oracle = (found.trained[name].steps for name in ("static", "oracle"))
+    well = static[0]
+    assert set(static[:10]) == {well} == set(static[41:])
+    assert static[10] > 1.3 * well
+    assert well + 0.27 < static[40] <= well + 0.3, "a part of it is spent waiting anyway"
+    assert all(best <= kept for best, kept in zip(oracle, static, strict=True))
+    assert found.harm("adaptive") <= 0.01
+    links = Links(SECONDS, trace)
+    slow, usual = (links.run(STATIC, iteration, 0.0).stages for iteration in (10, 0))
+    for stage, (ops, others) in enumerate(zip(slow, usual, strict=True)):
+        longer = {
+            round((op.end - op.start) / (o.end - o.start), 6)
+            for op, o in zip(ops, others, strict=True)
+        }
+        assert longer == {1.5 if stage == 1 else 1.0}
+
+
 # --- a direct route that is down ---------------------------------------------------------------
 
 

@@ -125,16 +125,19 @@ def test_seconds_are_placed_by_the_adaptive_contender() -> None:
     assert [(each["begin"], each["end"]) for each in lane["spans"]] == [(1.5, 2.5)]
 
 
-def test_replicas_and_reductions_have_lanes() -> None:
+def test_replicas_stages_and_reductions_have_lanes() -> None:
     line = (
         '{"at_iteration": 1, "links": {"1@1": {"delay_ms": 20}},'
-        ' "reductions": {"2": {"delay_ms": 90}}}'
+        ' "reductions": {"2": {"delay_ms": 90}},'
+        ' "stages": {"1": {"slowdown": 2, "pause_ms": 5}, "0": {}}}'
     )
     lanes = data_of(render_page(FOUND, trace_of(line, replicas=2), "a trace", 2))["lanes"]
     assert [lane["name"] for lane in lanes] == [
-        "link 1 (stage 1 to 2, replica 1)", "reduction of stage 2",
+        "link 1 (stage 1 to 2, replica 1)", "stage 0", "stage 1", "reduction of stage 2",
     ]  # fmt: skip
-    assert lanes[1]["spans"][0]["text"] == "+90 ms"
+    assert [[span["text"] for span in lane["spans"]] for lane in lanes[1:]] == [
+        [], ["ops 2 times as long, pauses of 5 ms"], ["+90 ms"],
+    ]  # fmt: skip
 
 
 def test_it_loads_nothing_and_no_text_becomes_markup() -> None:

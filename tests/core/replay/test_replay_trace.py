@@ -87,6 +87,8 @@ def test_a_trace_of_one_replica_leaves_the_links_of_others_well() -> None:
         ('{"at_iteration": 1, "links": {"0": {"gbps": 0}}}', "line 1: links.0.gbps: "),
         ('{"at_iteration": 1, "links": {"0": {"jitter_ms": -1}}}', "line 1: links.0.jitter_ms: "),
         ('{"at_iteration": 1, "links": {"0": {"down": 1}}}', "line 1: links.0.down: "),
+        ('{"at_iteration": 1, "links": {}, "stages": {"0": {"slowdown": 0.5}}}', "stages.0.slowd"),
+        ('{"at_iteration": 1, "links": {}, "stages": {"3": {}}}', "line 1: there is no stage 3; "),
         (
             '{"at_iteration": 1, "links": {}}\n{"at_iteration": 1, "links": {}}',
             "T, line 2: is at 1, the line before it at 1",
