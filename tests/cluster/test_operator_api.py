@@ -122,7 +122,8 @@ def test_a_fault_of_each_kind_is_taken(jobs: Jobs) -> None:
         {"link": 0, "sever": "data"},
         {"reduction": 0, "bandwidthMbps": 1},
         {"between": [0, 1], "delayMs": 1},
-        {"device": 0, "slowdown": 2},
+        {"device": 0, "slowdown": 2, "pauseMs": 5},
+        {"link": 0, "jitterMs": 5},
     ]
     jobs.apply(manifest("faulty", faults=faults, suspend=True))
 

@@ -301,14 +301,17 @@ RULES: dict[str, list[Rule]] = {
     ],
     "spec.faults[]": [
         Rule(
-            rule="has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)"
-            " || has(self.slowdown)",
-            message="a fault needs an effect: delayMs, bandwidthMbps, sever or slowdown",
+            rule="has(self.delayMs) || has(self.jitterMs) || has(self.bandwidthMbps)"
+            " || has(self.sever) || has(self.slowdown) || has(self.pauseMs)",
+            message="a fault needs an effect: delayMs, jitterMs, bandwidthMbps, sever, slowdown or"
+            " pauseMs",
         ),
         Rule(
             rule="[has(self.link), has(self.reduction), has(self.between), has(self.device)]"
-            ".exists_one(given, given) && (has(self.link) || !has(self.sever))",
-            message="give one of link, reduction, between and device; only a link is severed",
+            ".exists_one(given, given) && (has(self.link) || !has(self.sever))"
+            " && !(has(self.reduction) && has(self.jitterMs))",
+            message="give one of link, reduction, between and device; only a link is severed, and a"
+            " reduction has no jitterMs",
         ),
         Rule(
             rule="!has(self.between) || self.between[0] != self.between[1]",
@@ -316,9 +319,10 @@ RULES: dict[str, list[Rule]] = {
             field_path=".between",
         ),
         Rule(
-            rule="has(self.device) == has(self.slowdown) && !(has(self.device)"
-            " && (has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)))",
-            message="a device has slowdown and no other effect, and only a device has it",
+            rule="has(self.device) == (has(self.slowdown) || has(self.pauseMs))"
+            " && !(has(self.device) && (has(self.delayMs) || has(self.jitterMs)"
+            " || has(self.bandwidthMbps) || has(self.sever)))",
+            message="a device has slowdown or pauseMs and no other effect, and only a device does",
         ),
         Rule(
             rule="!((has(self.fromIteration) || has(self.toIteration))"

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
+from pydantic.alias_generators import to_camel
 
 from pipemorph.api.base import FieldError, Milliseconds, SpecModel
+
+EFFECTS = ("delay_ms", "jitter_ms", "bandwidth_mbps", "sever", "slowdown", "pause_ms")
+OF_DEVICES = ("slowdown", "pause_ms")
 
 
 class Fault(SpecModel):
@@ -39,7 +43,7 @@ class Fault(SpecModel):
         default=None,
         ge=0,
         description="Instead of a link: the device of the rank that has this number in the "
-        "beginning, on which each op takes slowdown times as long.",
+        "beginning, whose ops take slowdown times as long, or which pauses.",
     )
     replica: int = Field(
         default=0,
@@ -54,6 +58,11 @@ class Fault(SpecModel):
     delay_ms: Milliseconds | None = Field(
         default=None,
         description="Delays every message on its queue by this time, or every bucket of gradients.",
+    )
+    jitter_ms: Milliseconds | None = Field(
+        default=None,
+        description="Delays every message by a part of this time as well, drawn evenly from none "
+        "to all; the steps of a reduction by half of it.",
     )
     bandwidth_mbps: float | None = Field(
         default=None,
@@ -73,18 +82,17 @@ class Fault(SpecModel):
         description="How many times as long each op takes on the device: its rank waits after it. "
         "Of emulated stages, and of stages on the CPU.",
     )
+    pause_ms: Milliseconds | None = Field(
+        default=None,
+        description="For how long the rank of the device stops, once in each iteration, in its "
+        "first op.",
+    )
 
     @model_validator(mode="after")
     def _one_effect_one_clock(self) -> Fault:
-        effects = [
-            n
-            for n in ("delay_ms", "bandwidth_mbps", "sever", "slowdown")
-            if getattr(self, n) is not None
-        ]
+        effects = [n for n in EFFECTS if getattr(self, n) is not None]
         if not effects:
-            raise FieldError(
-                "", "has no effect; give one of delayMs, bandwidthMbps, sever, slowdown"
-            )
+            raise FieldError("", f"has no effect; give one of {', '.join(map(to_camel, EFFECTS))}")
         given = sum(
             each is not None for each in (self.link, self.reduction, self.between, self.device)
         )
@@ -93,11 +101,14 @@ class Fault(SpecModel):
             raise FieldError(
                 "", f"has {found} of link, reduction, between and device; give one of them"
             )
-        if (self.device is not None) != (effects == ["slowdown"]):
+        wrong = [n for n in effects if (n in OF_DEVICES) != (self.device is not None)]
+        if wrong:
             raise FieldError(
-                "slowdown" if self.device is None else "device",
-                "is given; a device has slowdown and nothing else, and only a device has it",
+                "device" if self.device is not None else to_camel(wrong[0]),
+                "is given; a device has slowdown and pauseMs, and only a device has them",
             )
+        if self.reduction is not None and self.jitter_ms is not None:
+            raise FieldError("jitterMs", "is given; messages of links have it, reductions do not")
         if self.link is None and self.sever is not None:
             raise FieldError(
                 "sever",

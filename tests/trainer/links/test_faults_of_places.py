@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import fmean
 
 import pytest
 
@@ -66,6 +67,35 @@ def test_a_bucket_goes_round_in_chunks(
     assert slept == [pytest.approx(12 * rounds * 0.03, abs=0.05)]
     (record,) = ring.record()
     assert (record["between"], record["buckets_held"]) == ([0, 1], 2)
+
+
+def test_each_message_has_a_jitter_of_its_own() -> None:
+    def delays() -> list[float]:
+        faults = LinkFaults([Fault(link=0, delay_ms=20, jitter_ms=10)], Direction.FORWARD)
+        faults.begin(0, 0.0)
+        return [faults.hold(queue, 8, 1.0).held_back for queue in range(400)]
+
+    found = delays()
+    assert found == delays(), "not repeatable"
+    assert min(found) == pytest.approx(0.020, abs=3e-4)
+    assert max(found) == pytest.approx(0.030, abs=3e-4)
+    assert fmean(found) == pytest.approx(0.025, abs=1e-3)
+    ring = of_group(FIRST, 2, Fault(between=[0, 1], jitter_ms=10))
+    assert ring is not None
+    assert ring.edge(0, 0, time.time()) == 0.005
+
+
+def test_a_device_pauses_once_in_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    pause = Fault(device=2, pause_ms=500, from_iteration=1, to_iteration=3)
+    device = FaultTrace([pause], layout=FIRST).of_device(2)
+    assert device is not None
+    for iteration in (0, 1, 1, 2, 2, 3):
+        device.hold(time.time(), iteration)
+    assert slept == [0.5, 0.5]
+    (record,) = device.record()
+    assert (record["ops_held"], record["hold_seconds"], record["last_iteration"]) == (2, 1.0, 2)
 
 
 def test_ranks_that_start_again_do_not_repeat_a_cut() -> None:

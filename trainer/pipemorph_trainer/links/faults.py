@@ -16,6 +16,7 @@ import fcntl
 import logging
 import mmap
 import os
+import random
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,6 +139,7 @@ class LinkFaults:
         self._faults = _shaping(faults)
         self._shared = shared
         self._counts = [_Count() for _ in self._faults]
+        self._random = random.Random(f"{self._faults} {sends}")  # The same in each run.
         self._direction = sends
         self._queues: dict[int, float] = {}
         self._wire_free = 0.0
@@ -179,7 +181,7 @@ class LinkFaults:
         start = max(now, self._queues.get(queue, 0.0))
         if not active:
             return Held(start, start if start > now else 0.0)
-        delay, rate = _effect(self._faults[i] for i in active)
+        delay, rate = _effect((self._faults[i] for i in active), self._random.random())
         left = start
         if rate:
             start = max(start, self._wire_free)
@@ -313,30 +315,34 @@ class ReductionFaults:
 
 
 class DeviceFaults:
-    """The faults of the device of this rank: its ops take longer."""
+    """The faults of the device of this rank: its ops take longer, or it pauses."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = faults
         self._counts = [_Count() for _ in faults]
         self._began: float | None = None
+        self._iteration: int | None = None
 
     def hold(self, start: float, iteration: int) -> None:
         """Wait at the end of an op that began at ``start``, wall clock, until it has taken as long
-        as it would on the slow device."""
+        as it would on the slow device; after the first op of an iteration also for its pauses."""
         now = time.time()
         began = self._began = self._began or now
+        first, self._iteration = iteration != self._iteration, iteration
         active = [_is_active(fault, iteration, began, now) for fault in self._faults]
-        factor = 1.0
+        factor, pause = 1.0, 0.0
         for fault, count, slow in zip(self._faults, self._counts, active, strict=True):
-            if slow:
+            paused = (fault.pause_ms or 0.0) / 1e3 if first else 0.0
+            if slow and (fault.slowdown or paused):
                 factor *= fault.slowdown or 1.0
+                pause += paused
                 count.messages += 1
-                count.hold_seconds += ((fault.slowdown or 1.0) - 1) * (now - start)
+                count.hold_seconds += ((fault.slowdown or 1.0) - 1) * (now - start) + paused
                 count.last_iteration = iteration
                 if count.first_iteration is None:
                     count.first_iteration = iteration
-        if factor > 1.0:
-            time.sleep((factor - 1.0) * max(0.0, now - start))
+        if factor > 1.0 or pause:
+            time.sleep((factor - 1.0) * max(0.0, now - start) + pause)
 
     def record(self) -> list[dict[str, Any]]:
         """One entry per fault: the fault and its effects on this rank."""
@@ -352,11 +358,12 @@ class DeviceFaults:
         ]
 
 
-def _effect(faults: Iterable[Fault]) -> tuple[float, float]:
-    """The delays together, seconds; and the least rate, bytes per second, 0 for none."""
+def _effect(faults: Iterable[Fault], part: float = 0.5) -> tuple[float, float]:
+    """The delays together, seconds; and the least rate, bytes per second, 0 for none. ``part``: of
+    the jitter."""
     delay, rate = 0.0, 0.0
     for fault in faults:
-        delay += (fault.delay_ms or 0.0) / 1e3
+        delay += ((fault.delay_ms or 0.0) + part * (fault.jitter_ms or 0.0)) / 1e3
         if fault.bandwidth_mbps is not None:
             limit = fault.bandwidth_mbps * 1e6 / 8
             rate = limit if not rate else min(rate, limit)
@@ -379,7 +386,7 @@ def _is_active(fault: Fault, iteration: int, began: float, now: float) -> bool:
 
 def _shaping(faults: Sequence[Fault]) -> list[Fault]:
     """The faults that hold messages, without those that cut connections."""
-    return [f for f in faults if f.delay_ms or f.bandwidth_mbps]
+    return [f for f in faults if f.delay_ms or f.jitter_ms or f.bandwidth_mbps]
 
 
 def _by_seconds(fault: Fault) -> bool:
