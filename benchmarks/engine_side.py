@@ -36,18 +36,6 @@ def raw_unix(pid: int) -> str:
     return f"\0pipemorph-benchmark-{pid}"
 
 
-class WatchedIncoming(DelegatedIncoming):
-    """Also tells when the message that was taken last was given to the engine, and when the channel
-    was given its tensor."""
-
-    handed_at = given_at = 0.0
-
-    def take(self, microbatch: int) -> list[torch.Tensor | None] | None:
-        self.handed_at = self._here[microbatch][0].posted_at
-        self.given_at = self._notes[microbatch].posted_at
-        return super().take(microbatch)
-
-
 class Side:
     """What both processes know: links, process group, tensors."""
 
@@ -114,24 +102,26 @@ class Side:
         self.round = 0
         meta = TensorMeta((options.size,), torch.uint8)
         self.batch = Batch(0, 0, options.messages, (meta,))
-        link = self.links["shm"]
-        if rank == 0:
-            self.outgoing = DelegatedOutgoing(
-                link=link,
-                direction=Direction.FORWARD,
-                hold=LinkFaults([], Direction.FORWARD).hold,
-                queues=8,
-                on_block=lambda iteration, microbatch: None,
-                on_unblock=lambda: None,
-            )
-        else:
-            self.incoming = WatchedIncoming(
-                link=link,
-                direction=Direction.FORWARD,
-                peer_clock=PeerClock(),
-                recorder=LinkRecorder(0, 0, Direction.FORWARD),
-            )
-            self.incoming.reserve(options.window, self.batch, 1)
+        self.outgoing: dict[str, DelegatedOutgoing] = {}
+        self.incoming: dict[str, DelegatedIncoming] = {}
+        for name, link in self.links.items():
+            if rank == 0:
+                self.outgoing[name] = DelegatedOutgoing(
+                    link=link,
+                    direction=Direction.FORWARD,
+                    hold=LinkFaults([], Direction.FORWARD).hold,
+                    queues=8,
+                    on_block=lambda iteration, microbatch: None,
+                    on_unblock=lambda: None,
+                )
+            else:
+                self.incoming[name] = DelegatedIncoming(
+                    link=link,
+                    direction=Direction.FORWARD,
+                    peer_clock=PeerClock(),
+                    recorder=LinkRecorder(0, 0, Direction.FORWARD),
+                )
+                self.incoming[name].reserve(max(1, options.window - 1), self.batch, 1)
 
     def copied(self) -> int:
         """Bytes that the engine has moved from memory to memory over shared memory, here."""
@@ -151,27 +141,26 @@ class Side:
 
 
 # Which transport, whether one at a time, and how a message is delivered.
-CONTENDERS: dict[str, tuple[str, bool, Any]] = {
+CONTENDERS: dict[str, tuple[str, bool, str]] = {
     "gloo": ("gloo", False, ""),
-    "tcp": ("tcp", False, "copied"),
+    "tcp": ("tcp", False, "trainer"),
+    "tcp, copied": ("tcp", False, "copied"),
     "tcp, posted": ("tcp", False, "posted"),
-    "tcp, view": ("tcp", False, "view"),
-    "tcp, mac": ("tcp mac", False, "copied"),
-    "tcp, aead": ("tcp aead", False, "copied"),
-    "shm": ("shm", False, "copied"),
+    "tcp, mac": ("tcp mac", False, "trainer"),
+    "tcp, aead": ("tcp aead", False, "trainer"),
+    "shm": ("shm", False, "trainer"),
+    "shm, copied": ("shm", False, "copied"),
     "shm, posted": ("shm", False, "posted"),
-    "shm, view": ("shm", False, "view"),
-    "shm, mac": ("shm mac", False, "copied"),
+    "shm, mac": ("shm mac", False, "trainer"),
     "gloo, one at a time": ("gloo", True, ""),
-    "tcp, one at a time": ("tcp", True, "copied"),
-    "shm, one at a time": ("shm", True, "copied"),
+    "tcp, one at a time": ("tcp", True, "trainer"),
+    "shm, one at a time": ("shm", True, "trainer"),
 }
 
 
 LATENCIES = ("gloo", "tcp", "shm", "tcp, polled", "shm, polled", *RAW)
 PING = "ping "
 HANDOVERS = ("copied", "leased", "trainer")
-FROM_TENSOR = "trainer, from its tensor on"
 HAND = "hand over "
 
 
@@ -184,36 +173,67 @@ def play(side: Side, contender: str) -> None:
         act(side.tensors, side.count, window, 1 - side.rank)
         return
     link = side.links[kind]
-    if side.rank == 0:
+    if way == "trainer":
+        play_by_trainer(side, kind, single=single)
+    elif side.rank == 0:
         transfers.engine_send(link, side.round, side.tensors, side.count, window)
-        return
-    if way == "copied":
+    elif way == "copied":
         transfers.engine_receive(link, side.round, side.tensors, side.count, window)
     else:
-        receive_in_place(link, side.round, side.tensors, side.count, posted=way == "posted")
+        receive_posted(link, side.round, side.tensors, side.count)
 
 
-def receive_in_place(
-    link: Link, run: int, tensors: list[torch.Tensor], count: int, *, posted: bool
-) -> None:
-    """The other end of ``transfers.engine_send``, without a copy by the receiver: ``posted``
-    messages go straight into the tensor that was named ahead, others are left in their slot."""
+def receive_posted(link: Link, run: int, tensors: list[torch.Tensor], count: int) -> None:
+    """The other end of ``transfers.engine_send``: messages go straight into the tensors that are
+    named ahead."""
     ahead = iter(range(count))
 
     def post() -> None:
         i = next(ahead, None)
-        if posted and i is not None:
+        if i is not None:
             into = transfers.memory(tensors[i % len(tensors)])
             link.post_receive((0, run, i, transfers.FORWARD, 0), into)
 
     for _ in tensors:
         post()
     for i in range(count):
-        message = link.receive((0, run, i, transfers.FORWARD, 0), TIMEOUT)
-        if len(message.view()) != message.nbytes:
-            raise RuntimeError(f"message {i} shows {len(message.view())} of {message.nbytes} bytes")
-        message.release()
+        link.receive((0, run, i, transfers.FORWARD, 0), TIMEOUT).release()
         post()
+
+
+def play_by_trainer(side: Side, kind: str, *, single: bool) -> Times:
+    """Messages between the trainer's own ends of a link, which are read where they are. Sends do
+    not wait; slots limit what is under way. Returns the seconds from each hand-over to the first
+    read."""
+    link, bell = side.links[kind], side.engines[kind].bell_fd
+    batch = replace(side.batch, iteration=side.round)
+    times: list[float] = []
+    (side.outgoing if side.rank == 0 else side.incoming)[kind].begin(batch)
+    for i in range(side.count):
+        back = (0, side.round, i, transfers.BACKWARD, 0)
+        if side.rank == 0:
+            tensor = side.tensors[i % side.window]
+            tensor[-1] = i % side.window
+            side.outgoing[kind].send(i, [tensor])
+            if single or i == side.count - 1:
+                link.receive(back, TIMEOUT)
+            continue
+        incoming, deadline = side.incoming[kind], time.monotonic() + TIMEOUT
+        while incoming.ready_at(i) is None:
+            if not select.select([bell], [], [], deadline - time.monotonic())[0]:
+                raise RuntimeError(f"message {i} did not come within {TIMEOUT:g} s")
+            os.read(bell, 8)
+        given_at = incoming._notes[i].posted_at
+        tensors = incoming.take(i)
+        assert tensors is not None and tensors[0] is not None
+        read = int(tensors[0][-1])
+        times.append(time.time() - given_at)
+        if read != i % side.window:
+            raise RuntimeError(f"message {i} ends with {read}, not {i % side.window}")
+        del tensors  # its slot is granted again
+        if single or i == side.count - 1:
+            link.send(back, b"")
+    return {"trainer": times}
 
 
 def ping(side: Side, contender: str) -> list[float]:
@@ -279,48 +299,12 @@ def ping_polled(
     return times
 
 
-def hand_over_by_trainer(side: Side) -> Times:
-    """:func:`hand_over` by the trainer's own ends of a link."""
-    side.round += 1
-    link, bell = side.links["shm"], side.engines["shm"].bell_fd
-    batch = replace(side.batch, iteration=side.round)
-    times: Times = {"trainer": [], FROM_TENSOR: []}
-    if side.rank == 0:
-        side.outgoing.begin(batch)
-    else:
-        side.incoming.begin(batch)
-    for i in range(side.count):
-        back = (0, side.round, i, transfers.BACKWARD, 0)
-        if side.rank == 0:
-            tensor = side.tensors[i % side.window]
-            tensor[-1] = i % side.window
-            side.outgoing.send(i, [tensor])
-            link.receive(back, TIMEOUT)
-            continue
-        deadline = time.monotonic() + TIMEOUT
-        while side.incoming.ready_at(i) is None:
-            if not select.select([bell], [], [], deadline - time.monotonic())[0]:
-                raise RuntimeError(f"message {i} did not come within {TIMEOUT:g} s")
-            os.read(bell, 8)
-        tensors = side.incoming.take(i)
-        assert tensors is not None and tensors[0] is not None
-        read = int(tensors[0][-1])
-        now = time.time()
-        times["trainer"].append(now - side.incoming.handed_at)
-        times[FROM_TENSOR].append(now - side.incoming.given_at)
-        if read != i % side.window:
-            raise RuntimeError(f"message {i} ends with {read}, not {i % side.window}")
-        del tensors  # its slot is granted again
-        link.send(back, b"")
-    return times
-
-
 def hand_over(side: Side, way: str) -> Times:
     """Seconds from the producer's last write of a message to the consumer's first read of it, over
     shared memory, one message at a time; nothing at the producer."""
-    if way == "trainer":
-        return hand_over_by_trainer(side)
     side.round += 1
+    if way == "trainer":
+        return play_by_trainer(side, "shm", single=True)
     link = side.links["shm"]
     delays: list[float] = []
     for i in range(side.count):

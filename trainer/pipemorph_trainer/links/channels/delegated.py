@@ -4,10 +4,8 @@ A send returns at once; K queues per direction take the messages in turn, and re
 in advance. So compute never waits for a send. Tensors of a device go through
 :mod:`pipemorph_trainer.links.channels.staging`.
 
-Large tensors are copied once on the CPU at most. The receiver does not copy them: its tensors lie
-in the slots, and a slot is granted to the sender again when the last tensor in it is gone. The
-sender copies the tensor into memory that it leases, so that the engine has nothing to copy: over
-shared memory a slot of the receiver's, over RDMA memory that the cards read.
+The receiver does not copy large tensors on the CPU: they lie in the slots, and a slot is granted to
+the sender again when the last tensor in it is gone.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of which it is known where their elements are."""
 LARGE_BYTES = 1 << 16
-"""From this size on, a copy costs more than leasing a slot or granting it by itself does."""
+"""From this size on, a copy costs more than granting a slot by itself does."""
 GRANT_SECONDS = 10.0
 """Longest wait for larger slots after a change of shapes."""
 
@@ -70,9 +68,9 @@ def payload_of(tensor: Tensor) -> Tensor | memoryview:
     return bytes_of(tensor.detach()).numpy().data
 
 
-def tensor_in(memory: _engine.Message | _engine.Lease, meta: TensorMeta) -> Tensor:
-    """A tensor in the engine's memory, which it keeps. ``meta``: of at least one element."""
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+def tensor_in(message: _engine.Message, meta: TensorMeta) -> Tensor:
+    """A tensor in the slot of a message, which it keeps. ``meta``: of at least one element."""
+    storage = torch.frombuffer(message, dtype=torch.uint8).untyped_storage()
     # Not a view: what autograd allows in place should not depend on where a tensor is.
     tensor: Tensor = torch.empty(0, dtype=meta.dtype)
     tensor.set_(storage, 0, meta.shape)  # type: ignore[call-overload]
@@ -106,16 +104,15 @@ class DelegatedIncoming:
         self._places = 0
         """Most of these. The other slots go round whatever the tensors are kept for."""
 
-    def reserve(self, messages: int, batch: Batch, used: int = 0) -> None:
-        """Grant slots in advance: for ``messages`` messages ahead of their ops, and for ``used``
-        whose tensors ops still need. Raises :class:`PipelineError` if the link is dead."""
+    def reserve(self, messages: int, batch: Batch, used: int = 0, spare: int = 0) -> None:
+        """Grant slots in advance: for ``messages`` messages ahead of their ops, for ``used`` whose
+        tensors ops still need, and ``spare`` more. Raises :class:`PipelineError` if the link is
+        dead."""
         largest = max((meta.nbytes for meta in batch.metas), default=0)
         if largest < LARGE_BYTES or not may_hold_slots(self._link.transport):
             used = 0
         parts = max(1, len(batch.metas))
-        slots = (messages + used) * parts
-        if self._link.transport == "shm":
-            slots += 1  # One is never leased.
+        slots = (messages + used) * parts + spare
         try:
             self._link.reserve(int(self._direction), slots, max(1, largest))
         except RuntimeError as error:
@@ -231,7 +228,6 @@ class DelegatedOutgoing:
         self._hold = hold
         self._on_block, self._on_unblock = on_block, on_unblock
         self._queues = queues
-        self._leases = link.transport in ("shm", "rdma")
         self._turn = 0
         self._batch: Batch | None = None
 
@@ -247,34 +243,7 @@ class DelegatedOutgoing:
         note = self.note(batch, microbatch, presence(tensors))
         for k, tensor in enumerate(tensors if tensors is not None else [None] * len(batch.metas)):
             key = key_of(batch, microbatch, self.direction, k)
-            if tensor is not None and self._send_leased(key, tensor, note):
-                continue
             self._hand_over(key, None if tensor is None else payload_of(tensor), note)
-
-    def lease(self, key: Key, nbytes: int) -> _engine.Lease | None:
-        """Memory for one tensor that the engine does not copy; None if none is free, or if the link
-        has none to lease. Raises :class:`PipelineError` if the link is dead."""
-        if not self._leases or not nbytes:
-            return None
-        try:
-            lease = self.link.lease(key, nbytes)
-        except RuntimeError as error:
-            raise PipelineError(str(error)) from error
-        return lease if lease.in_place else None
-
-    def _send_leased(self, key: Key, tensor: Tensor, note: bytes) -> bool:
-        """Send a tensor from leased memory, if there is some and the tensor is worth it."""
-        known = type(tensor) in PLAIN and tensor.is_cpu
-        lease = self.lease(key, tensor.nbytes) if known and tensor.nbytes >= LARGE_BYTES else None
-        if lease is None:
-            return False
-        # Whatever its strides are: its elements are written in order.
-        tensor_in(lease, TensorMeta.of(tensor)).copy_(tensor.detach())
-        try:
-            lease.send(note)
-        except RuntimeError as error:
-            raise PipelineError(str(error)) from error
-        return True
 
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
         """The note of a message that is given to the next queue now."""

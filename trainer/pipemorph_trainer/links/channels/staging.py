@@ -32,6 +32,7 @@ from pipemorph_trainer.links.channels.delegated import (
     GRANT_SECONDS,
     DelegatedIncoming,
     DelegatedOutgoing,
+    Key,
     bytes_of,
     key_of,
 )
@@ -193,6 +194,7 @@ class StagedOutgoing(DelegatedOutgoing):
     def __init__(self, *, staging: Staging, name: str, **options: Any) -> None:
         super().__init__(**options)
         self._staging, self._name = staging, name
+        self._leases = self.link.transport in ("shm", "rdma")
         self._expected = 0
         self._grown: tuple[int, tuple[TensorMeta, ...]] = 0, ()
         self._staged = self.handed_over = 0
@@ -244,7 +246,7 @@ class StagedOutgoing(DelegatedOutgoing):
                 payload.append(None)
                 continue
             key = key_of(batch, microbatch, self.direction, k)
-            lease = self.lease(key, source.numel()) if leases else None
+            lease = self._lease(key, source.numel()) if leases else None
             to = None if lease is None else staging.page_locked(lease)
             if lease is None or to is None:
                 lease = None  # Given back.
@@ -260,6 +262,17 @@ class StagedOutgoing(DelegatedOutgoing):
             hand_over,
             f"{letter} of microbatch {microbatch} of iteration {batch.step} on {self._name}",
         )
+
+    def _lease(self, key: Key, nbytes: int) -> _engine.Lease | None:
+        """Memory for one tensor that the engine does not copy; None if none is free, or if the link
+        has none to lease. Raises :class:`PipelineError` if the link is dead."""
+        if not self._leases or not nbytes:
+            return None
+        try:
+            lease = self.link.lease(key, nbytes)
+        except RuntimeError as error:
+            raise PipelineError(str(error)) from error
+        return lease if lease.in_place else None
 
     def close(self) -> None:
         """Wait until the engine has all messages. It flushes when it is closed."""
@@ -338,9 +351,9 @@ class StagedIncoming(DelegatedIncoming):
         self._next = 0
         staging.incoming.append(self)
 
-    def reserve(self, messages: int, batch: Batch, used: int = 0) -> None:
-        # The device has tensors of its own.
-        super().reserve(messages, batch)
+    def reserve(self, messages: int, batch: Batch, used: int = 0, spare: int = 0) -> None:
+        # The device has tensors of its own. A sender never leases the last slot.
+        super().reserve(messages, batch, spare=int(self._link.transport == "shm"))
         self.page_lock()
 
     def page_lock(self) -> None:
