@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support")]
 
 from browser import Browser as WebBrowser  # noqa: E402
-from watched_jobs import LATE, SLOW_AT, WELL_AT, WIRE, Case, Trace, watched  # noqa: E402
+from watched_jobs import LATE, SLOW_AT, WELL_AT, WIRE, Case, watched  # noqa: E402
 
 from pipemorph.planning import Link, Problem, StageTimes  # noqa: E402
 from pipemorph.replay.contenders import Replay, replay  # noqa: E402
 from pipemorph.replay.page import render_page as render_replay  # noqa: E402
 from pipemorph.replay.trace import LinkTrace, parse_trace  # noqa: E402
-from pipemorph.watch.build import Watched, watch_view, worst_column  # noqa: E402
+from pipemorph.watch.build import StageTrace, Watched, watch_view, worst_column  # noqa: E402
 from pipemorph.watch.documents import render_page  # noqa: E402
 
 MICROBATCHES = {4: 12, 8: 24, 64: 128}
@@ -91,7 +91,7 @@ def replayed(stages: int, microbatches: int, fate: Fate) -> tuple[Replay, LinkTr
     return replay(problem, trace, iterations=count), trace
 
 
-def live_page(known: Watched, traces: Sequence[Trace]) -> str:
+def live_page(known: Watched, traces: Sequence[StageTrace]) -> str:
     column = worst_column(known)
     return render_page(watch_view(known, traces, column=column, live=False))
 

@@ -31,7 +31,8 @@ class _Adaptation(Lenient):
 
 
 class SlowTime(Lenient):
-    """See :class:`~pipemorph.watch.lanes.SlowTime`."""
+    """A link was slow from iteration ``begin`` on, until it was not in ``end``; None: it is.
+    ``delay``: the longest, seconds, which was that of ``column``."""
 
     link: int
     begin: int
@@ -79,17 +80,25 @@ class ClusterJob(Lenient):
     adaptations: list[AdaptationRecord] = Field(default_factory=list)
     relayouts: list[Relayout] = Field(default_factory=list)
     links: _Links = Field(default_factory=_Links)
+    kept: str = ""
+    """Why the last decision in a run that goes on kept the plan; empty if it did not."""
+    gpus: int = 0
+    """GPUs of all its pods, as its template asks for them if it has one; 0 if it asks for none."""
+
+    def model_post_init(self, context: Any) -> None:
+        self.gpus = gpus(self.spec.template) * self.spec.parallelism.pods or self.gpus
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this is a run that has ended."""
+        ends = ("Complete", "Failed", "Suspended")
+        return self.iterations is not None and self.status is not None and self.status.state in ends
 
     @property
     def name(self) -> str:
         """``NAMESPACE/NAME``; ``NAME`` of a job that is on no cluster."""
         namespace, name = self.metadata.namespace, self.metadata.name
         return f"{namespace}/{name}" if namespace else name
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all its pods, as its template asks for them; 0 if it asks for none."""
-        return gpus(self.spec.template) * self.spec.parallelism.pods
 
     @property
     def done(self) -> float | None:

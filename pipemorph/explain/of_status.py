@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus, condition
+from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, condition
 from pipemorph.errors import InputError, one_line
 from pipemorph.explain.cluster_job import ClusterJob, SlowTime, read_job
 from pipemorph.explain.story import (
@@ -20,10 +19,9 @@ from pipemorph.explain.story import (
     link_name,
     plural,
     warmups,
-    what_changed,
     worth_line,
 )
-from pipemorph.planning.ir import dashed
+from pipemorph.planning.ir import Route, dashed
 from pipemorph.wire import AdaptationRecord
 
 SEEN = (
@@ -116,13 +114,13 @@ def story_of(job: ClusterJob) -> Story:
         )
     training = status.training
     story = Story(_outcome(job, status))
-    mesh = job.spec.parallelism.mesh
-    spans = sorted(job.links.slow, key=lambda each: -each.delay)
-    story.seen = [*_diverged(job), *(_slow_time(each, mesh) for each in spans)]
+    # First those that are slow now.
+    spans = sorted(job.links.slow, key=lambda each: (each.end is not None, -each.delay))
+    story.seen = [*_diverged(job), *(_slow_time(each, job) for each in spans)]
     for found in wrong(status):
         if found.reason == "SlowLinks" and spans:
             continue
-        if job.iterations is not None:
+        if job.is_over:
             story.seen.append(f"{found.message} (at the end)")
             continue
         slow = training.slow_links if training is not None else []
@@ -224,11 +222,13 @@ def _diverged(job: ClusterJob) -> Iterator[str]:
         yield f"the loss was {first.loss} in {when}"
 
 
-def _slow_time(slow: SlowTime, mesh: MeshShape) -> str:
-    name = link_name(slow.link, mesh.column_name(slow.column))
-    when = f"from iteration {slow.begin} "
-    when += "to the end" if slow.end is None else f"to {slow.end}"
-    return f"{name} was late by up to {slow.delay * 1e3:.0f} ms, {when}"
+def _slow_time(slow: SlowTime, job: ClusterJob) -> str:
+    name = link_name(slow.link, job.spec.parallelism.mesh.column_name(slow.column))
+    late = f"late by up to {slow.delay * 1e3:.0f} ms"
+    if slow.end is None and not job.is_over:
+        return f"{name} is {late} since iteration {slow.begin}"
+    end = "the end" if slow.end is None else slow.end
+    return f"{name} was {late}, from iteration {slow.begin} to {end}"
 
 
 def _decided(job: ClusterJob, status: JobStatus) -> Iterator[str]:
@@ -264,64 +264,54 @@ def _decided(job: ClusterJob, status: JobStatus) -> Iterator[str]:
                 before, after = dashed(each.layers_before), dashed(each.layers)
                 what = f"layers moved ({before} became {after} per stage)"
             yield f"{what} at iteration {each.iteration}: {each.measured:.0%} shorter iterations"
+    if job.kept and any(each.end is None for each in job.links.slow):
+        yield f"the plan was kept the last time: {job.kept}"
+    coming = training.wanted_plan_version if training is not None and not job.is_over else 0
     if job.adaptations:
         by_gain = sorted(job.adaptations, key=lambda each: (-each.saved, each.plan_version))
         # Those that are shown, in their order.
         shown = sorted(by_gain[:DECIDED], key=lambda each: each.plan_version)
-        yield from map(change_text, [*shown, *by_gain[DECIDED:]])
+        for record in [*shown, *by_gain[DECIDED:]]:
+            yield change_text(record, record.routes, coming)
     elif training is not None and training.last_adaptation is not None:
-        yield _change(training)
+        change = training.last_adaptation
+        yield (
+            f"{plural(training.adaptations, 'plan change')}; the last,"
+            f" {change_text(change, training.routes, coming)}; why: {change.reason}"
+        )
 
 
-def change_text(record: AdaptationRecord) -> str:
-    """One change of plan of a run, what it did and what it brought."""
-    if record.applied_at_iteration is None:
-        return f"plan {record.plan_version} was decided on, but never in force"
-    when = f"plan {record.plan_version} from iteration {record.applied_at_iteration}"
-    if record.kind == "return":
-        return f"{when}: back to the plan for healthy links"
-    if record.kind == "revert":
-        return f"{when}: the plan before returned, since the last one did not bring its promise"
-    effect = brought(
-        record.iteration_seconds_before,
-        record.iteration_seconds_after,
-        record.promised,
-        record.measured,
-    )
-    return f"{when}: {what_changed(record)}{'; ' if effect else ''}{effect}"
+def change_text(
+    change: AdaptationRecord | AdaptationSummary, routes: Sequence[str], coming: int
+) -> str:
+    """One change of plan, what it did and what it brought: ``plan 3 from iteration 11: warm-up
+    7-5-3-1 became 12-11-9-1, link 2 left to the engine; 1 s became 0.5 s per iteration``.
+
+    ``routes``: of the links under this plan; ``coming``: version of the plan that the ranks should
+    run, 0 if that is not known."""
+    plan = f"plan {change.plan_version}"
+    if change.applied_at_iteration is None:
+        pending = change.plan_version == coming
+        return f"{plan} {'is not in force yet' if pending else 'was never in force'}"
+    return f"{plan} from iteration {change.applied_at_iteration}: {_done(change, routes)}"
 
 
-def _change(training: TrainingStatus) -> str:
-    newest = training.last_adaptation
-    assert newest is not None
-    count = f"{plural(training.adaptations, 'plan change')}; the last, "
-    when = f"plan {newest.plan_version}"
-    if newest.applied_at_iteration is None:
-        coming = newest.plan_version == training.wanted_plan_version
-        told = "is not in force yet" if coming else "was never in force"
-        return f"{count}{when}, {told}: {newest.reason}"
-    when += f" from iteration {newest.applied_at_iteration}"
-    effect = ""
-    if newest.kind == "adapt":
-        before, after = newest.iteration_seconds_before, newest.iteration_seconds_after
-        effect = brought(before, after, newest.promised, newest.measured)
-    effect = f"; {effect}" if effect else ""
-    return f"{count}{when}: {what_was_done(newest, training)}{effect}; why: {newest.reason}"
-
-
-def what_was_done(change: AdaptationSummary, training: TrainingStatus) -> str:
-    """By the newest change of plan: ``warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the
-    engine``."""
+def _done(change: AdaptationRecord | AdaptationSummary, routes: Sequence[str]) -> str:
     if change.kind == "return":
         return "back to the plan for healthy links"
-    parts = ["back to the plan before"] if change.kind == "revert" else []
-    if found := warmups(change.warmup_before, change.warmup_after):
-        parts.append(found)
-    moved = [i for i, route in enumerate(training.routes) if route == "delegated"]
+    if change.kind == "revert":
+        return "the plan before returned, since the last one did not bring its promise"
+    moved = [str(i) for i, route in enumerate(routes) if route == Route.DELEGATED]
+    parts = [warmups(change.warmup_before, change.warmup_after) or "another order of the same ops"]
     if moved:
-        links = "link" if len(moved) == 1 else "links"
-        parts.append(f"{links} {few(map(str, moved), NAMED)} left to the engine")
-    return ", ".join(parts) or "another order of the same ops"
+        parts.append(f"link{'s' * (len(moved) > 1)} {few(moved, NAMED)} left to the engine")
+    effect = brought(
+        change.iteration_seconds_before,
+        change.iteration_seconds_after,
+        change.promised,
+        change.measured,
+    )
+    return ", ".join(parts) + (f"; {effect}" if effect else "")
 
 
 def _asked_for(job: ClusterJob) -> set[str]:

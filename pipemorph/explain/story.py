@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipemorph.errors import one_line
-from pipemorph.planning.ir import Route, dashed
+from pipemorph.planning.ir import dashed
 from pipemorph.terminal import Table, table
-from pipemorph.wire import AdaptationRecord
 
 MOST_LINES = 10
 """Most lines of an explanation."""
@@ -137,15 +136,6 @@ def warmups(before: Sequence[int], after: Sequence[int]) -> str:
         return f"warm-up {dashed(before)} became {dashed(after)}"
     changed = sum(a != b for a, b in zip(before, after, strict=False))
     return f"warm-up of {plural(changed, 'stage')} changed"
-
-
-def what_changed(record: AdaptationRecord) -> str:
-    """``warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the engine``"""
-    moved = [str(i) for i, route in enumerate(record.routes) if route is Route.DELEGATED]
-    parts = [warmups(record.warmup_before, record.warmup_after) or "another order of ops"]
-    if moved:
-        parts.append(f"link{'s' * (len(moved) > 1)} {', '.join(moved[:8])} left to the engine")
-    return ", ".join(parts)
 
 
 def hours_of(seconds: float, ranks: int, gpus: int = 0) -> tuple[float, Literal["GPU", "rank"]]:

@@ -49,10 +49,9 @@ from pipemorph.local.results.report import Recovery, RunRecord, write_report
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
-from pipemorph.local.watch import FolderTraces, Observer, Told, WatchServer
+from pipemorph.local.watch import FolderTraces, Observer, Told, WatchServer, listen
 from pipemorph.manifest import check_module, load_job
-from pipemorph.watch.build import recovered
-from pipemorph.watch.door import listen
+from pipemorph.watch.document import Recovered
 from pipemorph.wire import PodReport, ResumedFrom
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
@@ -121,8 +120,8 @@ def run_job(
                 page = None
                 if listener is not None:
                     traces = FolderTraces(folder.trace)
-                    observer = Observer(job, journal, service.outlook, traces, host.tell)
-                    page = stack.enter_context(WatchServer(observer, listener))
+                    observer = Observer(job, journal, traces, host.tell)
+                    page = stack.enter_context(WatchServer(observer.document, listener))
                     progress.note(f"watch: {page.url}")
                 site = stack.enter_context(host)
                 ending = Generations(site, reaper, forks, events).to_the_end()
@@ -200,13 +199,15 @@ class _Host:
 
     def tell(self) -> Told:
         """How the ranks are. For another thread."""
-        recovering = self.recovering
-        recoveries = [recovered(each.record()) for each in self.run.recoveries]
+        recoveries = [Recovered.model_validate(each.record()) for each in self.run.recoveries]
         if self.over:
-            return Told(self.run.ending.end.value, self.run.ending.reason, recoveries)
+            return Told(self.run.status(), self.run.outlook, recoveries)
+        state, recovering = self.service.state(), self.recovering
         if recovering is not None:
-            return Told("recovering", recovering.ending.reason, recoveries)
-        return Told("starting" if self.starting else "training", "", recoveries)
+            status = state.status("Restarting", recovering.ending.reason)
+        else:
+            status = state.status("Starting" if self.starting else "Running")
+        return Told(status, state.outlook, recoveries)
 
     def announce(self) -> None:
         self.run.begin_attempt(now())
@@ -456,8 +457,7 @@ def conclude(
         slow=journal.lanes().slow_times(), useful=journal.useful,
     )  # fmt: skip
     try:
-        run.training, run.conditions = service.status()
-        run.outlook = service.outlook()
+        run.training, run.conditions, run.outlook = service.state()
     except TimeoutError:
         note("the report lacks its status: the control loop did not answer at the end")
 

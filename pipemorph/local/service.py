@@ -13,16 +13,18 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, TypeVar
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import Condition, TrainingStatus
+from pipemorph.api.status import Condition, JobState, JobStatus, TrainingStatus
 from pipemorph.control.controller import JobController
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.relayout import Network
 from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.clock import now
 from pipemorph.local.results.history import Journal
+from pipemorph.status.conditions import updated
 from pipemorph.status.summary import Source, judge, summarize
 from pipemorph.wire import AdaptationRecord, LinkHealthReport, LinkState
 
@@ -30,6 +32,33 @@ T = TypeVar("T")
 
 TICK_SECONDS = 1.0
 CALL_SECONDS = 10.0
+
+
+class ControlState(NamedTuple):
+    """How training goes, as a job's status says on a cluster; and what plans can be predicted from,
+    see :meth:`JobController.outlook`."""
+
+    training: TrainingStatus
+    conditions: list[Condition]
+    outlook: Outlook | None
+
+    @staticmethod
+    def of(controller: JobController, reported_at: float | None, at: float) -> ControlState:
+        source, view = Source(controller, reported_at), controller.view(at)
+        return ControlState(
+            summarize(source, at, view), judge(source, [], at, view), controller.outlook(at)
+        )
+
+    def status(self, state: JobState, why: str = "") -> JobStatus:
+        """Status of a job in that state. ``why``: its ranks have ended; empty if they run."""
+        conditions = self.conditions
+        if why:
+            kind = state if state in ("Failed", "Suspended") else "Running"
+            conditions = updated(
+                conditions, kind, "False" if kind == "Running" else "True", "RanksEnded", why,
+                generation=None, now=datetime.now(UTC),
+            )  # fmt: skip
+        return JobStatus(state=state, conditions=conditions, training=self.training)
 
 
 class ControlService:
@@ -110,21 +139,14 @@ class ControlService:
         """What another layout would be judged by, see :meth:`JobController.network`."""
         return self._do(lambda: self._controller.network(now()))
 
-    def status(self) -> tuple[TrainingStatus, list[Condition]]:
-        """How training goes, as a job's status says on a cluster."""
+    def state(self) -> ControlState:
+        """How training goes. Raises TimeoutError if the ingest does not answer."""
 
-        def read() -> tuple[TrainingStatus, list[Condition]]:
-            at = now()
-            reported_at = None if self.heard_at is None else at - self.silence()
-            source, view = Source(self._controller, reported_at), self._controller.view(at)
-            return summarize(source, at, view), judge(source, [], at, view)
+        def read() -> ControlState:
+            reported_at = None if self.heard_at is None else now() - self.silence()
+            return ControlState.of(self._controller, reported_at, now())
 
         return self._do(read)
-
-    def outlook(self) -> Outlook | None:
-        """What its plans can be predicted from, see :meth:`JobController.outlook`. Raises
-        TimeoutError if the ingest does not answer."""
-        return self._do(lambda: self._controller.outlook(now()))
 
     def _do(self, what: Callable[[], T]) -> T:
         """Call something in the thread of the ingest."""

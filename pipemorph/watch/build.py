@@ -5,44 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from itertools import accumulate
 from statistics import median
-from typing import Protocol
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import JobStatus, TrainingStatus
 from pipemorph.control.decide.forecast import Forecast, Outlook
 from pipemorph.control.decide.situation import Situation
-from pipemorph.control.record.history import Worth
 from pipemorph.errors import InputError, one_line
-from pipemorph.explain.story import (
-    brought,
-    hours_of,
-    link_name,
-    plural,
-    what_changed,
-    worth_line,
-)
+from pipemorph.explain.cluster_job import ClusterJob, read_job
+from pipemorph.explain.of_status import NEWEST, story_of
+from pipemorph.explain.story import link_name, plural
 from pipemorph.planning import Plan
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.watch.document import (
-    LETTERS,
-    Change,
-    Picture,
-    Recovered,
-    Row,
-    Saved,
-    Steps,
-    WatchView,
-)
-from pipemorph.watch.lanes import LaneLog, SlowTime
+from pipemorph.watch.document import LETTERS, Picture, Recovered, Row, Steps, WatchView
+from pipemorph.watch.lanes import LaneLog
 from pipemorph.wire import AdaptationRecord, Health, IterationSample, LinkState
 
-NEWEST = 5
-"""Iterations in the median that is shown."""
 MOST_STEPS = 4000
 """Newest iterations whose times are shown."""
 MOST_AVAILABLE = 512
@@ -50,8 +32,6 @@ SEEN = 1 / 2000
 """Part of a picture's width from which an idle time can be seen."""
 ENTERS = {OpKind.F: 1, OpKind.W: -1, OpKind.BW: -1}
 """Microbatches in flight more after an op than before it."""
-NAMED = 3
-"""Most slow links, and most other findings, that the story tells of."""
 
 Ran = Sequence[Sequence[tuple[int, TimedOp]]]
 """Per rank, ``(stage, op)`` in run order."""
@@ -59,28 +39,18 @@ Idle = list[tuple[Cause, float, float]]
 """``(cause, start, end)`` of the idle times of a rank."""
 
 
-class Traced(Protocol):
-    """The ops of one stage in one iteration; times are wall-clock seconds."""
+@dataclass(frozen=True)
+class StageTrace:
+    """The ops of one rank in one iteration; times are wall-clock seconds. ``replica``: its column;
+    ``waits``: idle times before ops, waiting for the op's input message."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def replica(self) -> int:
-        """Its column."""
-        ...
-
-    @property
-    def iteration(self) -> int: ...
-
-    @property
-    def plan_version(self) -> int: ...
-
-    @property
-    def ops(self) -> tuple[TimedOp, ...]: ...
+    rank: int
+    stage: int
+    replica: int
+    iteration: int
+    plan_version: int
+    ops: tuple[TimedOp, ...]
+    waits: tuple[TimedOp, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,20 +63,12 @@ class Watched:
 
     job: PipeMorphJob
     now: float
-    state: str
-    reason: str = ""
+    status: JobStatus
     samples: Sequence[IterationSample] = ()
     changes: Sequence[AdaptationRecord] = ()
     lanes: LaneLog = field(default_factory=LaneLog)
-    worth: Worth = field(default_factory=Worth)
-    plan_version: int = 0
-    wanted_version: int = 0
-    """Of the plan that the ranks should run; 0 too while that is not known. Changes of an attempt
-    that is over may have higher versions than it."""
     recoveries: Sequence[Recovered] = ()
     available: Sequence[int] = ()
-    peak_memory: Sequence[int | None] = ()
-    """Bytes per stage, of the highest column; empty, or None for a stage, if not reported."""
     kept: str = ""
     """Why the last decision kept the plan; empty if it did not."""
     outlook: Outlook | None = None
@@ -119,7 +81,7 @@ class Watched:
 
 
 def watch_view(
-    known: Watched, traces: Sequence[Traced], *, column: int, number: int = 0, live: bool = True
+    known: Watched, traces: Sequence[StageTrace], *, column: int, number: int = 0, live: bool = True
 ) -> WatchView:
     """The document. ``traces``: the ops of all ranks in the iteration to show, empty for none;
     ``column``: whose pipeline to show."""
@@ -131,10 +93,10 @@ def watch_view(
     if mine:
         measured = _measured(mine, known, mesh)
         alternative, why = _alternative(measured, known, column, mesh)
-    record = _record(known.changes, known.plan_version)
     newest = known.samples[-MOST_STEPS:]
     meta = known.job.metadata
-    hours, unit = hours_of(known.worth.seconds, mesh.world_size, known.gpus)
+    training = known.status.training or TrainingStatus()
+    explained = as_report(known)
     return WatchView(
         number=number,
         live=live,
@@ -143,32 +105,24 @@ def watch_view(
         namespace=meta.namespace,
         emulated=spec.emulation is not None,
         described=f"{mesh}, {plural(spec.schedule.microbatches, 'microbatch', 'microbatches')}",
-        state=known.state,  # type: ignore[arg-type]  # Checked by the model.
-        reason=known.reason,
+        status=known.status.model_copy(update={"training": training}),
         result=known.result,
-        story=story(known),
+        story=story_of(explained).rows(),
         done=known.samples[-1].index + 1 if known.samples else 0,
         wanted=spec.trainer.iterations,
         seconds=median(times[-NEWEST:]) if times else None,
-        plan_version=known.plan_version,
         columns=[mesh.column_name(i) for i in range(mesh.columns)],
         column=column,
         available=list(known.available[-MOST_AVAILABLE:]),
         measured=measured,
         alternative=alternative,
         no_alternative="" if alternative else why,
-        peak_memory=[each or None for each in known.peak_memory],
         activation_memory=spec.schedule.activation_memory,
         links=known.lanes.lanes(link_name(i) for i in range(mesh.stages - 1)),
-        changes=[_change(each, known) for each in known.changes],
+        adaptations=list(known.changes),
         recoveries=list(known.recoveries),
-        saved=Saved(
-            per_iteration=record.saving if record is not None else None,
-            seconds=known.worth.seconds,
-            error=known.worth.error,
-            hours=hours,
-            of=unit,
-        ),
+        ranks=mesh.world_size,
+        gpus=explained.gpus,
         steps=Steps(
             index=[sample.index for sample in newest],
             seconds=[round(sample.seconds, 6) for sample in newest],
@@ -178,14 +132,27 @@ def watch_view(
 
 def worst_column(known: Watched) -> int:
     """The column to look at first: that of the slowest link; 0 if all are well."""
-    slow = known.lanes.slow()
-    return slow[0][0].link.replica if slow else 0
+    training = known.status.training
+    return training.slow_links[0].replica if training and training.slow_links else 0
+
+
+def as_report(known: Watched) -> ClusterJob:
+    """The job as its report would have it now."""
+    content = known.job.model_dump(mode="json", by_alias=True, exclude_none=True) | {
+        "status": known.status,
+        "iterations": known.samples,
+        "adaptations": known.changes,
+        "links": {"slow": known.lanes.slow_times()},
+        "kept": known.kept,
+        "gpus": known.gpus,
+    }
+    return read_job(content)
 
 
 # --- pictures ---------------------------------------------------------------------------------
 
 
-def _measured(traces: Sequence[Traced], known: Watched, mesh: MeshShape) -> Picture:
+def _measured(traces: Sequence[StageTrace], known: Watched, mesh: MeshShape) -> Picture:
     ranks: dict[int, list[tuple[int, TimedOp]]] = defaultdict(list)
     for trace in traces:
         ranks[trace.rank] += ((trace.stage, op) for op in trace.ops)
@@ -459,123 +426,3 @@ def _idle_of(
         free = op.end
     add(Cause.DRAIN, begin if free is None else free, end)
     return found
-
-
-# --- words ------------------------------------------------------------------------------------
-
-
-def story(known: Watched) -> list[str]:
-    """What is seen, what was done and what it brought, for who sees the job for the first time."""
-    said = []
-    if known.state in ("failed", "deadline", "interrupted", "recovering") and known.reason:
-        what = {"recovering": "The ranks start again after a failure"}.get(known.state, "It ended")
-        said.append(f"{what}: {one_line(known.reason, 300)}.")
-    slow, fallen = known.lanes.slow(), known.lanes.fallen()
-    mesh = known.job.spec.parallelism.mesh
-    for moment, first in slow[:NAMED]:
-        link = moment.link
-        where = link_name(link.link, mesh.column_name(link.replica))
-        said.append(
-            f"{where[0].upper()}{where[1:]} is slow since iteration {first.begin}, found at"
-            f" {_clock(first.at)}: {moment.text} ({link.direction})."
-        )
-    if len(slow) > NAMED:
-        said.append(f"{plural(len(slow) - NAMED, 'more link')} slow, less than these.")
-    for moment in fallen[:NAMED]:
-        said.append(
-            f"Link {moment.link.link} has lost its RDMA ports and runs over {moment.fallen} since"
-            f" iteration {moment.begin}."
-        )
-    record = _record(known.changes, known.plan_version)
-    if record is None:
-        said.append(
-            f"Plan v{known.plan_version} is in force"
-            + (", the one of the start: it was never changed." if not known.changes else ".")
-        )
-    else:
-        said.append(_in_force(record, answers=bool(slow or fallen)))
-    if slow and record is None and known.wanted_version <= known.plan_version:
-        why = f" the last time: {one_line(known.kept, 300)}" if known.kept else " for that yet"
-        said.append(f"Nothing was changed{why}.")
-    if known.wanted_version > known.plan_version:
-        said.append(f"The ranks are changing to plan v{known.wanted_version}.")
-    told = worth_line(
-        known.worth.seconds, known.worth.error, mesh.world_size, len(known.changes), known.gpus
-    )
-    if told:
-        said.append(f"{told[0].upper()}{told[1:]}.")
-    if known.recoveries:
-        newest = known.recoveries[-1]
-        if newest.seconds is not None:
-            said.append(
-                f"The ranks failed ({one_line(newest.cause, 200)}) and went on with iteration"
-                f" {newest.iteration} after {newest.seconds:.1f} s."
-            )
-    if not slow and not fallen and known.state in ("training", "completed"):
-        told = "No link is slow." if known.lanes.any_known else "Nothing is known of the links yet."
-        said[:0] = [told, *map(_was_slow, known.lanes.was_slow()[:NAMED])]
-    return said
-
-
-def _was_slow(was: SlowTime) -> str:
-    name = link_name(was.link)
-    return (
-        f"{name[0].upper()}{name[1:]} was slow by up to {1e3 * was.delay:.3g} ms from iteration"
-        f" {was.begin} until iteration {was.end}."
-    )
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S UTC")
-
-
-def _in_force(record: AdaptationRecord, *, answers: bool) -> str:
-    """``answers``: whether what it was made for is still so."""
-    first = record.applied_at_iteration
-    since = "" if first is None else f" since iteration {first}"
-    if record.kind == "return":
-        return f"Plan v{record.plan_version} is in force{since}: that for healthy links again."
-    if record.kind == "revert":
-        return (
-            f"Plan v{record.plan_version} is in force{since}: the one before, since the last change"
-            " did not bring what it promised."
-        )
-    got = brought(
-        record.iteration_seconds_before, record.iteration_seconds_after, record.promised,
-        record.measured,
-    )  # fmt: skip
-    if not got and record.promised is not None:
-        got = f"{record.promised:.0%} shorter iterations promised, not measured yet"
-    how = "answers that" if answers else "is in force"
-    text = f"Plan v{record.plan_version} {how}{since}: {what_changed(record)}"
-    return text + (f"; {got}." if got else ".")
-
-
-def recovered(record: dict[str, object]) -> Recovered:
-    """From a record of a recovery, see :class:`pipemorph.local.results.report.Recovery`."""
-    return Recovered.model_validate(
-        {
-            "at": record["lost_at"],
-            "cause": record["cause"],
-            "iteration": record["went_on_with"],
-            "seconds": record["seconds"],
-            "repeated": record["repeated"],
-        }
-    )
-
-
-def _change(record: AdaptationRecord, known: Watched) -> Change:
-    # Another one may have taken its place, or its attempt be over, before the ranks ran it.
-    wanted = record.plan_version == known.wanted_version > known.plan_version
-    return Change(
-        plan_version=record.plan_version,
-        kind=record.kind,
-        at=record.detected_at,
-        iteration=record.applied_at_iteration,
-        pending=record.applied_at_iteration is None and wanted,
-        reason=record.reason,
-        promised=record.promised,
-        measured=record.measured,
-        before=record.iteration_seconds_before,
-        after=record.iteration_seconds_after,
-    )

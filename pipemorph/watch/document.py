@@ -10,7 +10,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pipemorph.api.status import JobStatus
 from pipemorph.planning.ir import OpKind
+from pipemorph.wire import AdaptationRecord
 
 LETTERS = {OpKind.F: "F", OpKind.B: "B", OpKind.W: "W", OpKind.BW: "U"}
 """One letter per kind of op, so that a row is one text."""
@@ -76,55 +78,23 @@ class Span(_Part):
 
 
 class Lane(_Part):
+    """The states of a link, oldest first."""
+
     name: str
-    kind: LaneKind
-    """Now."""
-    text: str
-    since_iteration: int | None
-    since: float | None
-    """When the present state was found, wall clock; None before the first report."""
     spans: list[Span]
 
 
-class Change(_Part):
-    """A change of plan. ``iteration``: the first under it; None: there was none. ``pending``: the
-    ranks are to change to it."""
-
-    plan_version: int
-    kind: Literal["adapt", "return", "revert"]
-    at: float
-    iteration: int | None
-    pending: bool
-    reason: str
-    promised: float | None
-    measured: float | None
-    before: float | None
-    after: float | None
-    """Seconds per iteration, measured."""
-
-
 class Recovered(_Part):
-    """A start of the ranks after a failure. ``iteration``: the first afterwards."""
+    """A start of the ranks after a failure, as in ``recoveries`` of a report."""
 
-    at: float
+    model_config = ConfigDict(extra="ignore")
+
+    lost_at: float
     cause: str
-    iteration: int | None
-    seconds: float | None
-    repeated: int | None
-
-
-class Saved(_Part):
-    """Against the plan of the start. ``per_iteration``: predicted for the present state; None where
-    the plan of the start is in force or nothing was predicted."""
-
-    per_iteration: float | None
-    seconds: float
-    error: float
-    """How far ``seconds`` may be from the truth, as promised and measured gains differ."""
-    hours: float
-    """``seconds`` of all GPUs of the job together, or of its ranks; see ``of``."""
-    of: Literal["GPU", "rank"]
-    """Ranks where it is not known that the job has GPUs."""
+    went_on_with: int | None = None
+    """The first iteration afterwards."""
+    seconds: float | None = None
+    repeated: int | None = None
 
 
 class Steps(_Part):
@@ -135,7 +105,8 @@ class Steps(_Part):
 
 
 class WatchView(_Part):
-    """A job that runs, as its page shows it."""
+    """A job that runs, as its page shows it: its status and its history, as in a report, and the
+    ops of an iteration."""
 
     version: Literal[1] = 1
     number: int = 0
@@ -148,20 +119,15 @@ class WatchView(_Part):
     emulated: bool
     described: str
     """The cut: stages, replicas."""
-    state: Literal[
-        "starting", "training", "recovering", "completed", "failed", "deadline", "interrupted"
-    ]
-    reason: str
-    """Of a failure; else empty."""
+    status: JobStatus
     result: str
     """Where the result is to be found when it is over."""
-    story: list[str]
-    """Sentences for who sees the job for the first time."""
+    story: list[tuple[str, str]]
+    """The explanation of the job: lines with the label of their part, if they are its first."""
     done: int
     wanted: int
     seconds: float | None
     """Median of the newest iterations."""
-    plan_version: int
     columns: list[str]
     """Names; one entry if there is only one."""
     column: int
@@ -172,13 +138,13 @@ class WatchView(_Part):
     """The same iteration under the plan of the start, links as they were then."""
     no_alternative: str
     """Why there is none."""
-    peak_memory: list[int | None]
-    """Bytes per stage, of its highest rank so far, with weights and all else: of the device on a
-    GPU, else of the process. Empty, or None for a stage, if not reported."""
     activation_memory: int | None
     """Limit of a rank's ``activations``, ``schedule.activationMemory``; None: there is none."""
     links: list[Lane]
-    changes: list[Change]
+    adaptations: list[AdaptationRecord]
+    """All changes of plan, oldest first."""
     recoveries: list[Recovered]
-    saved: Saved
+    ranks: int
+    gpus: int
+    """Of all ranks together; 0 if it is not known that they have any."""
     steps: Steps

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from pipemorph.pictures.colours import FILL, IDLE, IDLE_NAMES, IDLE_ON_DARK, INK, NAMES
 from pipemorph.pictures.html import fill
@@ -37,16 +36,9 @@ LOOKING = 4.0
 Asked = tuple[int | None, int | None]
 """Column and iteration; None: the default."""
 NEWEST: Asked = (None, None)
-
-
-class Source(Protocol):
-    """What there is to see of a job."""
-
-    def document(
-        self, column: int | None, iteration: int | None, *, number: int, live: bool
-    ) -> WatchView:
-        """The document of an iteration, by default the newest, in a column, by default that with
-        the slowest link."""
+MakeView = Callable[[int | None, int | None, int, bool], WatchView]
+"""Makes a document: of a column, by default that with the slowest link, and an iteration, by
+default the newest; with its number, and whether another one follows."""
 
 
 class Budget:
@@ -105,8 +97,8 @@ class Made:
 class Documents:
     """The documents of one job. For use by one thread at a time, but :meth:`finish`."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, make: MakeView) -> None:
+        self._make_view = make
         self.budget = Budget()
         self._made: dict[Asked, Made] = {}
         self._newest: Made | None = None
@@ -164,7 +156,7 @@ class Documents:
         self.number += 1
         self.budget.is_spent(now)  # What was gained until now does not pay for what follows.
         with self.budget.counted():
-            view = self._source.document(*asked, number=self.number, live=not self._over)
+            view = self._make_view(*asked, self.number, not self._over)
             made = Made.of(view, now)
         if not view.live:
             self._ended.add(self._last)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby, takewhile
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import groupby
 
+from pipemorph.explain.cluster_job import SlowTime
 from pipemorph.planning.ir import Route
 from pipemorph.watch.document import Lane, LaneKind, Span
 from pipemorph.wire import Health, LinkState
@@ -19,11 +19,10 @@ SAME = 0.1
 
 @dataclass(frozen=True)
 class Moment:
-    """A state of one link. ``begin``: the iteration in which it began to show; ``at``: when it was
-    found, wall clock; ``fallen``: the transport that it fell back to, empty if it did not."""
+    """A state of one link. ``begin``: the iteration in which it began to show; ``fallen``: the
+    transport that it fell back to, empty if it did not."""
 
     begin: int
-    at: float
     link: LinkState
     route: Route
     fallen: str = ""
@@ -65,17 +64,6 @@ class Moment:
         return alike and abs(here - there) <= SAME * max(here, there)
 
 
-class SlowTime(NamedTuple):
-    """A link was slow from iteration ``begin`` on, until it was not in ``end``; None: it is.
-    ``delay``: the longest, seconds, which was that of ``column``."""
-
-    link: int
-    begin: int
-    end: int | None
-    delay: float
-    column: int = 0
-
-
 @dataclass
 class LaneLog:
     """The states of all links so far, oldest first; bounded."""
@@ -85,7 +73,6 @@ class LaneLog:
     def take(
         self,
         iteration: int,
-        now: float,
         links: Sequence[LinkState],
         routes: Sequence[Route],
         fallen: Mapping[int, str],
@@ -100,7 +87,7 @@ class LaneLog:
             # Ranks that start again may repeat iterations, in which links may be otherwise.
             while lane and lane[-1].begin > iteration:
                 lane.pop()
-            moment = Moment(iteration, now, link, route, fallen.get(number, ""))
+            moment = Moment(iteration, link, route, fallen.get(number, ""))
             last = lane[-1] if lane else None
             if last is not None and last.same(moment):
                 continue
@@ -108,8 +95,8 @@ class LaneLog:
             if shown is not None and (last is None or last.link.health is not link.health):
                 # A state is found some iterations after it began to show.
                 earliest = last.begin if last is not None else 0
-                moment = Moment(max(earliest, min(shown, iteration)), now, link, route,
-                                moment.fallen)  # fmt: skip
+                began = max(earliest, min(shown, iteration))
+                moment = Moment(began, link, route, moment.fallen)
             while lane and lane[-1].begin >= moment.begin:
                 lane.pop()
             if not lane or not lane[-1].same(moment):
@@ -128,25 +115,6 @@ class LaneLog:
             if lane
         ]  # fmt: skip
 
-    @property
-    def any_known(self) -> bool:
-        """Whether the present state of any link is known."""
-        return any(lane[-1].link.health is not Health.UNKNOWN for lane in self._lanes if lane)
-
-    def slow(self) -> list[tuple[Moment, Moment]]:
-        """Of the links that are slow now, the most delayed first: the present state, and the one
-        in which it has been slow since."""
-        found = []
-        for lane in self._lanes:
-            late = [*takewhile(lambda each: each.link.health is Health.SLOW, reversed(lane))]
-            if late:
-                first, link = late[-1], late[0].link
-                begin, at = first.begin, first.at if link.since is None else link.since
-                if len(late) == len(lane) and link.since_iteration is not None:
-                    begin = min(begin, link.since_iteration)  # Its beginning may be dropped.
-                found.append((late[0], replace(first, begin=begin, at=at)))
-        return sorted(found, key=lambda each: -each[0].link.delay)
-
     def slow_times(self) -> list[SlowTime]:
         """When each link was slow, by link, oldest first."""
         found = []
@@ -159,35 +127,28 @@ class LaneLog:
                     late = list(moments)
                     most = max((each.link for each, _ in late), key=lambda link: link.delay)
                     begin, end = late[0][0].begin, late[-1][1]
-                    found.append(SlowTime(number, begin, end, most.delay, most.replica))
+                    first = late[0][0].link.since_iteration
+                    if late[0][0] is lane[0] and first is not None:
+                        begin = min(begin, first)  # Its beginning may be dropped.
+                    found.append(
+                        SlowTime(
+                            link=number,
+                            begin=begin,
+                            end=end,
+                            delay=most.delay,
+                            column=most.replica,
+                        )
+                    )
         return found
-
-    def was_slow(self) -> list[SlowTime]:
-        """When links that are well now were last slow, the newest end first."""
-        last = {each.link: each for each in self.slow_times()}
-        well = [last[i] for i in last if self._lanes[i][-1].link.health is Health.HEALTHY]
-        return sorted(well, key=lambda each: -(each.end or 0))
-
-    def fallen(self) -> list[Moment]:
-        return [lane[-1] for lane in self._lanes if lane and lane[-1].fallen]
 
     def lanes(self, names: Iterable[str]) -> list[Lane]:
         """For the page. ``names``: of the links."""
         made = []
         for name, moments in zip(names, self._lanes or [], strict=False):
-            newest = moments[-1]
             ends = [*(moment.begin for moment in moments[1:]), None]
-            made.append(
-                Lane(
-                    name=name,
-                    kind=newest.kind,
-                    text=newest.text,
-                    since_iteration=newest.begin,
-                    since=newest.at,
-                    spans=[
-                        Span(begin=moment.begin, end=end, kind=moment.kind, text=moment.text)
-                        for moment, end in zip(moments, ends, strict=True)
-                    ],
-                )
-            )
+            spans = [
+                Span(begin=moment.begin, end=end, kind=moment.kind, text=moment.text)
+                for moment, end in zip(moments, ends, strict=True)
+            ]
+            made.append(Lane(name=name, spans=spans))
         return made

@@ -42,11 +42,6 @@ class OpsTrace(WireModel):
     durations: Annotated[list[Microseconds], Field(max_length=MOST_OPS)]
 
     @property
-    def replica(self) -> int:
-        """Its column, as in traces of ops."""
-        return self.column
-
-    @property
     def ops(self) -> tuple[TimedOp, ...]:
         """With wall-clock times, seconds."""
         found, at = [], 0

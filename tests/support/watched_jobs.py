@@ -3,18 +3,19 @@ an agent would report them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import JobState, TrainingStatus
+from pipemorph.api.status_links import SlowLink
 from pipemorph.control.decide.forecast import Forecast, Outlook
 from pipemorph.control.decide.replan import together
 from pipemorph.control.decide.situation import ReplicaLinks, Situation
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.record.history import Worth
+from pipemorph.local.service import ControlState
 from pipemorph.planning import Plan, Route, StageTimes
-from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.watch.build import Watched
+from pipemorph.watch.build import StageTrace, Watched
 from pipemorph.watch.document import Recovered
 from pipemorph.watch.lanes import LaneLog
 from pipemorph.wire import AdaptationRecord, Health, IterationSample, LinkState
@@ -25,16 +26,6 @@ ACTIVATIONS, ROOM, PEAK = 48 << 20, 16 << 30, 21 << 30
 """Bytes: of one microbatch on each stage, ``activationMemory``, and the peak of all memory."""
 SLOW_AT, CHANGED_AT, WELL_AT, RETURNED_AT = 12, 15, 40, 43
 Case = Literal["healthy", "slow", "adapted", "recovered", "recovering", "failed"]
-
-
-@dataclass(frozen=True)
-class Trace:
-    rank: int
-    stage: int
-    replica: int
-    iteration: int
-    plan_version: int
-    ops: tuple[TimedOp, ...]
 
 
 def job(stages: int, microbatches: int, iterations: int = 100, replicas: int = 1) -> PipeMorphJob:
@@ -95,9 +86,8 @@ def link_states(
     *,
     known: bool = True,
     replica: int = 0,
-    at: float | None = None,
 ) -> list[LinkState]:
-    """``since``: the first iteration, and ``at`` the time, in which they were found ``slow``."""
+    """``since``: the first iteration in which they were found ``slow``."""
 
     def state(i: int) -> LinkState:
         if not known:
@@ -106,7 +96,7 @@ def link_states(
             return LinkState(i, Health.HEALTHY, wire_time=WIRE, confidence=0.99)
         return LinkState(
             i, Health.SLOW, delay=slow[i], wire_time=WIRE + slow[i], confidence=0.99,
-            since_iteration=since, replica=replica, since=at,
+            since_iteration=since, replica=replica,
         )  # fmt: skip
 
     return [state(i) for i in range(stages - 1)]
@@ -132,7 +122,7 @@ def watched(
     *,
     delegated: bool = True,
     replicas: int = 1,
-) -> tuple[Watched, list[Trace]]:
+) -> tuple[Watched, list[StageTrace]]:
     """A job in the iteration before which the case has come about, and the ops of that. Of several
     replicas the one in the middle has the slow link, and a plan of its own."""
     made = job(stages, microbatches, replicas=replicas)
@@ -173,15 +163,15 @@ def watched(
         for i in range(begin, end)
     ]  # fmt: skip
     lanes, direct = LaneLog(), first.routes
-    lanes.take(0, NOW - 60, link_states(stages, {}, None, known=False), direct, {})
-    lanes.take(1, NOW - 59, link_states(stages, {}, None), direct, {})
+    lanes.take(0, link_states(stages, {}, None, known=False), direct, {})
+    lanes.take(1, link_states(stages, {}, None), direct, {})
     changes, version, situation, running = [], 0, well, first
     if case != "healthy":
-        found = link_states(stages, slow, SLOW_AT, replica=replica, at=NOW - 48)
-        lanes.take(SLOW_AT + 1, NOW - 48, found, direct, {})
+        found = link_states(stages, slow, SLOW_AT, replica=replica)
+        lanes.take(SLOW_AT + 1, found, direct, {})
         situation = ill
     if case not in ("healthy", "slow"):
-        lanes.take(CHANGED_AT, NOW - 45, found, routes, {})
+        lanes.take(CHANGED_AT, found, routes, {})
         change = record(
             1, "adapt", CHANGED_AT, better, promised=1 - after / late,
             measured=1.02 * (1 - after / late), iteration_seconds_before=late,
@@ -194,35 +184,49 @@ def watched(
         )  # fmt: skip
         changes, version, running = [change], 1, better
     if case == "recovered":
-        lanes.take(WELL_AT + 1, NOW - 20, link_states(stages, {}, WELL_AT), routes, {})
-        lanes.take(RETURNED_AT, NOW - 17, link_states(stages, {}, WELL_AT), direct, {})
+        lanes.take(WELL_AT + 1, link_states(stages, {}, WELL_AT), routes, {})
+        lanes.take(RETURNED_AT, link_states(stages, {}, WELL_AT), direct, {})
         changes.append(record(2, "return", RETURNED_AT, first, saving=0.0))
         version, situation, running = 2, well, replace(first, version=2)
     recoveries = []
     if case in ("recovering", "failed"):
         recoveries = [
-            Recovered(at=NOW - 30, cause="rank 3 was killed by SIGKILL", iteration=28, seconds=2.3,
-                      repeated=0)
+            Recovered(lost_at=NOW - 30, cause="rank 3 was killed by SIGKILL", went_on_with=28,
+                      seconds=2.3, repeated=0)
         ]  # fmt: skip
     saved = (late - after) * 25 if version else 0.0
+    slow_links = []
+    if any(situation.slow):
+        slow_links = [SlowLink(link=link, replica=replica, direction="forward",
+                               delay_ms=1e3 * LATE, wire_time_ms=1e3 * (WIRE + LATE),
+                               confidence=0.99)]  # fmt: skip
+    training = TrainingStatus(
+        iteration=samples[-1].index + 1,
+        iteration_seconds=samples[-1].seconds,
+        wanted_plan_version=version,
+        applied_plan_version=version,
+        slow_link_count=len(slow_links),
+        slow_links=slow_links,
+        adaptations=len(changes),
+        saved_seconds=saved,
+        saved_error_seconds=0.15 * saved,
+        peak_memory=[PEAK] * stages,
+        routes=[route.value for route in running.routes],
+    )
+    state: JobState = {"recovering": "Restarting", "failed": "Failed"}.get(case, "Running")
+    why = "rank 2 raised RuntimeError: CUDA out of memory"
     known = Watched(
         job=made,
         now=NOW,
-        state=case if case in ("recovering", "failed") else "training",
-        reason="rank 2 raised RuntimeError: CUDA out of memory"
-        if case in ("recovering", "failed")
-        else "",
+        status=ControlState(training, [], None).status(state, why if state != "Running" else ""),
         samples=samples,
         changes=changes,
         lanes=lanes,
-        worth=Worth(saved, 0.15 * saved),
-        plan_version=version,
         recoveries=recoveries,
         available=[sample.index for sample in samples],
-        peak_memory=(PEAK,) * stages,
         outlook=Outlook(rules, situation, first, running),
     )
-    traces: list[Trace] = []
+    traces: list[StageTrace] = []
     for columns in ((replica,), others):
         if not columns:
             continue
@@ -232,7 +236,7 @@ def watched(
             for row in Forecast(rules, situation.of(columns)).simulated(plan)
         ]
         traces += (
-            Trace(mesh.rank(stage, column), stage, column, samples[-1].index, version, ops)
+            StageTrace(mesh.rank(stage, column), stage, column, samples[-1].index, version, ops)
             for column in columns
             for stage, ops in enumerate(rows)
         )

@@ -113,10 +113,11 @@ def _view(name: str, body: bytes) -> WatchView:
 def trace(newest: WatchView, seen: dict[int, tuple[int, Picture]]) -> dict[str, Any]:
     """Trace Event Format, as ``timeline.json`` of a run."""
     # Imported late: it takes a while.
-    from pipemorph.local.results.timeline import About, Applied, chrome_trace
+    from pipemorph.local.results.timeline import About, chrome_trace
 
-    changes = [Applied(each.plan_version, each.reason, each.iteration) for each in newest.changes]
-    about = About(newest.job, emulated=newest.emulated, columns=newest.columns, changes=changes)
+    about = About(
+        newest.job, emulated=newest.emulated, columns=newest.columns, changes=newest.adaptations
+    )
     stages = {
         iteration: list(_stages(column, picture))
         for iteration, (column, picture) in sorted(seen.items())
@@ -125,7 +126,7 @@ def trace(newest: WatchView, seen: dict[int, tuple[int, Picture]]) -> dict[str, 
 
 
 def _stages(column: int, picture: Picture) -> Iterator[Any]:
-    from pipemorph.local.results.traces import StageTrace
+    from pipemorph.watch.build import StageTrace
 
     begin = picture.at or 0.0
     for rank, row in enumerate(picture.rows):

@@ -25,13 +25,13 @@ from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.history import worth
 from pipemorph.errors import InputError
+from pipemorph.explain.cluster_job import SlowTime
 from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder, write_json
 from pipemorph.local.results.traces import read_faults, read_splits
-from pipemorph.status.conditions import MESSAGE_LENGTH, format_time
-from pipemorph.watch.lanes import SlowTime
+from pipemorph.status.conditions import MESSAGE_LENGTH, format_time, updated
 from pipemorph.wire import AdaptationRecord, IterationSample
 
 STATES: dict[End, JobState] = {End.COMPLETED: "Complete", End.INTERRUPTED: "Suspended"}
@@ -247,7 +247,7 @@ class RunRecord:
             "ended_at": self.attempts[-1].ended_at if self.attempts else None,
             "iterations": [i.model_dump(mode="json") for i in self.iterations],
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
-            "links": {"slow": [each._asdict() for each in self.slow]},
+            "links": {"slow": [each.model_dump() for each in self.slow]},
             "events": [event.record() for event in self.last.events],
             "reductions": [each.record() for each in self.last.reductions],
             "split": splits,
@@ -265,13 +265,10 @@ class RunRecord:
         ended = [each for each in self.attempts if each.ending is not None]
         ended_at = ended[-1].ended_at if ended else None
         state = STATES.get(self.ending.end, "Failed")
-        over = Condition(
-            type=state,
-            status="True",
-            last_transition_time=_moment(ended_at or self.started_at),
-            reason=REASONS[self.ending.end],
-            message=self.ending.reason[:MESSAGE_LENGTH],
-        )
+        conditions = updated(
+            self.conditions, state, "True", REASONS[self.ending.end], self.ending.reason,
+            generation=None, now=datetime.fromtimestamp(ended_at or self.started_at, UTC),
+        )  # fmt: skip
         restarts = [each for each in self.recoveries if each.generation > 0]
         newest = [each.status() for each in restarts[-MAX_RECOVERIES_KEPT:]]
         return JobStatus(
@@ -280,7 +277,7 @@ class RunRecord:
             completion_time=None if ended_at is None else _moment(ended_at),
             restarts=max(0, len(self.attempts) - 1),
             attempts=[each.status() for each in ended[:-1][-MAX_ATTEMPTS_KEPT:]],
-            conditions=[over, *self.conditions],
+            conditions=conditions,
             training=self.training,
             goodput=self.goodput,
             recoveries=Recoveries(count=len(restarts), last=newest) if restarts else None,

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.local.results.outputs import OutFolder, write_json, write_whole
 from pipemorph.local.results.report import RunRecord
-from pipemorph.local.results.traces import StageTrace, TraceIndex
+from pipemorph.local.results.traces import TraceIndex
 from pipemorph.pictures import Message, Timeline, render_panels
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.watch.build import StageTrace
 from pipemorph.wire import AdaptationRecord
 
 MOST_EVENTS = 200_000
@@ -72,28 +73,6 @@ def choose(
     return sorted([i for i in wanted if i in here][:room])
 
 
-class Changed(Protocol):
-    """A change of plan. ``applied_at_iteration``: the first under it; None before that."""
-
-    @property
-    def plan_version(self) -> int: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def applied_at_iteration(self) -> int | None: ...
-
-
-@dataclass(frozen=True)
-class Applied:
-    """A :class:`Changed` of which no more is known."""
-
-    plan_version: int
-    reason: str
-    applied_at_iteration: int | None
-
-
 @dataclass(frozen=True)
 class About:
     """A job, for its trace. ``columns``: their names."""
@@ -101,7 +80,7 @@ class About:
     name: str
     emulated: bool
     columns: Sequence[str]
-    changes: Sequence[Changed]
+    changes: Sequence[AdaptationRecord]
 
     @property
     def title(self) -> str:
@@ -164,12 +143,12 @@ def _op_event(op: TimedOp, stage: StageTrace, zero: float) -> dict[str, Any]:
     }
 
 
-def _first_iteration(record: Changed) -> int:
+def _first_iteration(record: AdaptationRecord) -> int:
     """First iteration under this plan; -1 if it never took effect."""
     return -1 if record.applied_at_iteration is None else record.applied_at_iteration
 
 
-def _mark(record: Changed, stages: Sequence[StageTrace], zero: float) -> dict[str, Any]:
+def _mark(record: AdaptationRecord, stages: Sequence[StageTrace], zero: float) -> dict[str, Any]:
     first = min((op.start for stage in stages for op in stage.ops), default=zero)
     return {
         "ph": "i",

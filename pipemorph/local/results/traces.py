@@ -19,24 +19,11 @@ from typing import Any, BinaryIO
 
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.watch.build import StageTrace
 
 _ITERATION = re.compile(rb'"iteration":\s*(\d+)')
 INDEX_BYTES = 400
 """Bytes at the start of a line that contain the iteration's number; ops follow."""
-
-
-@dataclass(frozen=True)
-class StageTrace:
-    """The ops of one rank in one iteration; times are wall-clock seconds."""
-
-    rank: int
-    stage: int
-    replica: int
-    iteration: int
-    plan_version: int
-    ops: tuple[TimedOp, ...]
-    waits: tuple[TimedOp, ...] = ()
-    """Idle times before ops, waiting for the op's input message."""
 
 
 @dataclass

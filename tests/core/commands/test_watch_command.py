@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from cluster_jobs import SLOW, adapted, cluster_job, running
-from watched_jobs import Trace, watched
+from watched_jobs import watched
 
 from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.cli import main
 from pipemorph.commands.cluster import reach, timeline
-from pipemorph.watch.build import watch_view
+from pipemorph.watch.build import StageTrace, watch_view
 
 TOKEN = "t0k-en_of_the_page-1234567890"
 FORBIDDEN = (
@@ -201,7 +201,7 @@ def views(*iterations: int) -> list[tuple[int, str]]:
     known, traces = watched(4, 12)
     made = []
     for number, iteration in enumerate(iterations, 1):
-        moved = [Trace(**{**vars(each), "iteration": iteration}) for each in traces]
+        moved = [StageTrace(**{**vars(each), "iteration": iteration}) for each in traces]
         known = replace(known, available=[iteration])
         made.append(watch_view(known, moved, column=0, number=number).model_dump_json())
     last = watch_view(known, [], column=0, number=99, live=False).model_dump_json()

@@ -15,6 +15,7 @@ from pipemorph.api.status import JobStatus
 from pipemorph.checkpoints import FINISHED
 from pipemorph.control.decide.forecast import Forecast
 from pipemorph.explain import explain_job
+from pipemorph.explain.cluster_job import SlowTime
 from pipemorph.local.host import _final_message
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
@@ -22,7 +23,6 @@ from pipemorph.local.results.outputs import OutFolder
 from pipemorph.local.results.report import Recovery, RunRecord, write_report
 from pipemorph.local.results.traces import read_splits
 from pipemorph.terminal import render
-from pipemorph.watch.lanes import SlowTime
 
 
 def test_the_summary_counts_iterations_of_earlier_runs() -> None:
@@ -79,7 +79,8 @@ def test_slow_links_and_events_are_in_the_report(tmp_path: Path) -> None:
     folder = OutFolder.claim(tmp_path / "out", force=False)
     run = RunRecord(job(), 1.0)
     last = View(events=(HAPPENED,))
-    run.finish(Ending(End.COMPLETED), [], [], last, slow=[SlowTime(1, 5, None, 0.06, 2)])
+    late = SlowTime(link=1, begin=5, end=None, delay=0.06, column=2)
+    run.finish(Ending(End.COMPLETED), [], [], last, slow=[late])
     write_report(folder, run)
     report = json.loads(folder.report.read_text())
     slow = {"link": 1, "begin": 5, "end": None, "delay": 0.06, "column": 2}

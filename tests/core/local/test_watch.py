@@ -24,11 +24,10 @@ from pipemorph.errors import InputError
 from pipemorph.local import watch
 from pipemorph.local.results.history import Journal, View
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import FolderTraces, Observer, Told, WatchServer
+from pipemorph.local.watch import LIMITS, FolderTraces, Observer, Told, WatchServer, listen
 from pipemorph.watch import documents
 from pipemorph.watch.build import watch_view
 from pipemorph.watch.document import WatchView
-from pipemorph.watch.door import LIMITS, listen
 
 Answer = tuple[int, bytes, http.client.HTTPMessage]
 
@@ -40,9 +39,10 @@ class Sight:
         self.known, self.traces = watched(4, 12)
         self.asked: list[tuple[int | None, int | None]] = []
 
-    def document(
-        self, column: int | None, iteration: int | None, *, number: int, live: bool
-    ) -> WatchView:
+    def document(self, *asked: Any) -> WatchView:
+        return self.make(*asked)
+
+    def make(self, column: int | None, iteration: int | None, number: int, live: bool) -> WatchView:
         self.asked.append((column, iteration))
         return watch_view(self.known, self.traces, column=0, number=number, live=live)
 
@@ -54,7 +54,10 @@ def sight() -> Sight:
 
 @pytest.fixture
 def server(sight: Sight) -> Iterator[WatchServer]:
-    with listen(0) as listener, WatchServer(sight, listener) as made:  # type: ignore[arg-type]
+    with (
+        listen(0) as listener,
+        WatchServer(sight.document, listener) as made,
+    ):
         yield made
 
 
@@ -122,7 +125,7 @@ def test_strangers_do_not_keep_a_viewer_out(server: WatchServer) -> None:
             stranger = stack.enter_context(socket.create_connection(address, DEADLINE))
             if number % 2:
                 stranger.sendall(b"GET /x/ HTTP/1.1\r\nHost: x\r\n\r\n")
-        acceptor = server._door._acceptor
+        acceptor = server._acceptor
         assert acceptor is not None
         began = time.monotonic()
         assert ask(server, own(server))[0] == 200
@@ -153,25 +156,25 @@ def test_a_document_that_cannot_be_made_is_said_once(
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
-    made = sight.document
+    made = sight.make
 
     def fail(*args: Any, **more: Any) -> WatchView:
         raise error
 
-    monkeypatch.setattr(sight, "document", fail)
+    monkeypatch.setattr(sight, "make", fail)
     for _ in range(3):
         status, body, headers = ask(server, own(server, "view"))
         assert (status, body, headers["X-Frame-Options"]) == (503, b"", "DENY")
     late = isinstance(error, TimeoutError)
     told = "the control loop does not answer" if late else "KeyError('ops')"
     assert caplog.messages == [f"the page of the job cannot be made now: {told}"]
-    monkeypatch.setattr(sight, "document", made)
+    monkeypatch.setattr(sight, "make", made)
     assert ask(server, own(server, "view"))[0] == 200
 
 
 def test_each_run_has_another_token(sight: Sight) -> None:
     with listen(0) as one, listen(0) as other:
-        urls = {WatchServer(sight, each).url for each in (one, other)}  # type: ignore[arg-type]
+        urls = {WatchServer(sight.document, each).url for each in (one, other)}
     tokens = {url.split("/")[3] for url in urls}
     assert len(tokens) == 2 and all(len(token) >= 32 for token in tokens)
 
@@ -212,13 +215,13 @@ def test_documents_have_a_budget(
     now = {"wall": time.monotonic(), "cpu": 0.0}
     monkeypatch.setattr(documents.time, "monotonic", lambda: now["wall"])
     monkeypatch.setattr(documents.time, "thread_time", lambda: now["cpu"])
-    made = sight.document
+    made = sight.make
 
     def costly(*args: Any, **more: Any) -> WatchView:
         now["cpu"] += 2.0
         return made(*args, **more)
 
-    monkeypatch.setattr(sight, "document", costly)
+    monkeypatch.setattr(sight, "make", costly)
     for second in range(600):
         now["wall"] += 1.0
         assert server.documents.get((None, None)) is not None
@@ -233,13 +236,13 @@ def costly(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     now = {"wall": time.monotonic(), "cpu": 0.0, "each": 0.4}
     monkeypatch.setattr(documents.time, "monotonic", lambda: now["wall"])
     monkeypatch.setattr(documents.time, "thread_time", lambda: now["cpu"])
-    made = sight.document
+    made = sight.make
 
     def document(*args: Any, **more: Any) -> WatchView:
         now["cpu"] += now["each"]
         return made(*args, **more)
 
-    monkeypatch.setattr(sight, "document", document)
+    monkeypatch.setattr(sight, "make", document)
     return now
 
 
@@ -373,7 +376,7 @@ def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
         connection.request("GET", found.group(2) + "view")
         view = WatchView.model_validate_json(connection.getresponse().read())
         connection.close()
-        assert (view.job, view.state, view.measured) == ("fake", "starting", None)
+        assert (view.job, view.status.state, view.measured) == ("fake", "Starting", None)
     finally:
         host.terminate()
         host.communicate(timeout=DEADLINE)
@@ -394,9 +397,8 @@ def test_what_a_change_brought_is_no_refusal(tmp_path: Path, kinds: str, kept: s
     observer = Observer(
         known.job,
         Journal(view=View(decisions=decisions)),
-        lambda: None,
         FolderTraces(tmp_path),
-        lambda: Told("training", "", ()),
+        lambda: Told(known.status, None),
     )
     assert observer.look().kept == kept
 

@@ -16,17 +16,16 @@ import numpy
 import pytest
 from browser import Browser
 from matplotlib.image import imread
-from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, Trace, watched
+from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, watched
 
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import WatchServer
+from pipemorph.local.watch import WatchServer, listen
 from pipemorph.replay.contenders import Change, Replay, Trained
 from pipemorph.replay.page import render_page as render_replay
 from pipemorph.replay.trace import parse_trace
-from pipemorph.watch.build import watch_view, worst_column
+from pipemorph.watch.build import StageTrace, watch_view, worst_column
 from pipemorph.watch.document import WatchView
 from pipemorph.watch.documents import render_page
-from pipemorph.watch.door import listen
 
 pytestmark = pytest.mark.full
 
@@ -64,7 +63,7 @@ class Sight:
         self.folder = Path()
 
     def document(
-        self, column: int | None, iteration: int | None, *, number: int, live: bool
+        self, column: int | None, iteration: int | None, number: int, live: bool
     ) -> WatchView:
         self.begun = min(self.begun + 1, len(self.known.samples))
         if column is None:
@@ -78,7 +77,7 @@ class Sight:
             return watch_view(self.known, found, column=column, number=number, live=live)
         version = self.known.samples[iteration].plan_version
         traces = [
-            Trace(each.rank, each.stage, column, iteration, version, each.ops)
+            StageTrace(each.rank, each.stage, column, iteration, version, each.ops)
             for each in self.traces
             if each.replica == column
         ]
@@ -111,7 +110,7 @@ def test_it_fits_its_window(
 def test_every_case_is_drawn(browser: Browser, tmp_path: Path, case: Case) -> None:
     browser.look(page_of(tmp_path, case, 8, 24))
     assert browser.eval(INK) > 0.2
-    state = {"recovering": "recovering", "failed": "failed"}.get(case, "training")
+    state = {"recovering": "Restarting", "failed": "Failed"}.get(case, "Running")
     assert browser.eval("document.getElementById('state').textContent") == state
 
 
@@ -134,7 +133,7 @@ def test_keys_go_through_iterations_and_changes(browser: Browser, tmp_path: Path
 def test_it_follows_a_run_until_it_ends(browser: Browser) -> None:
     sight = Sight(4, 12)
     number = "document.getElementById('now').textContent"
-    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(sight.document, listener) as server:
         browser.look(server.url)
         first = browser.eval(number)
         browser.until(f"{number} !== {first!r}")
@@ -164,7 +163,7 @@ def test_it_follows_a_run_until_it_ends(browser: Browser) -> None:
 def test_it_says_when_pictures_come_less_often(browser: Browser) -> None:
     """Those of a large job cost more than looking may."""
     paced = "document.getElementById('paced')"
-    with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(Sight(4, 12).document, listener) as server:
         browser.look(server.url)
         browser.until("live && !asking")
         assert browser.eval(f"{paced}.hidden")
@@ -184,7 +183,7 @@ def test_it_says_when_pictures_come_less_often(browser: Browser) -> None:
 def test_who_does_not_look_is_told_the_last_word(browser: Browser) -> None:
     """A hidden page asks for nothing while the run goes on, and the run is gone afterwards."""
     sight = Sight(4, 12)
-    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(sight.document, listener) as server:
         browser.look(server.url)
         browser.eval("Object.defineProperty(document, 'hidden', { get: () => true })")
         browser.eval("void document.dispatchEvent(new Event('visibilitychange'))")
@@ -202,16 +201,19 @@ def test_a_plan_that_was_never_in_force_is_not_about_to_come(
     browser: Browser, tmp_path: Path, pending: bool, told: str
 ) -> None:
     known, traces = watched(4, 12)
-    view = watch_view(known, traces, column=0, live=False)
-    change = view.changes[0].model_copy(update={"iteration": None, "pending": pending})
+    change = known.changes[0].model_copy(update={"applied_at_iteration": None})
+    versions = {"applied_plan_version": 0, "wanted_plan_version": int(pending)}
+    training = known.status.training.model_copy(update=versions)
+    status = known.status.model_copy(update={"training": training})
+    view = watch_view(replace(known, changes=[change], status=status), traces, column=0, live=False)
     path = tmp_path / "page.html"
-    path.write_text(render_page(view.model_copy(update={"changes": [change]})))
+    path.write_text(render_page(view))
     browser.look(path.as_uri())
     assert told in browser.eval("document.getElementById('changes').textContent")
 
 
 def test_a_run_that_is_gone_is_said(browser: Browser) -> None:
-    with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(Sight(4, 12).document, listener) as server:
         browser.look(server.url)
     browser.until("!document.getElementById('gone').hidden")
     told = browser.eval("document.getElementById('gone').textContent")
@@ -225,7 +227,7 @@ def test_a_run_that_is_gone_is_said(browser: Browser) -> None:
 
 
 def test_what_it_saves_is_the_same_page_without_the_run(browser: Browser, tmp_path: Path) -> None:
-    with listen(0) as listener, WatchServer(Sight(4, 12), listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(Sight(4, 12).document, listener) as server:
         browser.look(server.url)
         browser.press(" ")
         text = browser.eval("pageText()")
@@ -306,7 +308,7 @@ def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) ->
         text = json.dumps(line) + "\n"
         (tmp_path / f"ops-rank{trace.rank}.jsonl").write_text(20 * text)
     sight.index, sight.folder = TraceIndex(), tmp_path
-    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(sight.document, listener) as server:
         browser.look(server.url)
         drawn = browser.until("(performance.getEntriesByName('drawn')[0] || {}).startTime")
         assert browser.eval(INK) > 0.2
@@ -319,7 +321,7 @@ def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) ->
 def test_another_pipeline_of_many_is_chosen(browser: Browser) -> None:
     """64 stages × 64 replicas: it begins with the one of the slow link, by which all are late."""
     sight = Sight(64, 64, replicas=64)
-    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(sight.document, listener) as server:
         browser.look(server.url)
         assert browser.eval("document.getElementById('column').options.length") == 64
         assert browser.eval("[shot.column, shot.columns[shot.column]]") == [32, "replica 32"]
@@ -443,12 +445,12 @@ def test_a_real_run_is_watched(browser: Browser, tmp_path: Path) -> None:
     url = next(line for line in host.stdout if line.startswith("watch: ")).split()[1]
     browser.look(url)
     story = "document.getElementById('story').textContent"
-    for told in ("Link 6 (stage 6 to 7) is slow since iteration 5", "Plan v1 answers that since"):
+    for told in ("link 6 (stage 6 to 7) is late by up to", "plan 1 from iteration"):
         browser.until(f"{story}.includes({told!r})")
     browser.until("shot.alternative && shot.alternative.span_us > 1.3 * shot.measured.span_us")
-    browser.until(f"{story}.includes('No link is slow.')")
-    browser.until("view.state === 'completed' && !live")
-    assert browser.eval("view.saved.seconds") > 5
+    browser.until(f"{story}.includes('link 6 (stage 6 to 7) was late by up to')")
+    browser.until("view.status.state === 'Complete' && !live")
+    assert browser.eval("view.status.training.saved_seconds") > 5
     host.communicate(timeout=60)
     assert host.returncode == 0
 
@@ -469,7 +471,7 @@ def test_every_view_can_be_drawn(tmp_path: Path) -> None:
 def test_ten_who_look_cost_five_per_cent_of_a_core() -> None:
     """Of the largest job, for a minute, each asking every second."""
     sight = Sight(*LARGEST)
-    with listen(0) as listener, WatchServer(sight, listener) as server:  # type: ignore[arg-type]
+    with listen(0) as listener, WatchServer(sight.document, listener) as server:
         began, cpu = time.monotonic(), time.process_time()
         while time.monotonic() - began < 60:
             for viewer in range(10):

@@ -46,7 +46,7 @@ def test_ops_come_back_as_they_were() -> None:
     told = OpsTrace.of((3, 1, 1), 7, 2, 100.0, ops)
     assert told is not None and told.kinds == "FIWB"
     back = OpsTrace.model_validate_json(told.body())
-    assert back.replica == 1 and [op[:2] for op in back.ops] == [op[:2] for op in ops]
+    assert back.column == 1 and [op[:2] for op in back.ops] == [op[:2] for op in ops]
     for one, other in zip(back.ops, ops, strict=True):
         assert one[2:4] == pytest.approx(other[2:], abs=1e-6)
     assert OpsTrace.of((0, 0, 0), 7, 2, 100.0, []) is None

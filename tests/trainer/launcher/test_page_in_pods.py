@@ -97,7 +97,7 @@ def test_the_page_of_a_pod_goes_on_after_the_ranks_started_again(watched: Watche
     assert watched.pages() == [], "nobody watches"
 
     view = watched.until("ops of an iteration", lambda view: view.measured is not None)
-    assert (view.job, view.state, view.columns) == ("pods", "training", [""])
+    assert (view.job, view.status.state, view.columns) == ("pods", "Running", [""])
     assert view.measured is not None and len(view.measured.rows) == STAGES
     assert {row.name for row in view.measured.rows} == {f"stage {i}" for i in range(STAGES)}
     assert len(view.links) == STAGES - 1 and view.seconds is not None and view.done > 9
@@ -115,19 +115,19 @@ def test_the_page_of_a_pod_goes_on_after_the_ranks_started_again(watched: Watche
     view = watched.until("it recovers", lambda view: any(each.seconds for each in view.recoveries))
     (recovery,) = view.recoveries
     assert "rank 1 (stage 1) was killed by SIGKILL" in recovery.cause
-    assert recovery.iteration is not None and recovery.repeated is not None
+    assert recovery.went_on_with is not None and recovery.repeated is not None
     at = view.done
     view = watched.until(
         "ops of the new ranks",
         lambda view: view.measured is not None and view.measured.iteration > at,
     )
-    assert view.state == "training" and len(watched.pages()) == 1
+    assert view.status.state == "Running" and len(watched.pages()) == 1
     assert watched.pages() == [process], "the same process"
 
     assert watched.get("/wrong/view") == (401, b"")
     job.pods[0].send_signal(signal.SIGTERM)
     last = watched.until("the end", lambda view: not view.live)
-    assert last.state in ("interrupted", "failed")
+    assert last.status.state in ("Suspended", "Failed")
     job.ends()
     assert watched.pages() == []
 
@@ -158,13 +158,13 @@ def test_viewers_see_the_end_of_a_job_without_iterations(
             return WatchView.model_validate_json(answer.read())
 
     before = view()
-    assert (before.state, before.live, before.namespace) == ("starting", True, "team")
+    assert (before.status.state, before.live, before.namespace) == ("Starting", True, "team")
     ends = threading.Thread(target=gate.close, args=("failed", "rank 3 was killed by SIGKILL"))
     ends.start()
     last = before
     while last.live:
         last = view()
-    assert (last.state, last.reason) == ("failed", "rank 3 was killed by SIGKILL")
+    assert last.status.state == "Failed" and "rank 3 was killed by SIGKILL" in last.story[0][1]
     ends.join()
 
 

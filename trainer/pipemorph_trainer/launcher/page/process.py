@@ -23,16 +23,17 @@ from collections.abc import Sequence
 from pydantic import TypeAdapter, ValidationError
 
 from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import JobState
 from pipemorph.control import JobController, handed_in
-from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.observed.reports import ReportRefused
 from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
 from pipemorph.local.results.history import Journal
+from pipemorph.local.service import ControlState
 from pipemorph.local.watch import Observer, Told, WatchServer
 from pipemorph.log_level import log_level
 from pipemorph.manifest import MAX_BYTES
-from pipemorph.watch.build import MOST_AVAILABLE
+from pipemorph.watch.build import MOST_AVAILABLE, StageTrace
 from pipemorph.watch.document import Recovered
 from pipemorph.wire import HandIn, LinkHealthReport, OpsTrace
 from pipemorph.wire.page import MOST_MESSAGE_BYTES, OpsWanted, PageFeed, PageHello
@@ -54,8 +55,11 @@ MOST_OPS_BYTES = 16 << 20
 MOST_CONTROL_BYTES = 1 << 16
 POD_GPUS = int(os.environ.get("PIPEMORPH_POD_GPUS", "0"))
 """GPUs of each pod, as the operator says: the job's file has no template."""
-STATES = {"finished": "completed"}
-"""States of the document by those of a report, where they differ."""
+STATES: dict[str, JobState] = {
+    "starting": "Starting", "training": "Running", "finished": "Complete",
+    "completed": "Complete", "interrupted": "Suspended",
+}  # fmt: skip
+"""Of the job, by those of reports and of the launcher; Failed otherwise."""
 ENDED = "the ranks of this pod have ended"
 
 _stages: TypeAdapter[list[OpsTrace]] = TypeAdapter(list[OpsTrace])
@@ -93,31 +97,36 @@ class RecentOps:
         with self._lock:
             return sorted(i for whose, i in self._found if whose == column)
 
-    def read(self, column: int, iteration: int) -> Sequence[OpsTrace]:
+    def read(self, column: int, iteration: int) -> Sequence[StageTrace]:
         """See :class:`~pipemorph.local.watch.Traces`."""
         with self._lock:
             packed = self._found.get((column, iteration))
-        return [] if packed is None else _stages.validate_json(zlib.decompress(packed))
+        found = [] if packed is None else _stages.validate_json(zlib.decompress(packed))
+        return [
+            StageTrace(each.rank, each.stage, column, iteration, each.plan_version, each.ops)
+            for each in found
+        ]
 
 
 class FollowedJob:
-    """A job as its agent reports it. For one event loop, but :meth:`tell` and :meth:`outlook`.
+    """A job as its agent reports it. For one event loop, but :meth:`tell`.
 
     ``state``, ``reason``: as the launcher says them, of ranks that start again or have ended.
     """
 
     def __init__(self, job: PipeMorphJob, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.state, self.reason = "starting", ""
+        self.state: JobState = "Starting"
+        self.reason = ""
         self.journal, self.ops = Journal(), RecentOps()
         self._controller = JobController(job.spec)
         self._plan: HandIn | None = None
         self._connected = False
         self._recoveries: list[Recovered] = []
+        self._reported_at: float | None = None
         self.observer = Observer(
             job,
             self.journal,
-            self.outlook,
             self.ops,
             self.tell,
             no_ops="the ops of an iteration have been requested, and have not come yet",
@@ -137,7 +146,7 @@ class FollowedJob:
         self._take_job(job)
         self._controller = JobController(job.spec, attempt=hello.attempt, on_report=self._on_report)
         self._plan, self._connected = None, True
-        self.state, self.reason = "training", ""
+        self.state, self.reason, self._reported_at = "Running", "", None
         self.journal.add_earlier(hello.iterations)
 
     def lost(self) -> None:
@@ -147,15 +156,13 @@ class FollowedJob:
         self._connected = False
         if self.journal.view.state == "finished":
             return
-        self.state, self.reason = "recovering", ENDED
+        self.state, self.reason = "Restarting", ENDED
         self.journal.forget_view()
-        self._recoveries.append(
-            Recovered(at=time.time(), cause=ENDED, iteration=None, seconds=None, repeated=None)
-        )
+        self._recoveries.append(Recovered(lost_at=time.time(), cause=ENDED))
 
     def explain(self, cause: str) -> None:
         """Why the ranks have ended that start again."""
-        if self.state == "recovering" and cause:
+        if self.state == "Restarting" and cause:
             self.reason = cause
             newest = self._recoveries[-1]
             self._recoveries[-1] = newest.model_copy(update={"cause": cause})
@@ -187,37 +194,34 @@ class FollowedJob:
         self._plan = None
 
     def _on_report(self, report: LinkHealthReport) -> None:
+        self._reported_at = time.time()
         first = self.journal.first()
         done = self.journal.done()
         self.journal.take(report, self._controller, time.time())
         began = self.journal.first()
         if first is None and began is not None and self._recoveries:
             newest = self._recoveries[-1]
-            if newest.iteration is None:
+            if newest.went_on_with is None:
                 self._recoveries[-1] = newest.model_copy(
                     update={
-                        "iteration": began[0],
-                        "seconds": max(0.0, began[1] - newest.at),
+                        "went_on_with": began[0],
+                        "seconds": max(0.0, began[1] - newest.lost_at),
                         "repeated": max(0, done - began[0]),
                     }
                 )
 
     def tell(self) -> Told:
         """How the ranks are."""
-        state, view = self.state, self.journal.view
-        reason = self.reason if state != "training" else ""
-        if state == "training":
-            state = STATES.get(view.state, view.state)
-            reason = (view.message or "") if state == "failed" else ""
-        return Told(state, reason, list(self._recoveries))
 
-    def outlook(self) -> Outlook | None:
-        """See :class:`~pipemorph.local.watch.Observer`."""
+        async def read() -> ControlState:
+            return ControlState.of(self._controller, self._reported_at, time.time())
 
-        async def read() -> Outlook | None:
-            return self._controller.outlook(time.time())
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(CALL_SECONDS)
+        found = asyncio.run_coroutine_threadsafe(read(), self._loop).result(CALL_SECONDS)
+        state, reason = self.state, self.reason
+        if state == "Running":
+            state = STATES.get(self.journal.view.state, "Failed")
+            reason = (self.journal.view.message or "") if state == "Failed" else ""
+        return Told(found.status(state, reason), found.outlook, list(self._recoveries))
 
 
 def read_job(file: str) -> PipeMorphJob:
@@ -272,7 +276,7 @@ async def serve(control: socket.socket, token: str) -> None:
     """Serve viewers until nobody watches, or the launcher ends."""
     loop, over, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
     job = FollowedJob(read_job(os.environ["PIPEMORPH_JOB_FILE"]), loop)
-    with WatchServer(job.observer, token=token) as page:
+    with WatchServer(job.observer.document, token=token) as page:
 
         def read() -> None:
             body, fds, _, _ = socket.recv_fds(control, MOST_CONTROL_BYTES, 1)
@@ -281,7 +285,7 @@ async def serve(control: socket.socket, token: str) -> None:
                 page.take(socket.socket(fileno=fds[0]), message["head"].encode("latin-1"))
             job.explain(message.get("reason", ""))
             if not body or "state" in message:
-                job.state = message.get("state", "interrupted")
+                job.state = STATES.get(message.get("state", "interrupted"), "Failed")
                 job.reason = message.get("reason", "the launcher of the pod has ended")
                 over.set()
             if not body:
