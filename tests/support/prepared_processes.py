@@ -33,6 +33,8 @@ SERVER = Path(__file__).with_name("prepared_server.py")
 FORK_SECONDS = 100.0
 """For an answer of the server, which imports torch first, on a machine that may be busy. Less than
 a test may take: one that is ended meanwhile leaves an answer to the next."""
+CLOSE_SECONDS = 5.0
+"""For it to end."""
 STARTERS = ("pipemorph.cli", "pipemorph_trainer.launcher", "torch.distributed.run")
 """Modules that compute nothing themselves, but start programs that do."""
 READ_AT_IMPORT = (
@@ -109,10 +111,16 @@ class Server:
 
     def close(self) -> None:
         """End it, and wait, so that its processor time is counted as that of this process."""
-        if self.usable:
-            self._channel.close()
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
+        if not self.usable:
+            return
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            watched = os.pidfd_open(self.pid)
+            # A child that this process has forked may still hold its end of the channel.
+            if not select.select([watched], [], [], CLOSE_SECONDS)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+            os.close(watched)
+            os.waitpid(self.pid, 0)
 
     def _answer(self) -> dict[str, Any]:
         while b"\n" not in self._received:

@@ -142,6 +142,19 @@ def test_a_fork_starts_forks_which_die_with_it(tmp_path: Path) -> None:
     until(lambda: ended(other), "it ends with the program that started it")
 
 
+def test_a_program_ends_though_its_child_goes_on(tmp_path: Path) -> None:
+    """The child holds the channel to the program's own server open."""
+    program = "import os, signal\nif os.fork() == 0:\n    os.close(1), signal.pause()"
+    (tmp_path / "program.py").write_text(program)
+    try:
+        prepared_processes.run(
+            [sys.executable, tmp_path / "program.py"], cwd=tmp_path, timeout=SECONDS, check=True
+        )
+    finally:
+        for pid in prepared_processes.forks_in(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "LD_PRELOAD", "TORCH_LOGS"])
 def test_what_is_read_at_imports_makes_a_program_of_its_own(variable: str, tmp_path: Path) -> None:
     program = "from pathlib import Path; print(Path('/proc/self/cmdline').read_text())"
