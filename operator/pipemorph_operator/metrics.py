@@ -99,97 +99,39 @@ TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews re
 # --- per job ------------------------------------------------------------------------------
 
 JOB_GAUGES = {
-    "iteration": Gauge("pipemorph_job_iteration", "Iteration in progress.", _BY_JOB),
-    "iteration_seconds": Gauge(
-        "pipemorph_job_iteration_seconds", "Median time of the newest iterations.", _BY_JOB
-    ),
-    "bubble_fraction": Gauge(
-        "pipemorph_job_bubble_fraction", "Idle time over stages × iteration time.", _BY_JOB
-    ),
-    "slow_links": Gauge("pipemorph_job_slow_links", "Links that are currently slow.", _BY_JOB),
-    "slow_reductions": Gauge(
-        "pipemorph_job_slow_reductions", "Gradient reductions that are currently slow.", _BY_JOB
-    ),
-    "unknown_links": Gauge("pipemorph_job_unknown_links", "Links without recent samples.", _BY_JOB),
-    "worst_link_delay_seconds": Gauge(
-        "pipemorph_job_worst_link_delay_seconds", "Largest one-way delay above normal.", _BY_JOB
-    ),
-    "wanted_plan_version": Gauge(
-        "pipemorph_job_wanted_plan_version", "Version of the newest plan.", _BY_JOB
-    ),
-    "applied_plan_version": Gauge(
-        "pipemorph_job_applied_plan_version", "Version of the plan in effect.", _BY_JOB
-    ),
-    "adaptations": Gauge("pipemorph_job_adaptations", "Plan changes so far.", _BY_JOB),
-    "goodput_fraction": Gauge(
-        "pipemorph_job_goodput_fraction",
-        "Time of finished iterations over the time in which the job had its place.",
-        _BY_JOB,
-    ),
-    "saved_seconds": Gauge(
-        "pipemorph_job_saved_seconds",
-        "Seconds that plan changes have saved, against the plan of the start.",
-        _BY_JOB,
-    ),
-    "saved_error_seconds": Gauge(
-        "pipemorph_job_saved_error_seconds",
-        "How far pipemorph_job_saved_seconds may be from the truth, by measured gains.",
-        _BY_JOB,
-    ),
-    "promised_gain_fraction": Gauge(
-        "pipemorph_job_promised_gain_fraction",
-        "Gain that the newest plan change was predicted to bring, of an iteration; no series if"
-        " it was a return.",
-        _BY_JOB,
-    ),
-    "measured_gain_fraction": Gauge(
-        "pipemorph_job_measured_gain_fraction",
-        "Gain that it brought, once measured; below 0 if iterations take longer.",
-        _BY_JOB,
-    ),
-    "peak_memory_bytes": Gauge(
-        "pipemorph_job_peak_memory_bytes", "Highest peak memory of any stage.", _BY_JOB
-    ),
-    "rails_healthy": Gauge(
-        "pipemorph_job_rails_healthy",
-        "Condition RailsHealthy: 1 True, 0 False, no series while Unknown.",
-        _BY_JOB,
-    ),
-    "slow_stages": Gauge(
-        "pipemorph_job_slow_stages", "Stages that compute slower than they should.", _BY_JOB
-    ),
-    "rdma_ports": Gauge("pipemorph_job_rdma_ports", "RDMA ports reported.", _BY_JOB),
-    "sick_rdma_ports": Gauge(
-        "pipemorph_job_sick_rdma_ports", "RDMA ports that are down or count errors.", _BY_JOB
-    ),
-    "congested_rdma_ports": Gauge(
-        "pipemorph_job_congested_rdma_ports",
-        "RDMA ports with a high rate of congestion notifications.",
-        _BY_JOB,
-    ),
-    "fallen_links": Gauge(
-        "pipemorph_job_fallen_links",
-        "Links that fell back from their rails and have not recovered.",
-        _BY_JOB,
-    ),
-    "link_fallbacks": Gauge(
-        "pipemorph_job_link_fallbacks",
-        "Times an end of a link lost its last rail, in this attempt.",
-        _BY_JOB,
-    ),
-    "link_failbacks": Gauge(
-        "pipemorph_job_link_failbacks",
-        "Times a link recovered a rail after that, in this attempt.",
-        _BY_JOB,
-    ),
-    "recoveries": Gauge(
-        "pipemorph_job_recoveries",
-        "Times the ranks were started again within their pods, after a failure.",
-        _BY_JOB,
-    ),
-    "last_report_timestamp_seconds": Gauge(
-        "pipemorph_job_last_report_timestamp_seconds", "Time of the newest report.", _BY_JOB
-    ),
+    what: Gauge(f"pipemorph_job_{what}", text, _BY_JOB)
+    for what, text in {
+        "iteration": "Iteration in progress.",
+        "iteration_seconds": "Median time of the newest iterations.",
+        "bubble_fraction": "Idle time over stages × iteration time.",
+        "slow_links": "Links that are currently slow.",
+        "slow_reductions": "Gradient reductions that are currently slow.",
+        "unknown_links": "Links without recent samples.",
+        "worst_link_delay_seconds": "Largest one-way delay above normal.",
+        "wanted_plan_version": "Version of the newest plan.",
+        "applied_plan_version": "Version of the plan in effect.",
+        "adaptations": "Plan changes so far.",
+        "goodput_fraction": "Time of finished iterations over the time in which the job had its"
+        " place.",
+        "saved_seconds": "Seconds that plan changes have saved, against the plan of the start.",
+        "saved_error_seconds": "How far pipemorph_job_saved_seconds may be from the truth, by"
+        " measured gains.",
+        "promised_gain_fraction": "Gain that the newest plan change was predicted to bring, of an"
+        " iteration; no series if it was a return.",
+        "measured_gain_fraction": "Gain that it brought, once measured; below 0 if iterations"
+        " take longer.",
+        "peak_memory_bytes": "Highest peak memory of any stage.",
+        "rails_healthy": "Condition RailsHealthy: 1 True, 0 False, no series while Unknown.",
+        "slow_stages": "Stages that compute slower than they should.",
+        "rdma_ports": "RDMA ports reported.",
+        "sick_rdma_ports": "RDMA ports that are down or count errors.",
+        "congested_rdma_ports": "RDMA ports with a high rate of congestion notifications.",
+        "fallen_links": "Links that fell back from their rails and have not recovered.",
+        "link_fallbacks": "Times an end of a link lost its last rail, in this attempt.",
+        "link_failbacks": "Times a link recovered a rail after that, in this attempt.",
+        "recoveries": "Times the ranks were started again within their pods, after a failure.",
+        "last_report_timestamp_seconds": "Time of the newest report.",
+    }.items()
 }
 
 

@@ -78,7 +78,7 @@ def _from_cluster(name: str, namespace: str | None, context: str | None) -> dict
     if shutil.which("kubectl") is None:
         raise InputError(f"{name}: no such file, and {kubectl.MISSING}")
     try:
-        return kubectl.Query(name, arguments, context).answer()
+        return kubectl.ask(name, arguments, context)
     except InputError as error:
         if namespace is None and context is None:
             raise InputError(f"no file or folder here has this name; as a job: {error}") from None

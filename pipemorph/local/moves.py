@@ -9,7 +9,6 @@ from typing import Protocol
 from pipemorph.api.layout import RankLayout
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.wire import ResumedFrom
-from pipemorph.wire.generations import LONGEST_LINE
 
 
 class Answers(Protocol):
@@ -42,11 +41,8 @@ class LeaveRequests:
         kept = self._kept
         if kept is None:
             return
-        if self._awaits_word and (found := kept.resumed(generation)) is not None:
+        if self._awaits_word and (word := kept.resumed(generation)) is not None:
             self._awaits_word = False
-            word = ResumedFrom(
-                iteration=found.iteration, rung=found.rung[:32], why=found.why[:LONGEST_LINE]
-            )
             self._answers.resumed(generation, word)
         # Rank 0 says why they go on as they are, whichever host has asked them.
         if why := kept.stay(generation):

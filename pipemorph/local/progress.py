@@ -105,9 +105,8 @@ def links_phrase(links: tuple[LinkState, ...]) -> str:
     or that all are healthy."""
     slow = sorted((x for x in links if x.is_late), key=lambda x: -x.delay)
     if slow:
-        named = ", ".join(f"{link.link} +{1e3 * link.delay:.0f} ms" for link in slow[:3])
-        more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
-        return f"slow link {named}{more}" if len(slow) == 1 else f"slow links {named}{more}"
+        named = few((f"{link.link} +{1e3 * link.delay:.0f} ms" for link in slow), 3)
+        return f"slow link{'s' * (len(slow) > 1)} {named}"
     if doubtful := [str(x.link) for x in links if x.health is Health.SLOW]:
         return f"in doubt: link {few(doubtful, 3)}"
     unknown = sum(link.health is Health.UNKNOWN for link in links)
@@ -119,10 +118,8 @@ def links_phrase(links: tuple[LinkState, ...]) -> str:
 def reductions_phrase(reductions: tuple[ReductionHealth, ...]) -> str:
     """The slowest gradient reduction, if any is slow; else empty."""
     slow = sorted((each for each in reductions if each.slow), key=lambda each: -each.delay)
-    if not slow:
-        return ""
-    more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
-    return f"slow {slow[0].name} +{1e3 * slow[0].delay:.0f} ms{more}"
+    named = few((f"{each.name} +{1e3 * each.delay:.0f} ms" for each in slow), 1)
+    return f"slow {named}" if slow else ""
 
 
 def rails_phrase(rails: RailsView, transports: TransportsView) -> str:

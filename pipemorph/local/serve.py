@@ -27,6 +27,7 @@ from typing import TextIO
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import named, read_text
 from pipemorph.errors import InputError, one_line
+from pipemorph.explain.story import few
 from pipemorph.ingest import Reply
 from pipemorph.local.clock import now
 from pipemorph.local.host import (
@@ -325,11 +326,10 @@ class RollCall:
         missing = [rank for rank in range(ranks) if rank not in self._came]
         if not missing:
             return f"all {ranks} ranks have come"
-        named = ", ".join(map(str, missing[:MOST_NAMED]))
-        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        named = few(map(str, missing), MOST_NAMED)
         return (
             f"{len(self._came)} of {ranks} ranks have come in {JOIN_SECONDS:.0f} s; missing: "
-            f"{named}{more}. Each needs the variables above"
+            f"{named}. Each needs the variables above"
         )
 
 

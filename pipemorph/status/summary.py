@@ -18,7 +18,7 @@ from pipemorph.control import (
     LinkState,
     ReductionHealth,
 )
-from pipemorph.explain.story import link_name
+from pipemorph.explain.story import few, link_name
 from pipemorph.planning import Route
 from pipemorph.status import names, words
 from pipemorph.status.conditions import format_time, updated
@@ -230,9 +230,8 @@ def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
         return unheard
     slow, links = _slow(view), view.links
     if slow:
-        shown = sorted(slow, key=lambda link: -link.delay)[:5]
-        more = f" and {len(slow) - len(shown)} more" if len(slow) > len(shown) else ""
-        return "False", names.R_LINKS_SLOW, f"{', '.join(map(_name, shown))}{more} slow"
+        shown = sorted(slow, key=lambda link: -link.delay)
+        return "False", names.R_LINKS_SLOW, f"{few(map(_name, shown), 5)} slow"
     unknown = [link.link for link in links if link.health is Health.UNKNOWN]
     if unknown:
         return (
@@ -249,9 +248,8 @@ def _reductions_healthy(source: Source, view: JobView, now: float) -> Verdict:
         return unheard
     slow = _slow_reductions(view)
     if slow:
-        shown = ", ".join(f"{each.name} (+{each.delay * 1e3:.0f} ms)" for each in slow[:5])
-        more = f" and {len(slow) - 5} more" if len(slow) > 5 else ""
-        return "False", names.R_REDUCTIONS_SLOW, f"{shown}{more} slow"
+        shown = few((f"{each.name} (+{each.delay * 1e3:.0f} ms)" for each in slow), 5)
+        return "False", names.R_REDUCTIONS_SLOW, f"{shown} slow"
     return "True", names.R_REDUCTIONS_OK, f"{len(view.reductions)} groups, none slow"
 
 
@@ -263,9 +261,8 @@ def _replicas_complete(source: Source, whole: int) -> Verdict:
     if not left_out:
         return "True", names.R_REPLICAS_ALL, f"all {whole} replicas train"
     several = len(left_out) > 1
-    missing = f"replica{'s' if several else ''} {_list(left_out[:NAMED])}"
-    more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
-    told = f"{whole - len(left_out)} of {whole} replicas train; {missing}{more}"
+    missing = f"replica{'s' if several else ''} {few(map(str, left_out), NAMED)}"
+    told = f"{whole - len(left_out)} of {whole} replicas train; {missing}"
     if source.stays:
         told += f" could join, but the ranks cannot leave, and are asked again: {source.stays}"
     else:
@@ -291,14 +288,14 @@ def _schedule_adapted(source: Source, view: JobView) -> Verdict:
 
 
 def _links_delegated(source: Source, view: JobView) -> Verdict:
-    moved = [i for i, route in enumerate(view.routes) if route is Route.DELEGATED]
+    moved = [str(i) for i, route in enumerate(view.routes) if route is Route.DELEGATED]
     if source.controller.spec.transport.route != "auto":
         fixed = source.controller.spec.transport.route
         return "False", names.R_FIXED_ROUTE, f"transport.route is {fixed} for all links"
     if moved and view.applied_plan_version < view.wanted_plan_version:
-        return "False", names.R_ADAPTING, f"links {_list(moved)} will be delegated to the engine"
+        return "False", names.R_ADAPTING, f"links {few(moved, 20)} will be delegated to the engine"
     if moved:
-        return "True", names.R_DELEGATED, f"links {_list(moved)} are delegated to the engine"
+        return "True", names.R_DELEGATED, f"links {few(moved, 20)} are delegated to the engine"
     return "False", names.R_DIRECT, "all links are direct"
 
 
@@ -344,11 +341,6 @@ def _slow_reductions(view: JobView) -> list[ReductionHealth]:
 def _name(link: LinkState) -> str:
     # Rounded to milliseconds, so that the message does not change with every sample.
     return f"{link.name} (+{link.delay * 1e3:.0f} ms {link.direction})"
-
-
-def _list(links: Sequence[int]) -> str:
-    shown = ", ".join(map(str, links[:20]))
-    return shown if len(links) <= 20 else f"{shown} and {len(links) - 20} more"
 
 
 def _last_adaptation(

@@ -62,11 +62,23 @@ class Loss(WireModel):
 
 
 class ResumedFrom(WireModel):
-    """What a generation has begun with, as :class:`pipemorph.local.processes.kept.Resumed`."""
+    """What a generation began with, as rank 0 says. ``rung``: ``kept``, ``replica``, ``neighbour``,
+    ``checkpoint`` or ``beginning``. ``why``: why not with something newer; empty if there was
+    nothing."""
 
     iteration: Count
     rung: Annotated[str, Field(max_length=32)]
     why: Line = ""
+
+    def __str__(self) -> str:
+        where = {
+            "kept": "the ranks' own copies",
+            "replica": "copies of other replicas",
+            "neighbour": "copies in other pods",
+            "checkpoint": "a checkpoint",
+            "beginning": "the beginning",
+        }.get(self.rung, self.rung)
+        return f"from {where} ({self.why})" if self.why else f"from {where}"
 
 
 class PodReport(WireModel):

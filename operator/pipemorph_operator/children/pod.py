@@ -84,9 +84,9 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
     if "command" not in trainer:
         trainer["command"] = _command(attempt, spec)
-    page = _launches(trainer)
+    page = _calls(trainer, "pipemorph_trainer.launcher")
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt, page=page)]
-    generations = attempt.recovers and _starts_again(trainer)
+    generations = attempt.recovers and _calls(trainer, GENERATIONS)
     cut = attempt.job.spec.parallelism
     needing = {
         "parallelism.minReplicas": cut.min_replicas is not None,
@@ -211,16 +211,10 @@ def starts_again(template: Object) -> bool:
     return any(variable["name"] == KEPT_VARIABLE for variable in trainer["env"])
 
 
-def _launches(trainer: Object) -> bool:
-    """Whether the container's command, which may be the template's, is the launcher."""
+def _calls(trainer: Object, what: str) -> bool:
+    """Whether the container's command, which may be the template's, has ``what`` in a word."""
     words = [*(trainer["command"] or []), *(trainer.get("args") or [])]
-    return any("pipemorph_trainer.launcher" in str(word) for word in words)
-
-
-def _starts_again(trainer: Object) -> bool:
-    """Whether the container's command, which may be the template's, starts ranks again."""
-    words = [*(trainer["command"] or []), *(trainer.get("args") or [])]
-    return any(GENERATIONS in str(word) for word in words)
+    return any(what in str(word) for word in words)
 
 
 def _environment(

@@ -9,6 +9,13 @@ from pipemorph.control import Health, LinkState
 from pipemorph_operator import names
 from pipemorph_operator.metrics import LinkCode, set_job, set_link_states, set_slow_links
 
+AS_IN_STATUS = (
+    "iteration", "iteration_seconds", "bubble_fraction", "wanted_plan_version",
+    "applied_plan_version", "adaptations", "saved_seconds", "saved_error_seconds",
+    "link_fallbacks", "link_failbacks",
+)  # fmt: skip
+"""Metrics that have the name of their field of ``status.training``."""
+
 
 def show(
     job: tuple[str, str],
@@ -31,21 +38,14 @@ def show(
     set_job(
         *job,
         (
-            ("iteration", training.iteration),
-            ("iteration_seconds", training.iteration_seconds),
-            ("bubble_fraction", training.bubble_fraction),
+            *((name, getattr(training, name)) for name in AS_IN_STATUS),
             ("slow_links", training.slow_link_count),
             ("unknown_links", training.unknown_link_count),
             ("slow_reductions", training.slow_reduction_count),
             ("worst_link_delay_seconds", worst / 1e3),
-            ("wanted_plan_version", training.wanted_plan_version),
-            ("applied_plan_version", training.applied_plan_version),
-            ("adaptations", training.adaptations),
             ("promised_gain_fraction", change.promised if change is not None else None),
             ("measured_gain_fraction", change.measured if change is not None else None),
             ("goodput_fraction", goodput),
-            ("saved_seconds", training.saved_seconds),
-            ("saved_error_seconds", training.saved_error_seconds),
             ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
             ("recoveries", recoveries),
             ("last_report_timestamp_seconds", reported_at),
@@ -55,8 +55,6 @@ def show(
             ("sick_rdma_ports", rails.sick_count if rails is not None else None),
             ("congested_rdma_ports", rails.congested_count if rails is not None else None),
             ("fallen_links", training.fallen_link_count),
-            ("link_fallbacks", training.link_fallbacks),
-            ("link_failbacks", training.link_failbacks),
         ),
     )
     set_slow_links(

@@ -6,8 +6,6 @@ import argparse
 import json
 import re
 import subprocess
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,72 +69,39 @@ def job_arguments(name: str, namespace: str | None) -> list[str] | None:
     return [job, *(["--namespace", within] if within else [])]
 
 
-class Query:
-    """One question to kubectl, which runs beside this process until it is asked for the answer.
-
-    ``what``: the name of what is asked for, for errors; ``verb``: the first words, by default those
-    that get PipeMorphJobs. Raises :class:`InputError` without kubectl.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        arguments: Sequence[str],
-        context: str | None,
-        verb: Sequence[str] = ("get", RESOURCE),
-    ) -> None:
-        self._what, self._deadline = what, time.monotonic() + SECONDS
-        command = ["kubectl", *verb, *arguments, "--output", "json"]
-        command += ["--context", context] if context else []
-        # Files, not pipes: nobody reads while it runs, and an answer may be large.
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err
-            )
-        except OSError as error:
-            self._out.close()
-            self._err.close()
-            absent = isinstance(error, FileNotFoundError)
-            why = MISSING if absent else f"kubectl cannot be run: {error.strerror}"
-            raise InputError(f"{what}: {why}") from None
-
-    def ended(self) -> bool:
-        """Whether there is an answer, or it is too late for one."""
-        return self._process.poll() is not None or time.monotonic() > self._deadline
-
-    def answer(self) -> Content:
-        """The object or list; waits for it. Raises :class:`InputError`: what kubectl said, or that
-        it did not answer within :data:`SECONDS`."""
-        try:
-            status = self._process.wait(max(0.0, self._deadline - time.monotonic()))
-            texts = []
-            for file in (self._out, self._err):
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
-        except subprocess.TimeoutExpired:
-            raise InputError(
-                f"{self._what}: kubectl did not answer within {SECONDS} s; is the cluster"
-                " reachable?"
-            ) from None
-        finally:
-            self.close()
-        if status:
-            said = texts[1].strip().splitlines() or [f"kubectl exited with {status}"]
-            why = NO_CLUSTER if _DEFAULT_SERVER in said[-1] else one_line(said[-1], 500)
-            raise InputError(f"{self._what}: {why}{_folder_hint(self._what)}")
-        try:
-            content = json.loads(texts[0])
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise InputError(f"{self._what}: kubectl printed no JSON object")
-        return content
-
-    def close(self) -> None:
-        """End kubectl, if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._out.close()
-        self._err.close()
+def ask(
+    what: str,
+    arguments: Sequence[str],
+    context: str | None,
+    verb: Sequence[str] = ("get", RESOURCE),
+) -> Content:
+    """The object or list that kubectl prints. ``what``: the name of what is asked for, for errors;
+    ``verb``: the first words, by default those that get PipeMorphJobs. Raises
+    :class:`InputError`: what kubectl said, that there is none, or that it did not answer within
+    :data:`SECONDS`."""
+    command = ["kubectl", *verb, *arguments, "--output", "json"]
+    command += ["--context", context] if context else []
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"{what}: kubectl did not answer within {SECONDS} s; is the cluster reachable?"
+        ) from None
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
+        why = MISSING if absent else f"kubectl cannot be run: {error.strerror}"
+        raise InputError(f"{what}: {why}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        last = said[-1] if said else f"kubectl exited with {done.returncode}"
+        why = NO_CLUSTER if _DEFAULT_SERVER in last else one_line(last, 500)
+        raise InputError(f"{what}: {why}{_folder_hint(what)}")
+    try:
+        content = json.loads(done.stdout)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise InputError(f"{what}: kubectl printed no JSON object")
+    return content

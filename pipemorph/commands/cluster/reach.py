@@ -50,7 +50,7 @@ def find_pod(name: str, namespace: str | None, context: str | None) -> PagePod:
     arguments = kubectl.job_arguments(name, namespace)
     if arguments is None:
         raise kubectl.no_name_of_a_job(name)
-    content = kubectl.Query(name, arguments, context).answer()
+    content = kubectl.ask(name, arguments, context)
     try:
         job = read_job(content)
     except InputError as error:
@@ -67,7 +67,7 @@ def find_pod(name: str, namespace: str | None, context: str | None) -> PagePod:
         f"batch.kubernetes.io/job-completion-index={first}"
     )
     selected = ["--namespace", within, "--selector", labels]
-    pods = kubectl.Query(name, selected, context, ("get", "pods")).answer().get("items") or []
+    pods = kubectl.ask(name, selected, context, ("get", "pods")).get("items") or []
     running = [each for each in pods if each.get("status", {}).get("phase") == "Running"]
     if not running:
         raise InputError(f"{name}: has no running pod with rank 0: it waits, starts or has ended")
@@ -106,7 +106,7 @@ def _page_pod(name: str, namespace: str, pod: Mapping[str, Any]) -> PagePod:
 def read_token(page: PagePod, context: str | None) -> str:
     """The token of the page. Raises :class:`InputError`."""
     arguments = [page.secret, "--namespace", page.namespace]
-    content = kubectl.Query(page.job, arguments, context, ("get", "secrets")).answer()
+    content = kubectl.ask(page.job, arguments, context, ("get", "secrets"))
     try:
         token = base64.b64decode(content["data"]["token"], validate=True).decode("ascii")
     except (KeyError, TypeError, ValueError, binascii.Error):

@@ -86,7 +86,7 @@ def _page(
     args: argparse.Namespace, what: str, arguments: list[str], most: int | None
 ) -> list[RenderableType]:
     """The table, with the explanation if there is one job, and the jobs that cannot be read."""
-    content = kubectl.Query(what, arguments, args.context).answer()
+    content = kubectl.ask(what, arguments, args.context)
     jobs, notes = _read_jobs(content, only=args.job is not None)
     if args.job is not None:
         return [job_table(jobs, most=most), "", *map(_explanation, jobs)]

@@ -12,31 +12,11 @@ from pathlib import Path
 from pipemorph.errors import one_line
 from pipemorph.exits import leave_file, stay_file
 from pipemorph.local.processes.locked import TemporaryFolder
+from pipemorph.wire import ResumedFrom
 
 SHARED_MEMORY = Path("/dev/shm")
 LONGEST_WHY = 500
 """Characters of a reason that ranks give."""
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a generation began with, as rank 0 says. ``rung``: ``kept``, ``replica``, ``neighbour``,
-    ``checkpoint`` or ``beginning``. ``why``: why not with something newer; empty if there was
-    nothing."""
-
-    iteration: int
-    rung: str
-    why: str
-
-    def __str__(self) -> str:
-        where = {
-            "kept": "the ranks' own copies",
-            "replica": "copies of other replicas",
-            "neighbour": "copies in other pods",
-            "checkpoint": "a checkpoint",
-            "beginning": "the beginning",
-        }.get(self.rung, self.rung)
-        return f"from {where} ({self.why})" if self.why else f"from {where}"
 
 
 @dataclass(frozen=True)
@@ -53,12 +33,15 @@ class KeptFolder:
         made = TemporaryFolder("kept", SHARED_MEMORY)
         return KeptFolder(made.root, made)
 
-    def resumed(self, generation: int) -> Resumed | None:
+    def resumed(self, generation: int) -> ResumedFrom | None:
         """What the ranks of a generation have left word of; None if of nothing."""
         try:
             found = json.loads((self.root / f"resumed.generation-{generation}").read_text())
-            rung, why = one_line(str(found["rung"])), one_line(str(found["why"]), LONGEST_WHY)
-            return Resumed(int(found["iteration"]), rung, why)
+            return ResumedFrom(
+                iteration=int(found["iteration"]),
+                rung=one_line(str(found["rung"]), 32),
+                why=one_line(str(found["why"]), LONGEST_WHY),
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -26,13 +26,12 @@ from pipemorph.control.record.goodput import Useful
 from pipemorph.control.record.history import worth
 from pipemorph.errors import InputError
 from pipemorph.explain.cluster_job import SlowTime
-from pipemorph.local.processes.kept import Resumed
 from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.results.history import View
 from pipemorph.local.results.outputs import OutFolder, write_json
 from pipemorph.local.results.traces import read_faults, read_splits
 from pipemorph.status.conditions import MESSAGE_LENGTH, format_time, updated
-from pipemorph.wire import AdaptationRecord, IterationSample
+from pipemorph.wire import AdaptationRecord, IterationSample, ResumedFrom
 
 STATES: dict[End, JobState] = {End.COMPLETED: "Complete", End.INTERRUPTED: "Suspended"}
 """Of a run that ended so; Failed otherwise."""
@@ -99,7 +98,7 @@ class Recovery:
     """The first iteration that was finished afterwards; None: there was none."""
     seconds: float | None = None
     """From the failure to the end of that iteration."""
-    resumed: Resumed | None = None
+    resumed: ResumedFrom | None = None
     """What the ranks began with; None: they did not say."""
 
     @property
