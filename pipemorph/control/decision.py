@@ -213,14 +213,9 @@ def _judge(state: DecisionState, trial: Trial, now: float) -> None:
         for source in trial.sources:
             level = _doubt(state, source) + (1 if failed else -1)
             state.doubts[source] = (min(MOST_DOUBT, max(0, level)), _finished(state))
-    line = reasons.outcome(
-        trial.version,
-        trial.promise,
-        saved=1 - median(after) / median(before) if before else None,
-        seconds=median(after),
-        iterations=len(after),
-    )
-    _log(state, now, "outcome", line, line)
+    if (record := state.ledger.close(trial.version)) is not None:
+        line = reasons.outcome(record, len(after))
+        _log(state, now, "outcome", line, line)
     stages = state.observed.stages.times()
     if not failed or stages is None:
         return
@@ -580,7 +575,7 @@ def _ask(
             lost=plans.unknown,
             remaining=None if state.endless else remaining,
             change_seconds=state.ledger.change_seconds,
-            evidence=evidence or Evidence(),
+            evidence=evidence or Evidence(state.reference),
             running=plans.running,
             start=plans.first,
             previous=previous,
@@ -694,16 +689,19 @@ def _revise_worth(state: DecisionState, pending: Pending, proposal: Proposal) ->
     before, now = state.weighed or pending.before.situation, pending.replan.situation
     began = [link.since_iteration for link in pending.links if link.health is Health.SLOW]
     refined = max((at for at in began if at is not None), default=-1)
-    since = pending.detectable_at
+    least = state.spec.adaptation.min_delay_ms / 1e3
+    since, another = pending.detectable_at, change_of_links(now, before, least) is not None
     if turned := turned_at(now, before, pending.links):
         since = max(turned)
     elif since - refined <= REFINED:
-        since = refined
+        since, another = refined, False
     if state.turned_at is not None and pending.replan.cause != "weigh":
         # A decision may have had to wait since its cause was there.
         since = min(since, state.turned_at)
     if pending.replan.cause == "undelivered":
-        since = -1  # What the change was for was never there.
+        since, another = -1, False  # What the change was for was never there.
+    if another:
+        state.ledger.turn(present, since)
     state.ledger.revise(present, proposal.start - proposal.current.seconds, since)
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.record.history import AFTER, Decision
+from pipemorph.control.record.history import Decision
 from pipemorph.errors import one_line
 from pipemorph.explain.story import duration, few, plural
 from pipemorph.local.results.history import Journal
@@ -182,7 +182,6 @@ class Progress:
         self._printed_at = -PLAIN_INTERVAL_SECONDS
         self._decided: set[tuple[float, str]] = set()
         self._in_force: set[int] = set()
-        self._judged: set[int] = set()
         self._newest: deque[IterationSample] = deque(maxlen=NEWEST)
         self._happened = -1
         self._message: str | None = None
@@ -232,8 +231,6 @@ class Progress:
         if unseen:
             self._held = unseen[-1]
             self._newest.extend(unseen)
-        for record in view.adaptations:
-            self._show_gain(record, final=final)
         if self._held is None:
             return
         shown = iteration_line(
@@ -270,21 +267,6 @@ class Progress:
         if first is not None and record.plan_version not in self._in_force:
             self._in_force.add(record.plan_version)
             self.note(f"plan v{record.plan_version}: in effect since iteration {first}")
-
-    def _show_gain(self, record: AdaptationRecord, *, final: bool) -> None:
-        """Once its figures are complete, or no further ones can come."""
-        first, version = record.applied_at_iteration, record.plan_version
-        if first is None or not self._newest or version in self._judged:
-            return
-        newest = self._newest[-1]
-        if not final and newest.plan_version <= version and newest.index < first + AFTER - 1:
-            return
-        self._judged.add(version)
-        if record.kind == "adapt" and record.promised is not None and record.measured is not None:
-            self.note(
-                f"plan v{version}: gain promised {record.promised:.0%},"
-                f" measured {record.measured:.0%}"
-            )
 
     def _redraw(self, shown: str) -> None:
         def write() -> None:

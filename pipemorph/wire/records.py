@@ -28,7 +28,9 @@ class AdaptationRecord(BaseModel):
     ``…_before``: medians over the iterations after ``detectable_at`` until the new plan was in
     effect, so the old plan under the conditions that caused the change; over iteration
     ``detectable_at``, in which they began, if there is no other. ``…_after``: medians over
-    the first iterations under the new plan. None if nothing was measured.
+    the first iterations under the new plan while links are as they were, without the very first, in
+    which the change is. None if nothing was measured. ``predicted_…``: with what iterations take
+    beside their ops.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -52,9 +54,9 @@ class AdaptationRecord(BaseModel):
     predicted_seconds_before: float | None
     predicted_seconds_after: float
     promised: float | None = None
-    """Predicted gain, as a fraction of an iteration with the old plan, overhead included."""
+    """1 − predicted seconds after / before: the fraction of an iteration that the change saves."""
     measured: float | None = None
-    """The same from measured iterations."""
+    """The same from measured seconds."""
     iteration_seconds_before: float | None = None
     iteration_seconds_after: float | None = None
     bubble_before: float | None = None

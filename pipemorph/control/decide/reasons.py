@@ -13,7 +13,6 @@ from pipemorph.control.decide import replan
 from pipemorph.control.decide.forecast import Option
 from pipemorph.control.decide.replan import Proposal, Replan, own_links
 from pipemorph.control.decide.situation import Cause, Situation
-from pipemorph.control.decide.truth import Promise
 from pipemorph.control.observed.stages import Excess
 from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import dashed
@@ -90,8 +89,14 @@ def _slow(link: LinkState) -> str:
     return (
         f"{link.name} is slow by {shown_time(link.delay)} one way"
         f"{f', narrow: {shown_time(link.transfer)} per message' if link.transfer else ''}"
-        f" ({link.direction}, {link.confidence:.0%} sure)"
+        f" ({link.direction}, {_sure(link)}{'' if link.in_doubt else ' sure'})"
     )
+
+
+def _sure(link: LinkState) -> str:
+    """The confidence, rounded down: 99.6 % is not all of it. None while the newest windows speak
+    against it."""
+    return "in doubt" if link.in_doubt else f"{int(100 * link.confidence + 1e-9)}%"
 
 
 # --- of a decision ------------------------------------------------------------------------
@@ -101,7 +106,7 @@ def reason(cause: Cause, links: Sequence[LinkState], proposal: Proposal) -> str:
     """The full reason of a decision: its cause and its findings."""
     parts = [_why(cause, links)]
     if proposal.chosen is not None:
-        parts.append(_predicted(proposal.current, proposal.chosen))
+        parts.append(_predicted(proposal, proposal.chosen))
     return "; ".join([*parts, *map(_sentence, proposal.found)])
 
 
@@ -136,14 +141,15 @@ def _why(cause: Cause, links: Sequence[LinkState]) -> str:
             return describe(slow)
 
 
-def _predicted(current: Option | None, chosen: Option) -> str:
-    old = f"{shown_time(current.seconds)} with the current plan" if current else "unknown before"
+def _predicted(proposal: Proposal, chosen: Option) -> str:
+    before, after = proposal.predicted
+    old = "unknown before" if before is None else f"{shown_time(before)} with the current plan"
     moved = list(map(str, chosen.plan.delegated))
     links = f"link{'s' * (len(moved) > 1)} {', '.join(moved)} delegated"
     return (
-        f"predicted per iteration {old}, {shown_time(chosen.seconds)} with"
+        f"predicted per iteration {old}, {shown_time(after)} with"
         f" warm-up {dashed(chosen.plan.warmup, 12)} and"
-        f" {links if moved else 'all links direct'}{_new_dispatch(current, chosen)}"
+        f" {links if moved else 'all links direct'}{_new_dispatch(proposal.current, chosen)}"
     )
 
 
@@ -263,17 +269,18 @@ def _saves(seconds: float) -> str:
     return f"saves {shown_time(seconds)}" if seconds > 0 else "saves nothing"
 
 
-def outcome(
-    version: int, promised: Promise, saved: float | None, seconds: float, iterations: int
-) -> str:
-    """What a change brought. ``seconds``: median of the measured ``iterations``; ``saved``: the
-    measured gain as a fraction of an iteration, None if there are none to compare with."""
-    text = f"plan v{version}: promised {promised.gain:.1%}"
-    if saved is None:
+def outcome(record: AdaptationRecord, iterations: int) -> str:
+    """The promise of a change and what it brought, by the figures of its record. ``iterations``:
+    that were measured after it."""
+    text = f"plan v{record.plan_version}: promised {record.promised or 0.0:.1%}"
+    if record.measured is not None:
+        text += f", measured {record.measured:.1%}"
+    elif record.iteration_seconds_after is not None:
         # Nothing that was measured before can be compared.
-        text += f", so {shown_time(promised.after)} per iteration; measured {shown_time(seconds)}"
-    else:
-        text += f", measured {saved:.1%}"
+        text += (
+            f", so {shown_time(record.predicted_seconds_after)} per iteration; measured"
+            f" {shown_time(record.iteration_seconds_after)}"
+        )
     return f"{text}, after {_iterations(iterations)}"
 
 
@@ -288,10 +295,11 @@ def short(version: int, cause: Cause, links: Sequence[LinkState], proposal: Prop
     """
     current, chosen = proposal.current, proposal.chosen
     assert chosen is not None, "no change"
-    time, change = f"{chosen.seconds:.3f} s/it", ""
-    if current is not None:
-        time = f"{current.seconds:.3f} -> {time}"
-        change = f" ({chosen.seconds / current.seconds - 1:+.0%})" if current.seconds > 0 else ""
+    before, after = proposal.predicted
+    time, change = f"{after:.3f} s/it", ""
+    if before is not None:
+        time = f"{before:.3f} -> {time}"
+        change = f" ({after / before - 1:+.0%})" if before > 0 else ""
     times = [f"predicted {time}{change}", f"{time}{change}", time]
     # Each part in the longest form that fits; the later ones matter more.
     forms = [_short_why(cause, links), times, _short_plan(current, chosen)]
@@ -334,7 +342,7 @@ def _short_why(cause: Cause, links: Sequence[LinkState]) -> list[str]:
     worst, more = slow[0], f" and {len(slow) - 1} more" if len(slow) > 1 else ""
     late = f"{1e3 * worst.delay:+.1f} ms"
     return [
-        f"link {worst.link} {worst.direction} {late} ({worst.confidence:.0%}){more}",
+        f"link {worst.link} {worst.direction} {late} ({_sure(worst)}){more}",
         f"link {worst.link} {late}{more}",
     ]
 
@@ -374,17 +382,12 @@ def record_of(
     were when it was asked for; ``at``: wall clock, seconds; ``iteration``: the newest that ranks
     had begun; ``detectable_at``: the one that first showed the reason; ``peak_memory``: bytes per
     stage until then."""
-    plan, current = chosen.plan, proposal.current
+    plan, (before, after) = chosen.plan, proposal.predicted
     kind: Literal["adapt", "return", "revert"] = "adapt"
     if asked.cause == "undelivered":
         kind = "revert"
     elif asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline):
         kind = "return"
-    promised = None
-    if proposal.promise is not None:
-        promised = proposal.promise.gain
-    elif current is not None and current.seconds > 0:
-        promised = 1 - chosen.seconds / current.seconds
     away = most_left(plan)
     return AdaptationRecord(
         plan_version=version,
@@ -397,9 +400,9 @@ def record_of(
         warmup_before=list(asked.current.warmup),
         warmup_after=list(plan.warmup),
         routes=list(plan.all_routes),
-        predicted_seconds_before=current.seconds if current else None,
-        predicted_seconds_after=chosen.seconds,
-        promised=promised,
+        predicted_seconds_before=before,
+        predicted_seconds_after=after,
+        promised=1 - after / before if before else None,
         peak_memory_before=peak_memory,
         device_limits_before=list(asked.current.device_limits),
         device_limits_after=list(plan.device_limits),

@@ -250,7 +250,7 @@ class Proposal:
     that is for a gain. ``waits``: the cause must come up again, with more measured iterations.
     ``returns_at_once``: once links are well, another iteration under the chosen plan costs more
     than one without it if they are not. ``start``: predicted time of the plan of the start; None if
-    it does not matter.
+    it does not matter. ``overhead``: seconds that an iteration takes beyond all of these.
 
     An option that exceeds the memory limits is never chosen. If the plan in effect exceeds them,
     the best option that does not replaces it, whatever it costs.
@@ -263,6 +263,17 @@ class Proposal:
     waits: bool = False
     returns_at_once: bool = False
     start: float | None = None
+    overhead: float = 0.0
+
+    @property
+    def predicted(self) -> tuple[float | None, float]:
+        """Seconds of an iteration, overhead included, with the plan in effect, None if unknown, and
+        with the chosen one: what is promised, and what measured iterations are compared with."""
+        if self.promise is not None:
+            return self.promise.before, self.promise.after
+        assert self.chosen is not None, "no change"
+        before = None if self.current is None else self.current.seconds + self.overhead
+        return before, self.chosen.seconds + self.overhead
 
 
 def propose(asked: Replan) -> Proposal:
@@ -272,6 +283,8 @@ def propose(asked: Replan) -> Proposal:
     """
     forecast = Forecast(asked.spec, asked.situation, asked.baseline.dispatch)
     proposal = _propose(asked, forecast)
+    if proposal.chosen is not None:
+        proposal = replace(proposal, overhead=truth.overhead_of(forecast, asked.evidence))
     if asked.start is None or proposal.waits or not (proposal.chosen or proposal.current):
         return proposal
     if forecast.excess(asked.start) is not None:

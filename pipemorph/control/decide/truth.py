@@ -104,13 +104,18 @@ class Promise:
         return 1 - self.after / self.before if self.before > 0 else 0.0
 
 
+def overhead_of(forecast: Forecast, evidence: Evidence) -> float:
+    """Seconds that an iteration takes beyond its prediction; 0 if none was measured."""
+    if (known := evidence.reference) is None:
+        return 0.0
+    predicted = forecast.under(known.situation).of(known.plan).seconds
+    # A pipeline is never faster than its ops: a negative overhead is an error of the op times.
+    return max(0.0, known.seconds - predicted)
+
+
 def promise(forecast: Forecast, current: Option, chosen: Option, evidence: Evidence) -> Promise:
     """The promise of a change from ``current`` to ``chosen``."""
-    reference, overhead, spread = evidence.reference, 0.0, 0.0
-    if reference is not None:
-        earlier = forecast.under(reference.situation).of(reference.plan).seconds
-        # A pipeline is never faster than its ops: a negative overhead is an error of the op times.
-        overhead, spread = max(0.0, reference.seconds - earlier), reference.spread
+    reference, overhead = evidence.reference, overhead_of(forecast, evidence)
     old, new = current.seconds, chosen.seconds
     if evidence.otherwise is not None:
         other = forecast.under(evidence.otherwise)
@@ -121,7 +126,7 @@ def promise(forecast: Forecast, current: Option, chosen: Option, evidence: Evide
         after=overhead + chosen.seconds,
         if_wrong=overhead + new if reference is not None else None,
         may_go_back=old <= new * (1 + SAME),
-        spread=spread,
+        spread=reference.spread if reference is not None else 0.0,
         missed=max(evidence.missed, overhead if unexplained else 0.0),
     )
 

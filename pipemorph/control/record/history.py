@@ -128,6 +128,8 @@ class Ledger:
         self._counted: dict[int, tuple[int, float]] = {}
         """Per iteration, the newest ones, the plan version that it ran and the saving that it
         counts with."""
+        self._until: dict[int, int] = {}
+        """Per plan version, the first iteration that is none of its figures any more."""
         self._last = -1
         self.changes_before, self.before = 0, Worth()
         """Number of changes without a record, and what they were worth."""
@@ -257,7 +259,8 @@ class Ledger:
         if not changed:
             return
         for record in self.open:
-            self._complete(record, peak_memory)
+            if self._complete(record):
+                record.peak_memory_after = peak_memory()
         # Last, since one report may bring more iterations than are kept.
         if len(self._iterations) > KEPT_ITERATIONS:
             for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
@@ -286,46 +289,62 @@ class Ledger:
                 self._counted[index] = version, saving
         record.saving = saving
 
+    def turn(self, record: AdaptationRecord, since: int) -> None:
+        """The state that the record's plan was made for ended: its figures are those before
+        iteration ``since``."""
+        self._until.setdefault(record.plan_version, since)
+        self._complete(record)
+
+    def close(self, plan_version: int) -> AdaptationRecord | None:
+        """Let the figures of a record stay as they are, since the change has been judged by them.
+        Returns the record; None if it is none of the newest."""
+        record = self.record(plan_version)
+        if record is not None:
+            self._until.setdefault(plan_version, self._last + 1)
+        return record
+
     def new_attempt(self) -> None:
         """Drop the iterations, which count from 0 again; records and decisions stay."""
         self._iterations.clear()
         self._counted.clear()
+        self._until.clear()
         self._last = -1
         self._barrier, self._without, self._with = None, 0, 0
 
-    def _complete(
-        self, record: AdaptationRecord, peak_memory: Callable[[], list[int | None]]
-    ) -> None:
-        ours = sorted(
-            i for i, s in self._iterations.items() if s.plan_version == record.plan_version
-        )
-        if not ours:
-            return
-        first = ours[0]
-        if record.applied_at_iteration is None:
-            record.applied_at_iteration = first
-            before = self._before(record.detectable_at, first)
+    def _complete(self, record: AdaptationRecord) -> bool:
+        """Update the figures of a record, unless they are complete."""
+        until = self._until.get(record.plan_version)
+        ran = [each.index for each in self.under(record.plan_version)]
+        ours = [i for i in ran if until is None or i < until]
+        if record.applied_at_iteration is None and ran:
+            record.applied_at_iteration = ran[0]
+            before = self._before(record.detectable_at, ran[0])
             record.iteration_seconds_before = _median(s.seconds for s in before)
             record.bubble_before = _median(s.bubble_fraction for s in before)
-        if first != record.applied_at_iteration or len(ours) > AFTER:
-            return  # Its figures are complete.
-        after = [self._iterations[i] for i in ours]
-        if settled := _median(s.seconds for s in after[1:]):
-            record.change_seconds = max(0.0, after[0].seconds - settled)
-        record.iteration_seconds_after = _median(s.seconds for s in after)
-        if record.iteration_seconds_before and record.iteration_seconds_after is not None:
-            record.measured = 1 - record.iteration_seconds_after / record.iteration_seconds_before
+        if not ran or ran[0] != record.applied_at_iteration or len(ours) > AFTER:
+            return False
+        # The first iteration has the change in it, which is not what the plan takes.
+        after = [self._iterations[i] for i in ours[1:] or ours]
+        record.iteration_seconds_after = settled = _median(s.seconds for s in after)
         record.bubble_after = _median(s.bubble_fraction for s in after)
-        record.peak_memory_after = peak_memory()
+        record.measured = None
+        if record.iteration_seconds_before and settled is not None:
+            record.measured = 1 - settled / record.iteration_seconds_before
+        if len(ours) > 1 and settled is not None:
+            record.change_seconds = max(0.0, self._iterations[ours[0]].seconds - settled)
+        return True
 
     def _before(self, detectable_at: int, applied_at: int) -> list[Finished]:
+        """Iterations of the replaced plan, not of earlier ones, in the state that it was replaced
+        for; without any, the one in which this began."""
         earlier = [i for i in sorted(self._iterations) if i < applied_at]
-        if earlier:  # Only iterations of the replaced plan, not of earlier ones.
-            plan_version = self._iterations[earlier[-1]].plan_version
-            earlier = [i for i in earlier if self._iterations[i].plan_version == plan_version]
-        disturbed = [i for i in earlier if i > detectable_at]
+        if earlier:
+            earlier = [
+                each.index for each in self.under(self._iterations[earlier[-1]].plan_version)
+            ]
+        disturbed = [i for i in earlier if detectable_at < i < applied_at]
         partly = [i for i in earlier if i == detectable_at]
-        return [self._iterations[i] for i in (disturbed or partly or earlier)[-BEFORE:]]
+        return [self._iterations[i] for i in (disturbed or partly)[-BEFORE:]]
 
 
 def _outside(sample: IterationSample) -> float | None:

@@ -248,4 +248,5 @@ def test_a_link_that_may_be_well_again_is_not_called_slow_by_nothing() -> None:
         " again (forward); predicted"
     )
     surely = replace(slow(1, 0.03, 0.9), in_doubt=True)
-    assert "link 1 is slow by 30.0 ms" in reasons.reason("slow", [slow(), surely], DEMO)
+    text = reasons.reason("slow", [slow(0, 0.0065, 0.996), surely], DEMO)
+    assert "(forward, 99% sure), link 1 is slow by 30.0 ms one way (forward, in doubt)" in text

@@ -139,45 +139,6 @@ def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
     assert "\r\x1b[2Kplan v1: link" in shown, "the live line is erased before an event"
 
 
-def test_the_gain_of_a_change_is_told_once_its_figures_are_complete() -> None:
-    journal, stream = Journal(), io.StringIO()
-    progress = Progress(stream, job(), journal, clock=lambda: 0.0)
-    for index in range(20):
-        measured = None if index < 6 else 0.5 if index < 13 else 0.47
-        journal.view = View(adaptations=(record(promised=0.5, measured=measured),))
-        journal._unseen.append(sample(index, plan_version=index > 5))
-        progress.update()
-        told = "gain" in stream.getvalue()
-        assert told == (index >= 13), "the change is in effect from iteration 6, and 8 count"
-    progress.close()
-    assert stream.getvalue().count("plan v1: gain promised 50%, measured 47%\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "newest", "told"),
-    [
-        ({}, sample(8, plan_version=1), True),
-        ({"measured": None}, sample(8, plan_version=1), False),
-        ({"promised": None}, sample(8, plan_version=1), False),
-        ({"kind": "revert"}, sample(8, plan_version=1), False),
-        ({"applied_at_iteration": None}, sample(8), False),
-    ],
-)
-def test_at_the_end_a_gain_is_told_as_far_as_it_is_known(
-    fields: dict[str, Any], newest: IterationSample, told: bool
-) -> None:
-    view = View(adaptations=(record(**{"promised": 0.5, "measured": 0.4} | fields),))
-    shown = show(io.StringIO(), view, [newest])
-    assert ("plan v1: gain promised 50%, measured 40%\n" in shown) == told
-
-
-def test_a_plan_that_is_replaced_early_is_judged_by_what_there_is() -> None:
-    view = View(adaptations=(record(promised=0.5, measured=0.4),))
-    journal, stream = Journal(view=view, _unseen=[sample(8, plan_version=2)]), io.StringIO()
-    Progress(stream, job(), journal, clock=lambda: 0.0).update()
-    assert "gain promised 50%, measured 40%" in stream.getvalue()
-
-
 def test_a_fallback_is_told_once_and_stays_on_the_line() -> None:
     view = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
     stream = io.StringIO()
