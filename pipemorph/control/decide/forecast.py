@@ -42,8 +42,6 @@ from pipemorph.planning.simulation.simulator import TimedOp
 
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
-STAYS_SAME = 0.0025
-"""The same with longer delays: plans that differ by more there do so in most of what may come."""
 EFFORT, MOST_EFFORT, THOROUGH_CELLS = 5, 10, 3072
 """Times the usual search effort for small and for larger problems, of which the usual one tries
 fewer orders; and the largest number of stages × microbatches for which a plan takes at most about
@@ -238,7 +236,7 @@ class Forecast:
         if len(equal) > 1 and any(self._situation.slow):
             strained = self.under(self._situation.strained())
             times = [strained.of(option.plan).seconds for option in equal]
-            least = min(times) * (1 + STAYS_SAME)
+            least = min(times) * (1 + SAME)
             equal = [each for each, time in zip(equal, times, strict=True) if time <= least]
         return min(
             equal,
@@ -251,7 +249,7 @@ class Forecast:
     def stays_as_fast(self, option: Option, other: Option) -> bool:
         """Whether ``option`` is no slower than ``other``, also with somewhat longer delays."""
         strained = self.under(self._situation.strained())
-        limit = strained.of(other.plan).seconds * (1 + STAYS_SAME)
+        limit = strained.of(other.plan).seconds * (1 + SAME)
         return option.seconds <= other.seconds and strained.of(option.plan).seconds <= limit
 
     def fresh(
