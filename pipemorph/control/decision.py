@@ -61,10 +61,6 @@ for them is wrong by the time it is in force."""
 COMPARED = 4
 """Newest iterations that are compared with a prediction for changed op times."""
 
-HURRY = 3
-"""Most directives in a row for links that became slow."""
-REFILL = 4
-"""Iterations until one more of these directives is allowed."""
 SETTLE = 3
 """Iterations under a plan before a change that is not urgent: enough to measure the plan."""
 FIRST_HOLD, HOLD, BACKOFF, MOST_FLAPS = 1, 2, 4, 4
@@ -83,9 +79,6 @@ route that was first used while the link was slow, it may be the route's normal 
 DOUBTED_NEEDS, MOST_DOUBT = 4, 3
 """Confirming iterations that a change needs after the first failure; twice as many after each
 further one, at most MOST_DOUBT times."""
-PATIENCE = 16
-"""Iterations after which evidence that measured iterations do not confirm is tried nevertheless,
-since the link may be slow in a way that is not modelled; 4 times as many for each doubt."""
 WEIGHED = 0.05
 """Relative change of a delay from which what the plan saves is predicted anew."""
 REFINED = 3
@@ -142,7 +135,7 @@ def barrier(state: DecisionState) -> bool:
 def attentive(state: DecisionState) -> bool:
     """Whether a decision waits for the next iteration, or op times."""
     waits = state.trial is not None or bool(_held(state))
-    compares = 0 < len(state.last.readings) < READINGS
+    compares = 0 < state.last.readings < READINGS
     return waits or compares or barrier(state) != state.last.barrier
 
 
@@ -268,7 +261,7 @@ def _hold(state: DecisionState, sources: Sources, since: int, wait: int | None =
     for source in sources:
         hold = state.holds.get(source)
         if hold is None:
-            hold, new = Hold(since, _finished(state), _finished(state)), True
+            hold, new = Hold(since, _finished(state)), True
             state.holds[source] = hold
         hold.retry_at = _finished(state) + (wait or hold.wait)
         hold.wait = min(LONGEST_WAIT, 2 * hold.wait)
@@ -290,16 +283,12 @@ def _evidence(
         since = _finished(state) - COMPARED
     holds = [state.holds[source] for source in sources if source in state.holds]
     first = min([since, *(hold.since for hold in holds)])
-    doubt = max((_doubt(state, source) for source in sources), default=0)
-    waited = _finished(state) - min((hold.began for hold in holds), default=_finished(state))
     iterations = state.ledger.under(state.plans.wanted.version)[1:]
     found = Evidence(
         state.reference,
         without(situation, sources, state.last.situation),
         tuple(f.seconds for f in iterations if f.index > first),
-        doubted=doubt > 0,
         missed=_missed(state, situation),
-        overdue=waited >= PATIENCE * 4**doubt,
     )
     return found, since
 
@@ -321,7 +310,7 @@ def _detectable_at(state: DecisionState, now: Situation, links: Sequence[LinkSta
 def _lacking(state: DecisionState, sources: Sources, evidence: Evidence) -> int:
     """Iterations that doubted sources lack until they may be the reason for a change."""
     doubt = max((_doubt(state, source) for source in sources), default=0)
-    if not doubt or evidence.overdue:
+    if not doubt:
         return 0
     return max(0, int(DOUBTED_NEEDS * 2 ** (doubt - 1)) - len(evidence.measured))
 
@@ -334,16 +323,9 @@ def hold_iterations(state: DecisionState) -> int:
     return HOLD * int(BACKOFF**state.flaps) if state.flaps else FIRST_HOLD
 
 
-def _hurries(state: DecisionState) -> int:
-    """Directives for slow links that count now."""
-    return state.hurries - max(0, _finished(state) - state.refilled_at) // REFILL
-
-
-def count_hurry(state: DecisionState, links: Iterable[int]) -> None:
-    """Count a directive for slow ``links``, and detect flaps."""
+def count_flaps(state: DecisionState, links: Iterable[int]) -> None:
+    """Note a directive for slow ``links``, some of which may have been slow shortly before."""
     finished = _finished(state)
-    state.hurries = max(0, _hurries(state)) + 1
-    state.refilled_at = max(state.refilled_at, finished)
     hold = max(HOLD, hold_iterations(state))
     again = state.returned.keys() & set(links)
     lately = {i: at for i, at in state.returned.items() if finished - at <= SOON * hold}
@@ -373,15 +355,13 @@ def may_return(state: DecisionState, links: Sequence[LinkState]) -> bool:
 
 def _is_time(state: DecisionState, cause: Cause, links: Sequence[LinkState]) -> bool:
     """Whether a decision may be made for this cause now. If not, the next report asks again."""
-    last, may_hurry = state.last, _hurries(state) < HURRY
-    if cause == "memory":
+    last = state.last
+    if cause in ("memory", "slow", "restart"):
         return True
-    if cause in ("slow", "restart"):
-        return may_hurry
     if _finished(state) == last.after and not (cause == "worse" and last.cause == "steady"):
         return False  # For a varying delay, at most one decision per iteration.
     if cause == "worse":
-        return may_hurry
+        return True
     newest, wanted = state.ledger.newest(), state.plans.wanted.version
     if wanted and (newest is None or newest.plan_version < wanted):
         return False  # The wanted plan has not run yet.
@@ -450,8 +430,8 @@ def _profile_differs(state: DecisionState, now: Situation) -> bool:
         ):
             # A network that is slow everywhere is so from the start, and does not come and go.
             return True
-        last.readings = (*last.readings, now.stages)[-READINGS:] if differs else ()
-    return len(last.readings) == READINGS or limits_differ(now, last.situation)
+        last.readings = last.readings + 1 if differs else 0
+    return last.readings >= READINGS or limits_differ(now, last.situation)
 
 
 def consider(state: DecisionState, now: float) -> None:
@@ -560,8 +540,6 @@ def _ask(
     """Leave the decision to the host. ``faster``: see :attr:`Replan.measured`."""
     last, plans = state.last, state.plans
     shown = _detectable_at(state, situation, links)
-    # Readings of other op times; not if limits differ, which are known and not measured.
-    readings = last.readings if cause == "profile" and len(last.readings) == READINGS else ()
     # Iterations for which the plan of a directive issued now would be in effect.
     remaining = state.spec.trainer.iterations - (_finished(state) + 1) - COMMIT_AHEAD
     state.pending = Pending(
@@ -580,7 +558,6 @@ def _ask(
             start=plans.first,
             previous=previous,
             measured=faster,
-            readings=readings,
         ),
         links=tuple(links),
         detectable_at=shown,
@@ -592,7 +569,7 @@ def _ask(
     if cause not in ("profile", "memory", "barrier", "undelivered"):
         last.steadied = cause == "steady"
     if cause in ("profile", "memory"):
-        last.profiled_at, last.readings = _finished(state), ()
+        last.profiled_at, last.readings = _finished(state), 0
     if not any(situation.slow):
         last.barrier = situation.barrier
 
@@ -731,7 +708,7 @@ def _issue(
     )
     state.plans.issue(plan, directive)
     if asked.cause in ("slow", "worse", "restart"):
-        count_hurry(state, pending.sources)
+        count_flaps(state, pending.sources)
     returning: set[int] = set()
     if record.kind != "revert":
         returning |= set(asked.current.delegated) - set(chosen.plan.delegated)

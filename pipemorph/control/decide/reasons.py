@@ -177,11 +177,6 @@ def _sentence(finding: replan.Finding) -> str:
                 f"kept the plan, predicted {shown_time(seconds)} per iteration: the best other one"
                 f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
-        case replan.Passing(gain, count, least):
-            return (
-                f"kept the plan: op times vary, and in one of {count} readings the best other one"
-                f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
-            )
         case replan.Saves(seconds, iterations, cost, cost_seen):
             over = (
                 "per iteration"

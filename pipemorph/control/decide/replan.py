@@ -18,7 +18,7 @@ from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.control.observed.stages import Excess
 from pipemorph.errors import InputError
-from pipemorph.planning import Plan, Route, StageTimes
+from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import left
 
 CHECKED: frozenset[Cause] = frozenset(
@@ -74,16 +74,6 @@ class TooLittle:
 
     seconds: float
     gain: float
-    least: float
-
-
-@dataclass(frozen=True)
-class Passing:
-    """Op times vary: with one of ``count`` readings of them, the best other plan saves only a
-    fraction ``gain`` of an iteration, which is less than the required ``least``."""
-
-    gain: float
-    count: int
     least: float
 
 
@@ -193,7 +183,6 @@ Finding = (
     | MustNotStay
     | AtBaseline
     | TooLittle
-    | Passing
     | Saves
     | NotConfirmed
     | Missing
@@ -220,9 +209,7 @@ class Replan:
     job would still have if nothing had ever been changed; ``remaining``: iterations that a new plan
     would run, None if no end is known; ``change_seconds``: measured cost of a change, None before
     the first one; ``previous``: the plan before the current one, for cause ``undelivered``, and
-    ``measured``: seconds of an iteration under it and under the current one, if it was faster;
-    ``readings``: op times at several moments, for cause ``profile``, in each of which a gain must
-    show.
+    ``measured``: seconds of an iteration under it and under the current one, if it was faster.
     """
 
     spec: JobSpec
@@ -238,7 +225,6 @@ class Replan:
     start: Plan | None = None
     previous: Plan | None = None
     measured: tuple[float, float] | None = None
-    readings: tuple[tuple[StageTimes, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -319,8 +305,6 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
         return Proposal(chosen, current, found, promised, returns_at_once=hurries)
     if current is None or asked.cause not in CHECKED or not current.seconds > chosen.seconds:
         return Proposal(chosen, current, found, returns_at_once=hurries)
-    if passing := _passing(asked, forecast, chosen):
-        return Proposal(None, current, (passing,))
     running = current if asked.running == asked.current else forecast.of(asked.running)
     promised = truth.promise(forecast, running, chosen, asked.evidence)
     if promised.seconds <= 0:
@@ -337,15 +321,12 @@ def _objection(promised: Promise, evidence: Evidence) -> NotConfirmed | None:
     """Why the change must wait for more measured iterations; None if it need not."""
     newest = evidence.measured[-truth.MOST :]
     count = len(newest)
-    if evidence.overdue:
-        return None
     if count:
         measured = median(newest)
         allowed = promised.seconds + truth.SIGMAS * promised.spread / sqrt(count)
-        missed = promised.before - measured
         # Shorter than predicted: the disturbance is not there. Longer: there is more than what was
-        # found, which is no reason to wait, unless this kind of evidence has been wrong before.
-        if missed > allowed or (evidence.doubted and -missed > allowed):
+        # found, which is no reason to wait.
+        if promised.before - measured > allowed:
             return NotConfirmed(promised.before, promised.seconds, count, measured)
     if count < _needed(promised):
         return NotConfirmed(promised.before, promised.seconds, count, None)
@@ -368,20 +349,6 @@ def _returns_at_once(asked: Replan, forecast: Forecast, chosen: Option) -> bool:
     well = forecast.under(situation.well())
     waits = well.of(chosen.plan).seconds - well.of(baseline).seconds
     return waits > forecast.of(baseline).seconds - chosen.seconds
-
-
-def _passing(asked: Replan, forecast: Forecast, chosen: Option) -> Passing | None:
-    """Whether the gain of ``chosen`` does not show in every reading of the op times."""
-    if chosen.plan.runs_as(asked.baseline):
-        return None  # It returns also without a gain.
-    gains = []
-    for stages in asked.readings:
-        then = forecast.under(replace(asked.situation, stages=stages))
-        gains.append(1 - then.of(chosen.plan).seconds / then.of(asked.current).seconds)
-    least = asked.spec.adaptation.min_gain
-    if not gains or min(gains) >= least:
-        return None
-    return Passing(min(gains), len(gains), least)
 
 
 def _go_back(asked: Replan, previous: Plan, forecast: Forecast, current: Option) -> Proposal:

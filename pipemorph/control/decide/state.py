@@ -16,7 +16,7 @@ from pipemorph.control.first_plan import initial_problem
 from pipemorph.control.observed.reports import Observed, Superseded
 from pipemorph.control.observed.stages import Room, expected_times
 from pipemorph.control.record.history import Ledger
-from pipemorph.planning import Plan, StageTimes
+from pipemorph.planning import Plan
 from pipemorph.wire import Directive, LinkState
 
 HAND_IN_SECONDS = 5.0
@@ -159,8 +159,8 @@ class LastDecision:
     """The iteration from which op times are compared again."""
     steadied: bool = False
     """Whether a constant delay was considered once more since links last changed."""
-    readings: tuple[tuple[StageTimes, ...], ...] = ()
-    """Op times at the newest comparisons that differed, oldest first."""
+    readings: int = 0
+    """Newest comparisons of op times in a row that differed."""
 
     @staticmethod
     def first(spec: JobSpec) -> LastDecision:
@@ -207,11 +207,10 @@ class Trial:
 
 @dataclass
 class Hold:
-    """Evidence that is not believed for now. ``since``: iteration in which it began to show;
-    ``began``: when it was first not believed; both, and ``retry_at``, count finished iterations."""
+    """Evidence that is not believed for now. ``since``: iteration in which it began to show; that,
+    and ``retry_at``, count finished iterations."""
 
     since: int
-    began: int
     retry_at: int
     wait: int = 1
 
@@ -254,9 +253,6 @@ class DecisionState:
     """How often a link became slow again soon after its plan had returned."""
     returns_at_once: bool = False
     """Whether the plan in effect costs more than it can save once links are well."""
-    hurries: int = 0
-    """Directives for links that became slow, less those that are allowed again."""
-    refilled_at: int = 0
     issued_at: int | None = None
     returned: dict[int, int] = field(default_factory=dict)
     """Per link that is healthy again: when the plan for that was issued."""

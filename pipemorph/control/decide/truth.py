@@ -65,15 +65,12 @@ class Reference:
 class Evidence:
     """What is known about a situation beside the situation itself. ``measured``: seconds of
     iterations of the current plan that ran in it from start to end; ``otherwise``: the situation if
-    what is new in it is wrong; ``doubted``: the same kind of evidence has been wrong before;
-    ``overdue``: it has been waiting for too long; ``missed``: seconds by which the prediction of a
-    change in this state was wrong."""
+    what is new in it is wrong; ``missed``: seconds by which the prediction of a change in this
+    state was wrong."""
 
     reference: Reference | None = None
     otherwise: Situation | None = None
     measured: tuple[float, ...] = ()
-    doubted: bool = False
-    overdue: bool = False
     missed: float = 0.0
 
 

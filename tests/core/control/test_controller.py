@@ -591,7 +591,7 @@ def test_another_link_that_becomes_slow_is_no_flap() -> None:
     def slow(at: int, link: int) -> int:
         """Flaps after a directive for ``link`` in iteration ``at``; it is well 5 later."""
         state.ledger.add(trained(at).iterations, list)
-        decision.count_hurry(state, {link})
+        decision.count_flaps(state, {link})
         state.returned[link] = at + 5
         return state.flaps
 
