@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from pipemorph.commands.emit import emit
-from pipemorph.commands.output import format_of
+from pipemorph.commands.emit import add_output_arguments, emit, format_of
 from pipemorph.planning.advice import Advice, Option, advise
 from pipemorph.planning.problem import Problem, load_problem
 from pipemorph.terminal import RenderableType, render, table
@@ -25,12 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "`pipemorph run`: its measured op times are read from the timeline.json beside it.",
     )
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
-    parser.add_argument(
-        "--output",
-        choices=FORMATS,
-        help="format (default: by the extension of FILE, else text)",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
+    add_output_arguments(parser, FORMATS, "text")
 
 
 def run(args: argparse.Namespace) -> int:

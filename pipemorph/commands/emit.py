@@ -1,12 +1,49 @@
-"""Writes a command's output to a file or to stdout."""
+"""Output of a command: its arguments, and the writing to a file or to stdout."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.streams import silence
+
+# Formats by the extension of --out.
+ENDINGS = {
+    ".json": "json",
+    ".txt": "text",
+    ".html": "html",
+    ".htm": "html",
+    ".png": "png",
+    ".csv": "csv",
+}
+
+
+def add_output_arguments(
+    parser: argparse.ArgumentParser, formats: Sequence[str], default: str, more: str = ""
+) -> None:
+    """Add ``--output`` and ``--out``. ``more``: on the formats."""
+    text = f"format (default: by the extension of FILE, else {default}){more}"
+    parser.add_argument("--output", choices=formats, help=text)
+    parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
+
+
+def format_of(args: argparse.Namespace, formats: Sequence[str], default: str) -> str:
+    """The format, one of ``formats``: ``--output``, else by the extension of ``--out``, else the
+    default. Raises :class:`InputError` for the extension of none of them."""
+    if args.output is not None:
+        return str(args.output)
+    extension = Path(args.out or "").suffix.lower()
+    found = ENDINGS.get(extension, "") if extension else default
+    if found not in formats:
+        known = ", ".join(each for each, name in ENDINGS.items() if name in formats)
+        raise InputError(
+            f"--out: {one_line(args.out)} is no format of this command; use one of {known}, or"
+            " give --output"
+        )
+    return found
 
 
 def emit(data: bytes, out: str | None) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipemorph.arguments import whole_number
-from pipemorph.commands.emit import emit
+from pipemorph.commands.emit import add_output_arguments, emit, format_of
 from pipemorph.errors import InputError, one_line
 
 if TYPE_CHECKING:
@@ -64,17 +64,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="index in the hosts' GID tables (default: a routable RoCE v2 entry)",
     )
-    check.add_argument(
-        "--output",
-        choices=FORMATS,
-        help="format (default: by the extension of FILE, else text)",
-    )
-    check.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
+    add_output_arguments(check, FORMATS, "text")
 
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
-    from pipemorph.commands.output import format_of
     from pipemorph.fabric.hosts import LocalHost, serve
     from pipemorph.terminal import render, table
 

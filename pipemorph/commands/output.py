@@ -6,15 +6,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from pipemorph.commands.emit import emit
-from pipemorph.errors import InputError, one_line
+from pipemorph.commands.emit import emit, format_of
+from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
+from pipemorph.planning.formats.plan_json import report
 from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv
-from pipemorph.planning.ir import dashed
+from pipemorph.planning.ir import Dispatch, dashed
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.simulator import Simulation
 
@@ -22,33 +21,29 @@ COLUMNS, LEAST_COLUMNS, LABELS = 100, 20, 40
 """Width of the time axis of a picture in text, the least one on a narrow terminal, and that of the
 text beside it."""
 FORMATS = ("json", "text", "html", "png", "csv", "csv-comms")
-# Formats by the extension of --out.
-ENDINGS = {
-    ".json": "json",
-    ".txt": "text",
-    ".html": "html",
-    ".htm": "html",
-    ".png": "png",
-    ".csv": "csv",
-}
-
-
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output",
-        choices=FORMATS,
-        help="format (default: by the extension of FILE, else json); html is one file with "
-        "details of every op, csv is torch.distributed.pipelining's compute-only format, csv-comms "
-        "the one with sends and receives",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
+DETAILS = (
+    "; html is one file with details of every op, csv is torch.distributed.pipelining's "
+    "compute-only format, csv-comms the one with sends and receives"
+)
+"""On the formats."""
 
 
 def write(
-    fields: dict[str, Any], ran: Simulation, problem: Problem, args: argparse.Namespace
+    args: argparse.Namespace,
+    ran: Simulation,
+    problem: Problem,
+    *,
+    policy: str,
+    bound: float,
+    planning_seconds: float,
+    dispatch: Dispatch,
 ) -> None:
     """Write the requested output. Raises :class:`InputError` if ``--out`` cannot be written."""
     output = format_of(args, FORMATS, "json")
+    fields = report(
+        ran, problem, policy=policy, lower_bound=min(bound, ran.objective(problem)),
+        planning_seconds=planning_seconds, dispatch=dispatch,
+    )  # fmt: skip
     if output == "json":
         emit((json.dumps(fields) + "\n").encode(), args.out)
         return
@@ -71,22 +66,6 @@ def write(
             if args.out is None and sys.stdout.isatty():
                 raise InputError("--output png needs --out FILE if stdout is a terminal")
             emit(render_png(timeline), args.out)
-
-
-def format_of(args: argparse.Namespace, formats: Sequence[str], otherwise: str) -> str:
-    """The format, one of ``formats``: ``--output``, else by the extension of ``--out``, else
-    ``otherwise``. Raises :class:`InputError` for the extension of none of them."""
-    if args.output is not None:
-        return str(args.output)
-    extension = Path(args.out or "").suffix.lower()
-    found = ENDINGS.get(extension, "") if extension else otherwise
-    if found not in formats:
-        known = ", ".join(each for each, name in ENDINGS.items() if name in formats)
-        raise InputError(
-            f"--out: {one_line(args.out)} is no format of this command; use one of {known}, or"
-            " give --output"
-        )
-    return found
 
 
 def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:

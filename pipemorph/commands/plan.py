@@ -6,9 +6,9 @@ import argparse
 import re
 from typing import Any
 
-from pipemorph.commands.output import add_output_arguments, write
+from pipemorph.commands.emit import add_output_arguments
+from pipemorph.commands.output import DETAILS, FORMATS, write
 from pipemorph.errors import InputError
-from pipemorph.planning.formats.plan_json import report
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import load_problem, shown
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         help="static: stages keep the plan's order; guided: they run of the ready ops the first in "
         "the plan's order; overrides the problem's dispatch",
     )
-    add_output_arguments(parser)
+    add_output_arguments(parser, FORMATS, "json", DETAILS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,20 +49,10 @@ def run(args: argparse.Namespace) -> int:
     dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
     problem = problem.model_copy(update={"dispatch": dispatch})
     planned = plan(problem, policy, tight_bound=True)
-    problem, simulation = planned.problem, planned.simulation
     write(
-        report(
-            simulation,
-            problem,
-            policy=planned.policy,
-            lower_bound=min(planned.lower_bound, simulation.objective(problem)),
-            planning_seconds=planned.planning_seconds,
-            dispatch=dispatch,
-        ),
-        simulation,
-        problem,
-        args,
-    )
+        args, planned.simulation, planned.problem, policy=planned.policy,
+        bound=planned.lower_bound, planning_seconds=planned.planning_seconds, dispatch=dispatch,
+    )  # fmt: skip
     return 0
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipemorph.arguments import number, whole_number
-from pipemorph.commands.emit import emit
-from pipemorph.commands.output import format_of
+from pipemorph.commands.emit import add_output_arguments, emit, format_of
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
 from pipemorph.removed import DISPATCHES, refuse_removed
@@ -74,13 +73,8 @@ def add_parser(subparsers: Any) -> None:
         default=0,
         help="of the noise (default: %(default)s)",
     )
-    parser.add_argument(
-        "--output",
-        choices=FORMATS,
-        help="format (default: by the extension of FILE, else text); html is one file with charts "
-        "of every iteration",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
+    more = "; html is one file with charts of every iteration"
+    add_output_arguments(parser, FORMATS, "text", more)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pipemorph.commands.output import add_output_arguments, write
+from pipemorph.commands.emit import add_output_arguments
+from pipemorph.commands.output import DETAILS, FORMATS, write
 from pipemorph.errors import InputError
-from pipemorph.planning.formats.plan_json import load_plan, report
+from pipemorph.planning.formats.plan_json import load_plan
 from pipemorph.planning.ir import Dispatch
 from pipemorph.planning.problem import load_problem
 from pipemorph.planning.simulation.core import lower_bound
@@ -31,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         help="static keeps the order; guided runs of the ready ops the first in the order "
         "(default: PLAN's own)",
     )
-    add_output_arguments(parser)
+    add_output_arguments(parser, FORMATS, "json", DETAILS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,16 +50,7 @@ def run(args: argparse.Namespace) -> int:
     simulation = simulate(schedule, problem, dispatch, waits=loaded.waits)
     bound = lower_bound(problem, schedule.placement)
     write(
-        report(
-            simulation,
-            problem,
-            policy=loaded.policy,
-            lower_bound=min(bound, simulation.objective(problem)),
-            planning_seconds=loaded.planning_seconds,
-            dispatch=dispatch,
-        ),
-        simulation,
-        problem,
-        args,
-    )
+        args, simulation, problem, policy=loaded.policy, bound=bound,
+        planning_seconds=loaded.planning_seconds, dispatch=dispatch,
+    )  # fmt: skip
     return 0

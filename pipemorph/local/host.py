@@ -212,7 +212,7 @@ class _Host:
     def announce(self) -> None:
         self.run.begin_attempt(now())
         self.progress.note(headline(self.job))
-        unavailable = template_env(self.job).unavailable
+        _, unavailable = template_env(self.job)
         if unavailable:
             self.progress.note(
                 f"variables not set, as their values need a cluster: {', '.join(unavailable)}"
@@ -527,7 +527,7 @@ def _final_message(
 def check_module_for_ranks(job: PipeMorphJob) -> None:
     """:func:`check_module` with the ranks' module path: the current folder and the template's
     PYTHONPATH. Raises :class:`~pipemorph.errors.InputError`."""
-    extra = template_env(job).values.get("PYTHONPATH", "").split(os.pathsep)
+    extra = template_env(job)[0].get("PYTHONPATH", "").split(os.pathsep)
     before = list(sys.path)
     sys.path[:0] = [str(Path.cwd()), *filter(None, extra)]
     try:

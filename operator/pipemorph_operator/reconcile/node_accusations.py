@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 from pipemorph_operator import names
 from pipemorph_operator.cluster.events import Event
@@ -26,20 +25,14 @@ MAX_JOBS = 16
 """Most jobs of one node, those with the newest accusations."""
 
 
-class Accusation(NamedTuple):
-    """``at``: seconds since the Unix epoch."""
-
-    at: float
-    measured: str
-
-
 class NodeAccusations:
     """The accusations of the last day, by node and job, oldest first. Bounded: beyond
     :data:`MAX_NODES` the nodes that have not been accused for longest are dropped."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._by_node: dict[str, dict[str, Accusation]] = {}
+        self._by_node: dict[str, dict[str, tuple[float, str]]] = {}
+        """When, seconds since the Unix epoch, and what was measured."""
 
     def add(self, job: str, measured: Mapping[str, str]) -> dict[str, Event]:
         """Add what ``job`` (``NAMESPACE/NAME``) measured at nodes. Returns, by node, the events of
@@ -50,7 +43,7 @@ class NodeAccusations:
             jobs = self._by_node.pop(node, {})
             before = len(jobs)
             jobs.pop(job, None)
-            jobs[job] = Accusation(self._clock(), text)
+            jobs[job] = self._clock(), text
             if len(jobs) > MAX_JOBS:
                 del jobs[next(iter(jobs))]
             self._by_node[node] = jobs
@@ -64,7 +57,7 @@ class NodeAccusations:
     def count(self, node: str) -> int:
         """Number of jobs that accused the node within a day."""
         since = self._clock() - WINDOW_SECONDS
-        return sum(found.at >= since for found in self._by_node.get(node, {}).values())
+        return sum(at >= since for at, _ in self._by_node.get(node, {}).values())
 
     def clear(self) -> None:
         """Drop all accusations and the metric."""
@@ -75,7 +68,7 @@ class NodeAccusations:
         since = self._clock() - WINDOW_SECONDS
         for node, jobs in list(self._by_node.items()):
             before = len(jobs)
-            for job in [job for job, found in jobs.items() if found.at < since]:
+            for job in [job for job, (at, _) in jobs.items() if at < since]:
                 del jobs[job]
             if before >= ENOUGH_JOBS > len(jobs):
                 NODE_ACCUSING_JOBS.remove(node)
@@ -87,8 +80,8 @@ class NodeAccusations:
             NODE_ACCUSING_JOBS.remove(node)
 
 
-def _event(jobs: Mapping[str, Accusation]) -> Event:
-    measured = "; ".join(f"{job}: {found.measured}" for job, found in jobs.items())
+def _event(jobs: Mapping[str, tuple[float, str]]) -> Event:
+    measured = "; ".join(f"{job}: {text}" for job, (_, text) in jobs.items())
     return Event(
         "Warning",
         names.R_NODE_ACCUSED,

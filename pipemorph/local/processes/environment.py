@@ -96,19 +96,12 @@ def common_environment(job: PipeMorphJob, host: Mapping[str, str]) -> dict[str, 
     env.setdefault("PYTHONFAULTHANDLER", "1")
     # This machine's host name may resolve to an address that is down or behind a firewall.
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return _with_template(env, template_env(job).values)
+    return _with_template(env, template_env(job)[0])
 
 
-@dataclass(frozen=True)
-class TemplateEnv:
-    """``env`` of the trainer container: plain values, and names whose values need a cluster."""
-
-    values: dict[str, str]
-    unavailable: list[str]
-
-
-def template_env(job: PipeMorphJob) -> TemplateEnv:
-    """The variables of ``spec.template``. Those with ``valueFrom`` or ``envFrom`` need a cluster.
+def template_env(job: PipeMorphJob) -> tuple[dict[str, str], list[str]]:
+    """The variables of the trainer container in ``spec.template``, and the names of those whose
+    values need a cluster: with ``valueFrom`` or ``envFrom``.
 
     Raises :class:`InputError` for an invalid variable.
     """
@@ -124,7 +117,7 @@ def template_env(job: PipeMorphJob) -> TemplateEnv:
                 values[entry["name"]] = _plain(entry)
         if container.get("envFrom"):
             unavailable.append("envFrom")
-    return TemplateEnv(values, unavailable)
+    return values, unavailable
 
 
 def grace_seconds(job: PipeMorphJob) -> float:

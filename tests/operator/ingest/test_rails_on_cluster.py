@@ -19,7 +19,7 @@ from pipemorph.control import JobController
 from pipemorph.status.rails import MESSAGE_LENGTH
 from pipemorph.status.summary import Source, judge, summarize
 from pipemorph.wire import RailSample, TransportSample
-from pipemorph_operator.ingest.status.write_schedule import KeyState
+from pipemorph_operator.ingest.status.write_schedule import key_state
 from pipemorph_operator.ingest.store import ClusterStore
 
 DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"
@@ -201,11 +201,11 @@ def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
     controller = JobController(spec_of())
     tell(controller, 90.0, ports=1, rails=[rail()], transports=[end()])
     source = Source(controller, 90.0, 1)
-    before = KeyState.of(source, controller.view(90.0), 90.0)
+    before = key_state(source, controller.view(90.0), 90.0)
     tell(controller, 90.0, ports=1, rails=[rail()])
-    assert KeyState.of(source, controller.view(90.0), 90.0) == before
+    assert key_state(source, controller.view(90.0), 90.0) == before
     tell(controller, 90.0, ports=1, transports=[FELL])
-    assert KeyState.of(source, controller.view(90.0), 90.0) != before
+    assert key_state(source, controller.view(90.0), 90.0) != before
 
 
 class Writes:

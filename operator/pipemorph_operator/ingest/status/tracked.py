@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,8 @@ class TrackedJob:
     written: TrainingStatus | None = None
     left_out: tuple[int, ...] = ()
     """Replicas that the controller is without."""
-    key_state: write_schedule.KeyState | None = None
+    key_state: Hashable = None
+    """As last written, see :func:`write_schedule.key_state`."""
     written_at: float = float("-inf")
     deciding_since: float | None = None
     """The first look at which the decision under way was seen."""

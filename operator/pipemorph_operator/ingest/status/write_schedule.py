@@ -6,7 +6,7 @@ metrics have the progress meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from pipemorph.control import Health, JobView
@@ -62,33 +62,19 @@ class ReportLog:
         self.pending = self.news = True
 
 
-@dataclass(frozen=True)
-class KeyState:
+def key_state(source: Source, view: JobView, now: float) -> Hashable:
     """The part of a status whose change is written without delay."""
-
-    state: str
-    attempt: int
-    versions: tuple[int, int]
-    slow: frozenset[tuple[int, int]]
-    conditions: tuple[tuple[str, str, str], ...]
-    measured: bool
-
-    @staticmethod
-    def of(source: Source, view: JobView, now: float) -> KeyState:
-        records = source.controller.records
-        return KeyState(
-            state=view.state,
-            attempt=source.controller.attempt,
-            versions=(view.wanted_plan_version, view.applied_plan_version),
-            slow=frozenset(
-                (link.link, link.replica) for link in view.links if link.health is Health.SLOW
-            ),
-            conditions=tuple(
-                (kind, status, reason)
-                for kind, (status, reason, _) in verdicts(source, view, now).items()
-            ),
-            measured=bool(records) and records[-1].iteration_seconds_after is not None,
-        )
+    records = source.controller.records
+    return (
+        (view.state, source.controller.attempt),
+        (view.wanted_plan_version, view.applied_plan_version),
+        frozenset((link.link, link.replica) for link in view.links if link.health is Health.SLOW),
+        tuple(
+            (kind, status, reason)
+            for kind, (status, reason, _) in verdicts(source, view, now).items()
+        ),
+        bool(records) and records[-1].iteration_seconds_after is not None,
+    )
 
 
 def look_interval(jobs: int) -> float:

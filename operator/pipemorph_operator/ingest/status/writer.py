@@ -86,7 +86,7 @@ class StatusWriter:
         tracked.looked_at, tracked.looked_version = now, tracked.controller.plan_version
         wall = self._clock()
         view = tracked.controller.view(wall)
-        key_state = write_schedule.KeyState.of(tracked.source, view, wall)
+        key_state = write_schedule.key_state(tracked.source, view, wall)
         recovers = tracked.recovers
         state_changed = key_state != tracked.key_state or recovers
         tracked.reports.news = state_changed
@@ -134,7 +134,7 @@ class StatusWriter:
             raise LookupError("the job is no longer tracked here")
         wall = self._clock()
         view = tracked.controller.view(wall)
-        key_state = write_schedule.KeyState.of(tracked.source, view, wall)
+        key_state = write_schedule.key_state(tracked.source, view, wall)
         training, conditions = self._summary(tracked, view, wall)
         newest = tracked.controller.plan_version
         goodput = tracked.goodput(wall)
