@@ -41,7 +41,7 @@ from pipemorph.local.processes.kept import SHARED_MEMORY, KeptFolder
 from pipemorph.local.processes.private import PrivateFolder
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import End, Ending, Events, loss_of, supervise
+from pipemorph.local.processes.supervise import End, Ending, Events, Supervision, loss_of
 from pipemorph.local.progress import Progress, headline
 from pipemorph.local.results.history import Journal
 from pipemorph.local.results.outputs import OutFolder
@@ -407,13 +407,13 @@ class _Host:
             ranks.start(position, command, env, FileLog(self.folder.log(rank)))
 
     def watch(self, ranks: RankSet, life: Life) -> Ending:
-        ending = supervise(
+        ending = Supervision(
             ranks, self.events, refresh=self._refresh, note=self.progress.note, grace=self.grace,
             straggle=self.job.spec.transport.deadline_seconds, deadline=self._deadline(),
             recovers=self.recovers, saves=self.job.spec.checkpoint is not None,
             moves=lambda: self.generations.state.leave, hung=self.hangs.look,
             early=self.hangs.early, clock=now,
-        )  # fmt: skip
+        ).run()  # fmt: skip
         self.hangs.end()
         self.run.began = self.hangs.first
         return (self._all_done() or ending) if ending.end is End.COMPLETED else ending

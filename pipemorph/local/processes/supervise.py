@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -73,14 +73,6 @@ class Signalled:
 Events = SimpleQueue["RankExited | Signalled"]
 
 
-Early = Callable[[int], str | None]
-"""See :meth:`~pipemorph.local.processes.hang.HangWatch.early`."""
-
-
-def _nothing_known(_: int) -> None:
-    return None
-
-
 class Told(NamedTuple):
     """Why the ranks here have to end: those of another pod have, or none of the job's finishes an
     iteration (``hang``)."""
@@ -123,74 +115,212 @@ class Ending:
         return "\n".join(printable_line(line, LONGEST_LINE_SHOWN) for line in lines)
 
 
-def supervise(
-    ranks: RankSet,
-    events: Events,
-    *,
-    refresh: Callable[[], None],
-    note: Callable[[str], None],
-    grace: float,
-    straggle: float,
-    deadline: float | None = None,
-    recovers: bool = False,
-    saves: bool = False,
-    moves: Callable[[], bool] = lambda: False,
-    hung: Callable[[], str | None] = lambda: None,
-    early: Early = _nothing_known,
-    told: Callable[[], Told | None] = lambda: None,
-    on_failure: Callable[[Ending], None] = lambda _: None,
-    clock: Callable[[], float] = time.time,
-) -> Ending:
-    """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
+@dataclass(frozen=True)
+class Supervision:
+    """One attempt, until its end: :meth:`run` waits until all ranks have finished, one fails or the
+    run is stopped; then it stops all ranks."""
 
-    ``grace``: seconds in which ranks may save after a SIGTERM, and end. ``straggle``: seconds the
-    slowest rank may run after the first has finished. ``deadline``: that of the job, monotonic.
-    ``recovers``: the ranks start again after a failure, so no time is spent on finding its cause
-    that is not needed. ``saves``: ranks that are asked to end save, and exit with EXIT_SAVED.
-    ``moves``: whether they have been asked to leave together, and exit with EXIT_MOVES.
-    ``hung``: why the ranks are taken for hanging. ``told``: why they have to end, as those of other
-    pods do. ``on_failure`` is called before ranks are stopped. ``refresh`` is called
-    several times a second. ``clock``: wall clock. On return no rank runs that can be killed.
-    """
-    ending = _until_the_end(
-        ranks, events, refresh, deadline=deadline, straggle=straggle, saves=saves, moves=moves,
-        hung=hung, told=told,
-    )  # fmt: skip
-    at, moving = clock(), moves()
-    if ending.end is End.FAILED:
-        on_failure(replace(ending, at=at))
-    if ending.end is End.INTERRUPTED:
-        running = plural(len(ranks.running), "rank")
-        note(f"{ending.reason}: stopping {running}; repeat to kill what does not stop")
-    if ending.end is not End.COMPLETED:
-        stopped = [rank for rank in ranks.running if rank.stopped] if ending.hang else []
-        killed, hurried = _stop(
-            ending, ranks, events, refresh, grace=grace, recovers=recovers, saves=saves,
-            moving=moving, stopped=stopped, early=early, told=told,
-        )  # fmt: skip
-        if ending.end is End.MOVED and (killed or not all(map(_moved, ranks.ranks))):
-            ending = Ending(End.FAILED, "not all ranks left together", retry=True)
-        if ending.end is End.FAILED and not ending.hang and ranks.ended:
-            ending = _cause(ranks, killed, moving=moving, early=early) or ending
-        waited = grace if _may_save(ending) else min(grace, END_SECONDS)
-        why = "as requested" if hurried else f"since they did not stop within {waited:g} s"
+    ranks: RankSet
+    events: Events
+    _: KW_ONLY
+    refresh: Callable[[], None] = lambda: None
+    """Called several times a second."""
+    note: Callable[[str], None] = lambda _: None
+    grace: float = 0.0
+    """Seconds in which ranks may save after a SIGTERM, and end."""
+    straggle: float = 0.0
+    """Seconds that the slowest rank may run after the first has finished."""
+    deadline: float | None = None
+    """That of the job, monotonic."""
+    recovers: bool = False
+    """Whether the ranks start again after a failure, so that no time is spent on finding its cause
+    that is not needed."""
+    saves: bool = False
+    """Whether ranks that are asked to end save, and exit with EXIT_SAVED."""
+    moves: Callable[[], bool] = lambda: False
+    """Whether they have been asked to leave together, and exit with EXIT_MOVES."""
+    hung: Callable[[], str | None] = lambda: None
+    """Why the ranks are taken for hanging."""
+    early: Callable[[int], str | None] = lambda _: None
+    """See :meth:`~pipemorph.local.processes.hang.HangWatch.early`."""
+    told: Callable[[], Told | None] = lambda: None
+    """Why the ranks have to end, as those of other pods do."""
+    on_failure: Callable[[Ending], None] = lambda _: None
+    """Called before ranks are stopped."""
+    clock: Callable[[], float] = time.time
+    """Wall clock."""
+
+    def run(self) -> Ending:
+        """How the ranks ended. On return no rank runs that can be killed."""
+        ranks, ending = self.ranks, self.until_the_end()
+        at, moving = self.clock(), self.moves()
+        if ending.end is End.FAILED:
+            self.on_failure(replace(ending, at=at))
+        if ending.end is End.INTERRUPTED:
+            running = plural(len(ranks.running), "rank")
+            self.note(f"{ending.reason}: stopping {running}; repeat to kill what does not stop")
+        if ending.end is not End.COMPLETED:
+            stopped = [rank for rank in ranks.running if rank.stopped] if ending.hang else []
+            hurried = self.stop(ending, stopped, moving=moving)
+            killed = ranks.running
+            if ending.end is End.MOVED and (killed or not all(map(_moved, ranks.ranks))):
+                ending = Ending(End.FAILED, "not all ranks left together", retry=True)
+            if ending.end is End.FAILED and not ending.hang and ranks.ended:
+                ending = self.cause(killed, moving=moving) or ending
+            waited = self.grace if _may_save(ending) else min(self.grace, END_SECONDS)
+            why = "as requested" if hurried else f"since they did not stop within {waited:g} s"
+            if ending.hang:
+                ending = _hang(ending, ranks, stopped)
+            ending = _with_peers(ending, ranks, killed, why)
+            if self.saves and _saved(ranks):
+                details = (*ending.details, "the ranks saved a checkpoint")
+                ending = replace(ending, details=details, saved=True)
+            finished = not killed and all(rank.status == 0 for rank in ranks.ranks)
+            if self.saves and finished and ending.end is End.INTERRUPTED:
+                ending = Ending(End.COMPLETED)  # Otherwise they would have saved.
+        ranks.settle(AGENT_SECONDS)
+        ranks.kill()
+        if ranks.stuck:
+            stuck = (rank.stuck() for rank in ranks.stuck)
+            ending = replace(ending, details=(*ending.details, *stuck))
+        self.refresh()
+        _forget_exits(self.events)
+        return replace(ending, at=at)
+
+    def until_the_end(self) -> Ending:
+        """Wait until all ranks have finished, or something ends the attempt."""
+        ranks, first_done = self.ranks, None
+        while ranks.running:
+            try:
+                event = self.events.get(timeout=REFRESH_SECONDS)
+            except Empty:
+                self.refresh()
+                # Check time limits only without events: after a stall of this host, events come
+                # first.
+                now = time.monotonic()
+                if self.deadline is not None and now >= self.deadline:
+                    return Ending(End.DEADLINE, "spec.activeDeadlineSeconds exceeded")
+                if first_done is not None and now >= first_done + self.straggle:
+                    late = ", ".join(str(rank.position) for rank in ranks.running)
+                    why = f"{late}: still running {self.straggle:g} s after others finished"
+                    return Ending(End.FAILED, why)
+                if (word := self.told()) is not None:
+                    return Ending(End.FAILED, word.reason, retry=True, told=True, hang=word.hang)
+                if (silence := self.hung()) is not None:
+                    return Ending(End.FAILED, silence, retry=True, hang=True)
+                continue
+            if isinstance(event, Signalled):
+                return Ending(End.INTERRUPTED, event.number.name)
+            rank = ranks.note_exit(event.rank, event.status)
+            if self.saves and event.status == EXIT_SAVED:
+                return Ending(End.INTERRUPTED, "a rank got SIGTERM")
+            if _moved(rank) and self.moves():
+                return Ending(End.MOVED, "the ranks leave together", retry=True)
+            if event.status != 0:
+                return _failure(rank)
+            first_done = first_done or time.monotonic()
+        return Ending(End.COMPLETED)
+
+    def cause(self, killed: Sequence[RankProcess] = (), *, moving: bool = False) -> Ending | None:
+        """The failure that caused the others: of the ranks that failed by themselves, the first
+        that had not lost a peer; else the first that exited with code 0 before the last iteration;
+        else the first. ``moving``: see :meth:`cause_is_to_come`."""
+        asked = (128 + signal.SIGTERM, -END_NOW)
+        # One that was asked to stop may have failed before: Python takes its time to end.
+        bad = [
+            r
+            for r in self._bad(moving=moving)
+            if r not in killed and (r.status not in asked or _exception(r))
+        ]
+        cause = next((rank for rank in bad if _lost_wait(rank) is None), None)
+        if cause is None:
+            left, how_far = self._first_to_leave()
+            # Where nobody counts iterations, it may have been done if no other one lost it.
+            if left is not None and (how_far or bad):
+                return _failure(left, how_far)
+        return _failure(cause or bad[0]) if bad else None
+
+    def cause_is_to_come(self, *, moving: bool = False) -> bool:
+        """Whether all failed ranks failed because they lost a peer, whose own failure is to come.
+        ``moving``: they were asked to leave together, and those that did have not failed."""
+        if self._first_to_leave()[0] is not None:
+            return False
+        waits = [_lost_wait(rank) for rank in self._bad(moving=moving)]
+        # A wait that reached its deadline lost no peer: the peer hangs, and will not exit.
+        return bool(waits) and all(wait and "the deadline is" not in wait for wait in waits)
+
+    def _bad(self, *, moving: bool) -> list[RankProcess]:
+        ended = self.ranks.ended
+        return [rank for rank in ended if rank.status != 0 and not (moving and _moved(rank))]
+
+    def _first_to_leave(self) -> tuple[RankProcess | None, str]:
+        """The first rank that exited with code 0 before the last iteration, and how far it had
+        come."""
+        for rank in self.ranks.ended:
+            how_far = self.early(self.ranks.ranks.index(rank)) if rank.status == 0 else None
+            if how_far is not None:
+                return rank, how_far
+        return None, ""
+
+    def stop(
+        self, ending: Ending, stopped: Sequence[RankProcess] = (), *, moving: bool = False
+    ) -> bool:
+        """Stop all ranks and wait: those that still run then must be killed. Returns whether the
+        user interrupted the wait. ``stopped``: ranks that stood still before."""
+        ranks = self.ranks
         if ending.hang:
-            ending = _hang(ending, ranks, stopped)
-        ending = _with_peers(ending, ranks, killed, why)
-        if saves and _saved(ranks):
-            details = (*ending.details, "the ranks saved a checkpoint")
-            ending = replace(ending, details=details, saved=True)
-        finished = not killed and all(rank.status == 0 for rank in ranks.ranks)
-        if saves and finished and ending.end is End.INTERRUPTED:
-            ending = Ending(End.COMPLETED)  # Otherwise they would have saved.
-    ranks.settle(AGENT_SECONDS)
-    ranks.kill()
-    if ranks.stuck:
-        stuck = (rank.stuck() for rank in ranks.stuck)
-        ending = replace(ending, details=(*ending.details, *stuck))
-    refresh()
-    _forget_exits(events)
-    return replace(ending, at=at)
+            for rank in ranks.running:
+                if rank.prints_stacks:
+                    rank.signal(signal.SIGQUIT)
+            if self.wait(STACK_SECONDS):
+                return True
+            if stopped:
+                # These print theirs when they go on, and by then nobody may have to wait for them.
+                for rank in ranks.running:
+                    if rank not in stopped:
+                        rank.signal(END_NOW)
+                # Each says what it waits for as it ends: that must not come before.
+                if self.wait(SAY_SECONDS, lambda: all(rank in stopped for rank in ranks.running)):
+                    return True
+                for rank in stopped:
+                    rank.signal(signal.SIGCONT)
+                if self.wait(STACK_SECONDS):
+                    return True
+        elif ending.end is End.FAILED:
+            if not self.recovers and self.wait(NOTICE_SECONDS):
+                return True
+            seconds = RECOVERY_CAUSE_SECONDS if self.recovers else CAUSE_SECONDS
+
+            def enough() -> bool:
+                # The cause may be in another pod.
+                return not self.cause_is_to_come(moving=moving) or self.told() is not None
+
+            if self.cause_is_to_come(moving=moving) and self.wait(seconds, enough):
+                return True
+        may_save = _may_save(ending)
+        if not (self.saves and _saved(ranks)) and ending.end is not End.MOVED:
+            # Else all do, by agreement, and end by themselves.
+            ranks.end(save=may_save)
+        return self.wait(self.grace if may_save else min(self.grace, END_SECONDS))
+
+    def wait(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until no rank runs or ``enough()``, at most ``seconds``. True if a signal
+        interrupted the wait."""
+        end = time.monotonic() + seconds
+        while self.ranks.running and not enough():
+            left = end - time.monotonic()
+            try:
+                # With 0 left, still process events that have already happened.
+                event = self.events.get(timeout=min(max(0.0, left), REFRESH_SECONDS))
+            except Empty:
+                if left <= 0:
+                    return False
+                self.refresh()
+                continue
+            if isinstance(event, Signalled):
+                return True
+            self.ranks.note_exit(event.rank, event.status)
+        return False
 
 
 def loss_of(ending: Ending) -> Loss:
@@ -203,50 +333,6 @@ def loss_of(ending: Ending) -> Loss:
         error=ending.error[:LONGEST_LINE] if ending.error else None,
         waits=tuple(line[:LONGEST_LINE] for line in ending.waits[:MOST_WAITS]),
     )  # fmt: skip
-
-
-def _until_the_end(
-    ranks: RankSet,
-    events: Events,
-    refresh: Callable[[], None],
-    *,
-    deadline: float | None,
-    straggle: float,
-    saves: bool = False,
-    moves: Callable[[], bool] = lambda: False,
-    hung: Callable[[], str | None] = lambda: None,
-    told: Callable[[], Told | None] = lambda: None,
-) -> Ending:
-    first_done: float | None = None
-    while ranks.running:
-        try:
-            event = events.get(timeout=REFRESH_SECONDS)
-        except Empty:
-            refresh()
-            # Check time limits only without events: after a stall of this host, events come first.
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                return Ending(End.DEADLINE, "spec.activeDeadlineSeconds exceeded")
-            if first_done is not None and now >= first_done + straggle:
-                late = ", ".join(str(rank.position) for rank in ranks.running)
-                why = f"{late}: still running {straggle:g} s after others finished"
-                return Ending(End.FAILED, why)
-            if (word := told()) is not None:
-                return Ending(End.FAILED, word.reason, retry=True, told=True, hang=word.hang)
-            if (silence := hung()) is not None:
-                return Ending(End.FAILED, silence, retry=True, hang=True)
-            continue
-        if isinstance(event, Signalled):
-            return Ending(End.INTERRUPTED, event.number.name)
-        rank = ranks.note_exit(event.rank, event.status)
-        if saves and event.status == EXIT_SAVED:
-            return Ending(End.INTERRUPTED, "a rank got SIGTERM")
-        if _moved(rank) and moves():
-            return Ending(End.MOVED, "the ranks leave together", retry=True)
-        if event.status != 0:
-            return _failure(rank)
-        first_done = first_done or time.monotonic()
-    return Ending(End.COMPLETED)
 
 
 def _hang(ending: Ending, ranks: RankSet, stopped: list[RankProcess]) -> Ending:
@@ -263,61 +349,6 @@ def _hang(ending: Ending, ranks: RankSet, stopped: list[RankProcess]) -> Ending:
         # The one that they wait for is elsewhere.
         lost_peer=suspect is None,
     )
-
-
-def _cause(
-    ranks: RankSet,
-    killed: list[RankProcess],
-    *,
-    moving: bool = False,
-    early: Early = _nothing_known,
-) -> Ending | None:
-    """The failure that caused the others: of the ranks that failed by themselves, the first that
-    had not lost a peer; else the first that exited with code 0 before the last iteration; else the
-    first. ``moving``: see :func:`_cause_is_to_come`; ``early``: see :func:`supervise`."""
-    asked = (128 + signal.SIGTERM, -END_NOW)
-    # One that was asked to stop may have failed before: Python takes its time to end.
-    bad = [
-        r
-        for r in ranks.ended
-        if r not in killed
-        and r.status != 0
-        and not (moving and _moved(r))
-        and (r.status not in asked or _exception(r))
-    ]
-    cause = next((rank for rank in bad if _lost_wait(rank) is None), None)
-    if cause is None:
-        left, how_far = _first_to_leave(ranks, early)
-        # Where nobody counts iterations, it may have been done if no other one lost it.
-        if left is not None and (how_far or bad):
-            return _failure(left, how_far)
-    return _failure(cause or bad[0]) if bad else None
-
-
-def _first_to_leave(ranks: RankSet, early: Early) -> tuple[RankProcess | None, str]:
-    """The first rank that exited with code 0 before the last iteration, and how far it had come."""
-    for rank in ranks.ended:
-        how_far = early(ranks.ranks.index(rank)) if rank.status == 0 else None
-        if how_far is not None:
-            return rank, how_far
-    return None, ""
-
-
-def _cause_is_to_come(
-    ranks: RankSet,
-    *,
-    moving: bool = False,
-    early: Early = _nothing_known,
-) -> bool:
-    """Whether all failed ranks failed because they lost a peer, whose own failure is to come.
-    ``moving``: they were asked to leave together, and those that did have not failed. ``early``:
-    see :func:`supervise`."""
-    if _first_to_leave(ranks, early)[0] is not None:
-        return False
-    bad = [rank for rank in ranks.ended if rank.status != 0 and not (moving and _moved(rank))]
-    waits = [_lost_wait(rank) for rank in bad]
-    # A wait that reached its deadline lost no peer: the peer hangs, and will not exit.
-    return bool(waits) and all(wait and "the deadline is" not in wait for wait in waits)
 
 
 def _lost_wait(rank: RankProcess) -> str | None:
@@ -379,64 +410,6 @@ def _logged_exception(rank: RankProcess) -> str | None:
     return next((line.strip() for line in after if line.strip() and not line[0].isspace()), None)
 
 
-def _stop(
-    ending: Ending,
-    ranks: RankSet,
-    events: Events,
-    refresh: Callable[[], None],
-    *,
-    grace: float,
-    recovers: bool,
-    saves: bool = False,
-    moving: bool = False,
-    stopped: Sequence[RankProcess] = (),
-    early: Early = _nothing_known,
-    told: Callable[[], Told | None],
-) -> tuple[list[RankProcess], bool]:
-    """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
-    the user interrupted the wait."""
-    if ending.hang:
-        for rank in ranks.running:
-            if rank.prints_stacks:
-                rank.signal(signal.SIGQUIT)
-        if _wait(ranks, events, refresh, STACK_SECONDS):
-            return ranks.running, True
-        if stopped:
-            # These print theirs when they go on, and by then nobody may have to wait for them.
-            for rank in ranks.running:
-                if rank not in stopped:
-                    rank.signal(END_NOW)
-            # Each says what it waits for as it ends: that must not come before.
-            if _wait(
-                ranks, events, refresh, SAY_SECONDS,
-                enough=lambda: all(rank in stopped for rank in ranks.running),
-            ):  # fmt: skip
-                return ranks.running, True
-            for rank in stopped:
-                rank.signal(signal.SIGCONT)
-            if _wait(ranks, events, refresh, STACK_SECONDS):
-                return ranks.running, True
-    elif ending.end is End.FAILED:
-        if not recovers and _wait(ranks, events, refresh, NOTICE_SECONDS):
-            return ranks.running, True
-        seconds = RECOVERY_CAUSE_SECONDS if recovers else CAUSE_SECONDS
-
-        def to_come() -> bool:
-            return _cause_is_to_come(ranks, moving=moving, early=early)
-
-        # The cause may be in another pod.
-        if to_come() and _wait(
-            ranks, events, refresh, seconds, enough=lambda: not to_come() or told() is not None
-        ):
-            return ranks.running, True
-    may_save = _may_save(ending)
-    if not (saves and _saved(ranks)) and ending.end is not End.MOVED:
-        # Else all do, by agreement, and end by themselves.
-        ranks.end(save=may_save)
-    hurried = _wait(ranks, events, refresh, grace if may_save else min(grace, END_SECONDS))
-    return ranks.running, hurried
-
-
 def _may_save(ending: Ending) -> bool:
     """Whether the ranks may save before they end: none of them has failed."""
     return ending.end is not End.FAILED
@@ -448,33 +421,6 @@ def _moved(rank: RankProcess) -> bool:
 
 def _saved(ranks: RankSet) -> bool:
     return any(rank.status == EXIT_SAVED for rank in ranks.ended)
-
-
-def _wait(
-    ranks: RankSet,
-    events: Events,
-    refresh: Callable[[], None],
-    seconds: float,
-    *,
-    enough: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Wait until no rank runs or ``enough()``, at most ``seconds``. True if a signal interrupted
-    the wait."""
-    end = time.monotonic() + seconds
-    while ranks.running and not enough():
-        left = end - time.monotonic()
-        try:
-            # With 0 left, still process events that have already happened.
-            event = events.get(timeout=min(max(0.0, left), REFRESH_SECONDS))
-        except Empty:
-            if left <= 0:
-                return False
-            refresh()
-            continue
-        if isinstance(event, Signalled):
-            return True
-        ranks.note_exit(event.rank, event.status)
-    return False
 
 
 def _forget_exits(events: Events) -> None:

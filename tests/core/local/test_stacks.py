@@ -13,7 +13,7 @@ import pytest
 from pipemorph.api.mesh import MeshShape
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import Ending, Events, RankExited, supervise
+from pipemorph.local.processes.supervise import Ending, Events, RankExited, Supervision
 
 RANK = """
 import faulthandler, os, signal, socket, sys, threading, time
@@ -53,10 +53,10 @@ def test_a_stopped_rank_prints_its_stacks(tmp_path: Path) -> None:
         while not ranks.ranks[1].stopped:
             assert time.monotonic() < end, "it is not stopped"
             time.sleep(0.01)
-        found: Ending = supervise(
-            ranks, events, refresh=lambda: None, note=lambda _: None, grace=10.0, straggle=60.0,
-            recovers=True, hung=lambda: "no iteration was finished",
-        )  # fmt: skip
+        found: Ending = Supervision(
+            ranks, events, grace=10.0, straggle=60.0, recovers=True,
+            hung=lambda: "no iteration was finished",
+        ).run()  # fmt: skip
     reaper.close()
     assert found.hang and found.position == ranks.ranks[1].position
     assert "rank 1 (stage 1) is stopped, as by SIGSTOP" in found.waits

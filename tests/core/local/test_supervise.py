@@ -24,15 +24,10 @@ from pipemorph.local.processes.supervise import (
     Events,
     RankExited,
     Signalled,
+    Supervision,
     Told,
-    _cause,
-    _cause_is_to_come,
     _failure,
     _forget_exits,
-    _stop,
-    _until_the_end,
-    _wait,
-    supervise,
 )
 
 
@@ -56,15 +51,15 @@ def told(*events: RankExited | Signalled) -> Events:
 
 def test_ranks_that_stopped_in_time_are_not_killed(ranks: RankSet) -> None:
     events = told(RankExited(0, -15), RankExited(1, -15))
-    assert not _wait(ranks, events, lambda: None, 0.0)
+    assert not Supervision(ranks, events).wait(0.0)
     assert ranks.running == []
 
 
 def test_a_wait_ends_where_nothing_has_happened(ranks: RankSet) -> None:
     events = told(RankExited(1, -15))
-    assert not _wait(ranks, events, lambda: None, 0.0)
+    assert not Supervision(ranks, events).wait(0.0)
     assert [rank.position.rank for rank in ranks.running] == [0]
-    assert _wait(ranks, told(Signalled(signal.SIGINT)), lambda: None, 0.0)
+    assert Supervision(ranks, told(Signalled(signal.SIGINT))).wait(0.0)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +70,12 @@ def test_what_ranks_did_by_the_deadline_comes_first(
     ranks: RankSet, exits: list[tuple[int, int]], end: End
 ) -> None:
     events = told(*(RankExited(*each) for each in exits))
-    ended = _until_the_end(ranks, events, lambda: None, deadline=time.monotonic() - 1, straggle=0.0)
+    ended = Supervision(ranks, events, deadline=time.monotonic() - 1).until_the_end()
     assert ended.end is end, ended
 
 
 def test_one_that_goes_on_too_long_after_the_first_is_named(ranks: RankSet) -> None:
-    ended = _until_the_end(ranks, told(RankExited(0, 0)), lambda: None, deadline=None, straggle=0.0)
+    ended = Supervision(ranks, told(RankExited(0, 0))).until_the_end()
     assert ended.reason == "rank 1 (stage 1): still running 0 s after others finished"
 
 
@@ -89,7 +84,7 @@ def test_ranks_end_when_those_of_another_pod_have(ranks: RankSet) -> None:
         return Told("rank 7 was killed")
 
     events = Events()
-    ended = _until_the_end(ranks, events, lambda: None, deadline=None, straggle=9.0, told=told)
+    ended = Supervision(ranks, events, straggle=9.0, told=told).until_the_end()
     assert (ended.end, ended.reason, ended.retry) == (End.FAILED, "rank 7 was killed", True)
     assert ended.told and ended.position is None and ended.error is None
 
@@ -99,9 +94,9 @@ def test_the_rank_that_refuses_a_batch_is_blamed(ranks: RankSet, tmp_path: Path)
     why = "step() of iteration 3 is refused on all ranks: rank 1 (stage 1): the stage raised E"
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\nBatchError: {why}\n")
     ranks.note_exit(0, 1)
-    assert _cause_is_to_come(ranks)
+    assert Supervision(ranks, Events()).cause_is_to_come()
     ranks.note_exit(1, 1)
-    ending = _cause(ranks, [])
+    ending = Supervision(ranks, Events()).cause()
     assert ending is not None and ending.position is not None
     assert ending.position.rank == 1 and ending.error == f"BatchError: {why}"
     assert ending.retry and not ending.lost_peer
@@ -117,9 +112,8 @@ def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: RankSet, tmp_pat
     stopped: list[bool] = []
     ranks.end = lambda *, save: stopped.append(save)  # type: ignore[method-assign]
     began = time.monotonic()
-    common = {"grace": 0.0, "recovers": True}
     word = Told("rank 7 was killed")
-    _stop(ending, ranks, Events(), lambda: None, told=lambda: word, **common)  # type: ignore[arg-type]
+    Supervision(ranks, Events(), recovers=True, told=lambda: word).stop(ending)
     assert stopped == [False] and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
 
 
@@ -163,12 +157,13 @@ def test_the_first_rank_that_left_is_the_cause(
     for rank, status, text in exits:
         (tmp_path / f"log-{rank}").write_text(text)
         made.note_exit(rank, status)
-    found = _cause(made, [], early=watch.early)
+    supervision = Supervision(made, Events(), early=watch.early)
+    found = supervision.cause()
     named = found and found.reason.replace(" iterations", "")
     assert named == (reason and f"rank {reason[0]} (stage {reason[0]}){reason[1:]}")
     assert found is None or (found.retry and found.status != 0)
     left = any(status == 0 and counts[rank] < 12 for rank, status, _ in exits)
-    assert not (left and _cause_is_to_come(made, early=watch.early)), "it is not waited for"
+    assert not (left and supervision.cause_is_to_come()), "it is not waited for"
 
 
 def test_a_rank_that_waits_in_the_kernel_is_named_and_ends_nothing(
@@ -186,9 +181,7 @@ def test_a_rank_that_waits_in_the_kernel_is_named_and_ends_nothing(
     monkeypatch.setattr(ranks, "settle", lambda seconds: None)
     events.put(RankExited(0, -9))
     events.put(Signalled(signal.SIGTERM))
-    ending = supervise(
-        ranks, events, refresh=lambda: None, note=lambda _: None, grace=0.0, straggle=0.0
-    )
+    ending = Supervision(ranks, events).run()
     assert ending.reason == "rank 0 (stage 0) was killed by SIGKILL"
     assert ending.details[-1].startswith("rank 1 (stage 1) does not end on SIGKILL: process ")
     assert ranks.ranks[0].status == -9 and ranks.stuck == [ranks.ranks[1]]
@@ -251,10 +244,9 @@ def test_how_ranks_end_that_are_asked_to(
 ) -> None:
     assert EXIT_SAVED == 75
     ranks = Asked(tmp_path / "log")
-    found = supervise(
-        ranks, told(*events), refresh=lambda: None, note=lambda _: None, grace=60.0, straggle=60.0,
-        recovers=True, saves=saves,
-    )  # fmt: skip
+    found = Supervision(
+        ranks, told(*events), grace=60.0, straggle=60.0, recovers=True, saves=saves
+    ).run()
     assert (found.end, found.saved, ranks.asked) == expected, found
 
 
@@ -273,10 +265,9 @@ def test_ranks_leave_for_other_places_only_if_they_were_asked_to(
     assert EXIT_MOVES == 76
     ranks = Asked(tmp_path / "log")
     events = told(*(RankExited(rank, status) for rank, status in enumerate(exits)))
-    found = supervise(
-        ranks, events, refresh=lambda: None, note=lambda _: None, grace=60.0, straggle=60.0,
-        recovers=True, moves=lambda: asked,
-    )  # fmt: skip
+    found = Supervision(
+        ranks, events, grace=60.0, straggle=60.0, recovers=True, moves=lambda: asked
+    ).run()
     assert found.end is end, found
     if not asked:
         assert (found.status, found.reason) == (76, "rank 0 (stage 0) exited with code 76")
@@ -289,9 +280,11 @@ def test_a_rank_that_left_has_not_failed(ranks: RankSet, tmp_path: Path) -> None
     (tmp_path / "own").write_text(f"Traceback (most recent call last):\n{lost}\n")
     ranks.note_exit(0, EXIT_MOVES)
     ranks.note_exit(1, 1)
-    assert _cause_is_to_come(ranks, moving=True)
-    assert not _cause_is_to_come(ranks)
-    assert [_cause(ranks, [], moving=moving).status for moving in (True, False)] == [1, EXIT_MOVES]  # type: ignore[union-attr]
+    supervision = Supervision(ranks, Events())
+    assert supervision.cause_is_to_come(moving=True)
+    assert not supervision.cause_is_to_come()
+    causes = [supervision.cause(moving=moving) for moving in (True, False)]
+    assert [cause and cause.status for cause in causes] == [1, EXIT_MOVES]
 
 
 # --- waits for processes --------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from pipemorph.local.processes.supervise import (
     End,
     Ending,
     Events,
+    Supervision,
     loss_of,
-    supervise,
 )
 from pipemorph.wire import GenerationState
 from pipemorph_trainer.launcher.meeting import Meeting, ingest_client
@@ -187,7 +187,7 @@ class PodSite:
 
     def _supervise(self, ranks: RankSet, life: Life) -> Ending:
         meeting = self.meeting
-        return supervise(
+        return Supervision(
             ranks, self.events, note=note, grace=self.grace,
             refresh=lambda: None if meeting is None else self._look(meeting, life.generation),
             straggle=self.pod.job.spec.transport.deadline_seconds,
@@ -197,7 +197,7 @@ class PodSite:
             hung=self.hangs.look, early=self.hangs.early,
             told=lambda: None if meeting is None else meeting.over(life.generation),
             on_failure=lambda ending: self._tell(life, ending),
-        )  # fmt: skip
+        ).run()  # fmt: skip
 
     def is_over(self) -> bool:
         return self.interrupts.received is not None
