@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import prepared_processes
+from manifests import manifest_of
 
 STAGES, MICROBATCHES = 4, 12
 ITERATIONS = 30
@@ -31,8 +32,7 @@ class Done:
 
     @property
     def report(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.out / "report.json").read_text())
-        return content
+        return json.loads((self.out / "report.json").read_text())
 
     def __str__(self) -> str:
         logs = sorted((self.out / "logs").glob("*.log"))
@@ -46,12 +46,7 @@ def manifest(**spec: Any) -> dict[str, Any]:
         "emulation": {"stageTimes": [TIMES], "messageBytes": 16384, "standsForBytes": 1 << 24},
         "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
     }
-    return {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "emulated"},
-        "spec": base | spec,
-    }
+    return manifest_of(base | spec, "emulated")
 
 
 def command(folder: Path, job: dict[str, Any]) -> list[str]:

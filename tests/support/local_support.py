@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import prepared_processes
+from manifests import manifest_of
 from waiting import until
 
 T = TypeVar("T")
@@ -148,12 +149,7 @@ class LocalRun:
                 "args": args,
             },
         }
-        return {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": "fake"},
-            "spec": spec | self.spec,
-        }
+        return manifest_of(spec | self.spec, "fake")
 
     @property
     def out(self) -> Path:
@@ -195,8 +191,7 @@ class LocalRun:
 
     def seen_by(self, rank: int, attempt: int = 0) -> dict[str, Any]:
         path = self.folder / "meeting" / str(attempt) / f"rank-{rank}"
-        content: dict[str, Any] = json.loads(path.read_text())
-        return content
+        return json.loads(path.read_text())
 
     def finish(self, *extra: str) -> tuple[int, str]:
         """Run it to its end: exit status and output."""
@@ -213,8 +208,7 @@ class LocalRun:
         return done.returncode, done.stdout + done.stderr
 
     def report(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.out / "report.json").read_text())
-        return content
+        return json.loads((self.out / "report.json").read_text())
 
     def processes(self) -> list[int]:
         """Every process on this machine that descends from this run, zombies aside."""

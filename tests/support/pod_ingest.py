@@ -7,7 +7,6 @@ iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost 
 an iteration, and the layout that it asks for once that is finished; what ranks are asked to leave
 for is in ``FOLDER/asked.jsonl``. If there is ``FOLDER/dies-at-a-move``, it is killed
 when ranks have left for another layout and nobody knows it but it.
-While there is ``FOLDER/decides`` it decides itself.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from pipemorph.api.running import Running
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control import JobController
-from pipemorph.control.decide.layouts.moves import Moves
 from pipemorph.control.generations import Generations
 from pipemorph.ingest import (
     BearerAuthenticator,
@@ -35,10 +32,8 @@ from pipemorph.ingest import (
     Identity,
     IngestServer,
     MemoryStore,
-    PlannerPool,
 )
 from pipemorph.wire import LinkHealthReport
-from pipemorph_operator.ingest.moving import LayoutMoves
 
 
 class PodTokens:
@@ -53,22 +48,6 @@ class PodTokens:
         of_job, _, uid = token.rpartition("/")
         await self._of_job.authenticate(of_job, namespace, job, source)
         return Identity(f"pod {uid}", uid)
-
-
-@dataclass
-class Decided:
-    """The job as it is decided on its layout."""
-
-    controllers: list[JobController]
-    generations: Generations
-    moves: Moves
-
-    @property
-    def controller(self) -> JobController:
-        return self.controllers[0]
-
-    def moving(self, namespace: str, job: str) -> Decided:
-        return self
 
 
 class Kept:
@@ -158,16 +137,8 @@ async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
             store.add(*key, controllers[0])
         kept.write()
 
-    desk, planner = GenerationDesk(kept, on_change=changed), PlannerPool(1)
-    moves = Moves(job.spec, kept.of_job, print, time.monotonic)
-    layouts = LayoutMoves(Decided(controllers, kept.of_job, moves), desk, planner.search)
-
-    def taken(namespace: str, name: str) -> None:
-        if (folder / "decides").exists():
-            layouts.reported(namespace, name)
-
-    async with IngestServer(store, PodTokens(token), port=port, desk=desk) as server:
-        server.handler.on_taken = taken
+    desk = GenerationDesk(kept, on_change=changed)
+    async with IngestServer(store, PodTokens(token), port=port, desk=desk):
         print("serving", flush=True)
         while True:
             # As a watch brings it.

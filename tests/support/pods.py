@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import free_port
+from manifests import manifest_of
 from prepared_processes import PreparedProcess
 
 from pipemorph.api.spec import JobSpec
@@ -72,29 +73,23 @@ class Job:
         self.port, store = free_port(), free_port()
         (folder / "train.py").write_text(script)
         job = {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": "pods"},
-            "spec": {
-                "parallelism": {
-                    "stages": 2,
-                    "replicas": size,
-                    "ranksPerPod": size,
-                    "order": order or ["pp", "dp_replicate"],
-                },
-                "schedule": {"microbatches": 4},
-                "trainer": {
-                    "command": ["python", str(folder / "train.py")],
-                    "iterations": iterations,
-                    "args": ({"pause": 0.1} if script is SCRIPT else {}) | args,
-                },
-                "transport": {"deadlineSeconds": 30},
-                "failurePolicy": {"maxRestarts": restarts},
-                **(spec or {}),
+            "parallelism": {
+                "stages": 2,
+                "replicas": size,
+                "ranksPerPod": size,
+                "order": order or ["pp", "dp_replicate"],
             },
-        }
-        (folder / "job.json").write_text(json.dumps(job))
-        cut = JobSpec.model_validate(job["spec"]).parallelism
+            "schedule": {"microbatches": 4},
+            "trainer": {
+                "command": ["python", str(folder / "train.py")],
+                "iterations": iterations,
+                "args": ({"pause": 0.1} if script is SCRIPT else {}) | args,
+            },
+            "transport": {"deadlineSeconds": 30},
+            "failurePolicy": {"maxRestarts": restarts},
+        } | (spec or {})
+        (folder / "job.json").write_text(json.dumps(manifest_of(job, "pods")))
+        cut = JobSpec.model_validate(job).parallelism
         (folder / "engine").write_text("5" * 64)
         self._env = {
             **os.environ,

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from manifests import job_of
+
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.observe.events import Event
 from pipemorph.local.processes.supervise import End, Ending
@@ -29,14 +31,7 @@ def job(**spec: Any) -> PipeMorphJob:
         "schedule": {"microbatches": MICROBATCHES},
         "trainer": {"module": "m", "iterations": 40},
     }
-    return PipeMorphJob.model_validate(
-        {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": "j"},
-            "spec": base | spec,
-        }
-    )
+    return job_of(base | spec, "j")
 
 
 def emulated(**spec: Any) -> PipeMorphJob:

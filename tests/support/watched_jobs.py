@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from manifests import job_of
+
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import JobState, TrainingStatus
 from pipemorph.api.status_links import SlowLink
@@ -30,21 +32,17 @@ Case = Literal["healthy", "slow", "adapted", "recovered", "recovering", "failed"
 
 def job(stages: int, microbatches: int, iterations: int = 100, replicas: int = 1) -> PipeMorphJob:
     times = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
-    return PipeMorphJob.model_validate(
+    return job_of(
         {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": f"job-of-{stages}"},
-            "spec": {
-                "parallelism": {"stages": stages, "replicas": replicas},
-                "schedule": {
-                    "microbatches": microbatches,
-                    "stageTimes": [times] * stages,
-                    "activationMemory": ROOM,
-                },
-                "trainer": {"module": "train", "iterations": iterations},
+            "parallelism": {"stages": stages, "replicas": replicas},
+            "schedule": {
+                "microbatches": microbatches,
+                "stageTimes": [times] * stages,
+                "activationMemory": ROOM,
             },
-        }
+            "trainer": {"module": "train", "iterations": iterations},
+        },
+        f"job-of-{stages}",
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import prepared_processes
 import pytest
+from manifests import manifest_of
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipemorph.errors import InputError
@@ -25,14 +26,7 @@ def job(stages: object = 2) -> str:
         "schedule": {"microbatches": 2},
         "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": 1},
     }
-    return json.dumps(
-        {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": "job"},
-            "spec": spec,
-        }
-    )
+    return json.dumps(manifest_of(spec))
 
 
 @pytest.fixture

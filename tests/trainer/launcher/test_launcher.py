@@ -12,23 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import manifest_of
 from prepared_processes import PreparedProcess
 
 from pipemorph_trainer.launcher import __main__ as launcher_main
 from pipemorph_trainer.preflight import EXIT_UNFIT
 
 DEADLINE, ITERATIONS = 60.0, 3
-JOB = {
-    "apiVersion": "pipemorph.io/v1alpha1",
-    "kind": "PipeMorphJob",
-    "metadata": {"name": "pods"},
-    "spec": {
+JOB = manifest_of(
+    {
         "parallelism": {"stages": 4, "replicas": 1, "ranksPerPod": 2},
         "schedule": {"microbatches": 4},
         "trainer": {"module": "a.b", "preload": ["fractions"], "iterations": ITERATIONS},
         "transport": {"deadlineSeconds": 30},
-    },
-}
+    }
+)
 
 
 def launcher(
@@ -124,7 +122,6 @@ print("ready")
 time.sleep(300)
 """
     pod = launcher(tmp_path, script)
-    assert pod.stdout is not None
     ready = [pod.stdout.readline() for _ in range(2)]
     assert sorted(ready) == ["[rank 2] ready\n", "[rank 3] ready\n"]
     began = time.monotonic()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -33,7 +32,6 @@ from pipemorph_trainer.state.kept.keeper import Keeper
 context = TrainerContext.from_env()
 here, generation, rank = Path(__file__).parent, context.generation, context.rank
 how = context.args["how"]
-LAYER_SECONDS = 0.02
 
 def killed(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -61,9 +59,6 @@ class Stage(nn.Module):
             self.layers[str(number)] = nn.Linear(8, 8)
 
     def forward(self, x):
-        if how == "sleeping":
-            slow = context.coordinate().stage == 1 and (here / "slow").exists()
-            time.sleep(LAYER_SECONDS * len(self.layers) * (2 if slow else 1))
         for layer in self.layers.values():
             x = x + torch.tanh(layer(x))
         return x
@@ -101,12 +96,8 @@ with Pipeline(build, context=context, optimizer=optimizer, loss_fn=loss_fn) as p
         draw = torch.Generator().manual_seed(100 * pipe.iteration + context.coordinate().replica)
         batch = torch.randn(16, 8, generator=draw)
         pipe.optimizer.zero_grad()
-        began = time.monotonic()
         pipe.step(batch, target=batch.flip(1))
         pipe.optimizer.step()
-        if rank == 0:
-            with (here / f"took-{generation}").open("a") as file:
-                print(time.monotonic() - began, file=file)
 """
 
 
@@ -114,9 +105,7 @@ class LayersJob(Job):
     """Two pods have a stage each, of two replicas, unless a pod has a whole ``replica``. ``how``:
     where a rank is killed, see the script."""
 
-    def __init__(
-        self, folder: Path, *, replica: bool = False, how: str = "", iterations: int = ITERATIONS
-    ) -> None:
+    def __init__(self, folder: Path, *, replica: bool = False, how: str = "") -> None:
         cut = {"stages": 2, "replicas": 2, "ranksPerPod": 2, "layers": TOTAL}
         self.order = ["dp_replicate", "pp"] if replica else ["pp", "dp_replicate"]
         spec = {
@@ -124,14 +113,9 @@ class LayersJob(Job):
             "recovery": {"neighbour": not replica},
             "adaptation": {"relayout": True},
         }
+        args = {"layers": TOTAL, "how": how}
         super().__init__(
-            folder,
-            iterations=iterations,
-            restarts=5,
-            spec=spec,
-            script=SCRIPT,
-            layers=TOTAL,
-            how=how,
+            folder, iterations=ITERATIONS, restarts=5, spec=spec, script=SCRIPT, **args
         )
 
     def at(self, what: str, generation: int, done: int) -> Path:
@@ -155,11 +139,6 @@ class LayersJob(Job):
     def pods_of(self, generation: int) -> list[int]:
         """By rank, the pod that runs it."""
         return [int((self.folder / f"pod-{generation}-{rank}").read_text()) for rank in range(4)]
-
-    def took(self, generation: int) -> list[float]:
-        """Seconds of each iteration of a generation, as rank 0 has them."""
-        file = self.folder / f"took-{generation}"
-        return [float(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def on_trial(self, generation: int, layers: Sequence[int]) -> None:
         """Wait until the ranks of a generation, with layers on trial, are held."""
@@ -214,16 +193,6 @@ def ended(job: LayersJob, undisturbed: dict[int, float]) -> None:
         most = TRIAL_ITERATIONS + 1 if each.state == "neighbour" or changed else 0
         # Those that were followed by another loss have not recovered.
         assert (each.repeated or 0) <= most, each
-
-
-def went_back(job: LayersJob, began: bool, asked: dict[str, list[int]]) -> None:
-    """The layout of the beginning is in force, with the state that ranks left. If the one that was
-    ``asked`` for had begun, it is not tried again."""
-    told = job.recoveries()
-    assert (told.layers, told.places, told.layout_before, told.count) == ([], [], None, 1)
-    assert told.last[-1].state == "kept", told
-    failed = RankLayout.model_validate({"layers": OLD, "places": [0, 1, 2, 3], **asked})
-    assert told.layouts_refused == ([failed] if began else []), told
 
 
 def test_layers_move_to_another_pod_and_stay_with_the_place_of_a_lost_one(
@@ -327,68 +296,40 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
 
 
 @pytest.mark.soak
-def test_a_stage_that_becomes_slow_gets_fewer_layers_by_decision(
-    started: Any, undisturbed: dict[int, float]
-) -> None:
-    """Nobody asks for it: the ingest looks at what is reported. A layer takes 20 ms of a
-    microbatch, and twice as long on stage 1 from some time on."""
-    job = started(how="sleeping", iterations=1000)
-    for name in ("hurry", "decides"):
-        (job.folder / name).touch()
-    job.wait_for_iterations(5)
-    (job.folder / "slow").touch()
-    even = len(job.took(0))
-    job.wait("the ranks go on with other layers", lambda: job.recovered(1))
-    job.wait("the new layers count", lambda: job.recoveries().layout_before is None)
-    told = job.recoveries()
-    assert (told.layers, told.last[0].layers, told.count) == (NEW, NEW, 0), job
-    assert job.has(1, NEW)
-    job.wait("some iterations more", lambda: len(job.took(1)) >= 6)
-    slow, now = median(job.took(0)[even + 1 :]), median(job.took(1)[1:])
-    print(f"an iteration took {slow:.3f} s and takes {now:.3f} s; {told.last[0].seconds} s between")
-    assert now < 0.9 * slow
-    both = job.iterations().keys() & undisturbed.keys()
-    assert len(both) > 10
-    assert {each: job.iterations()[each] for each in both} == {
-        each: undisturbed[each] for each in both
-    }
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("how", "built"),
+    ("asked", "how", "built"),
     [
-        ("copying", [OLD, OLD]),
-        ("lending", [OLD, NEW, OLD]),
-        ("borrowing", [OLD, NEW, OLD]),
-        ("composing", [OLD, NEW, OLD]),
-        ("keeping the new part", [OLD, NEW, OLD]),
-        ("refusing to build", [OLD, None, OLD]),
+        ("layers", "copying", [OLD, OLD]),
+        ("layers", "lending", [OLD, NEW, OLD]),
+        ("layers", "borrowing", [OLD, NEW, OLD]),
+        ("layers", "composing", [OLD, NEW, OLD]),
+        ("layers", "keeping the new part", [OLD, NEW, OLD]),
+        ("layers", "refusing to build", [OLD, None, OLD]),
+        ("places", "copying", [OLD, OLD]),
+        ("places", "sending", [OLD, OLD, OLD]),
+        ("places", "borrowing", [OLD, OLD, OLD]),
     ],
 )
-def test_wherever_a_rank_fails_the_old_layers_go_on(
-    started: Any, undisturbed: dict[int, float], how: str, built: list[list[int] | None]
+def test_wherever_a_rank_fails_the_old_layout_goes_on(
+    started: Any,
+    undisturbed: dict[int, float],
+    asked: str,
+    how: str,
+    built: list[list[int] | None],
 ) -> None:
-    job = started(how=how)
-    job.ask(NEW, after=3)
-    job.wait("the ranks go on", lambda: job.recovered(len(built) - 1))
+    job, layout = started(how=how), {asked: NEW if asked == "layers" else [0, 2, 1, 3]}
+    job.ask(layout, after=3)
+    last = len(built) - 1
+    job.wait("the ranks go on", lambda: job.recovered(last))
     for generation, layers in enumerate(built):
         assert job.has(generation, layers or NEW) is (layers is not None)
-    went_back(job, len(built) > 2, {"layers": NEW})
-    ended(job, undisturbed)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["copying", "sending", "borrowing"])
-def test_wherever_a_rank_fails_the_old_places_go_on(
-    started: Any, undisturbed: dict[int, float], how: str
-) -> None:
-    job, places = started(how=how), [0, 2, 1, 3]
-    job.ask({"places": places}, after=3)
-    last = 1 if how == "copying" else 2
-    job.wait("the ranks go on", lambda: job.recovered(last))
     assert job.pods_of(last) == [0, 0, 1, 1]
-    went_back(job, last > 1, {"places": places})
+    told = job.recoveries()
+    assert (told.layers, told.places, told.layout_before, told.count) == ([], [], None, 1)
+    assert told.last[-1].state == "kept", told
+    # One that had begun is not tried again.
+    failed = RankLayout.model_validate({"layers": OLD, "places": [0, 1, 2, 3], **layout})
+    assert told.layouts_refused == ([failed] if last > 1 else []), told
     ended(job, undisturbed)
 
 

@@ -6,12 +6,15 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from launch import free_port
+from manifests import job_of
+from waiting import until
 
 from pipemorph.api.layout import RankLayout
 from pipemorph.api.spec import PipeMorphJob
@@ -64,9 +67,14 @@ class Answers(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
+def newest(host: Answers) -> dict[str, Any]:
+    """The last word that it was told."""
+    return json.loads(host.asked[-1][1])
+
+
 @pytest.fixture
-def notes() -> Iterator[list[str]]:
-    yield []
+def notes() -> list[str]:
+    return []
 
 
 def meeting(
@@ -82,6 +90,18 @@ def meeting(
     )
     assert client.base == f"{url}/v1/jobs/a/b/generation"
     return Meeting(client, 1, 0, notes.append, runs)
+
+
+def job_with(**parallelism: int) -> PipeMorphJob:
+    return job_of(
+        {
+            "parallelism": {"stages": 2, **parallelism},
+            "schedule": {"microbatches": 4},
+            "trainer": {"module": "m", "iterations": 7},
+            "failurePolicy": {"maxRestarts": 1},
+            "adaptation": {"relayout": "layers" in parallelism},
+        }
+    )
 
 
 def test_without_an_ingest_the_wait_has_an_end_and_says_so(
@@ -113,10 +133,7 @@ def test_what_nobody_says_again_is_said_until_it_is_heard(tmp_path: Path, notes:
     host = Answers(500, {"error": "internal error"})
     pod = meeting(tmp_path, host.server_address[1], notes)
     pod.resumed(3, ResumedFrom(iteration=7, rung="kept"))
-    end = time.monotonic() + 30
-    while len(host.asked) < 3:
-        assert time.monotonic() < end, f"said {len(host.asked)} times"
-        time.sleep(0.01)
+    until(lambda: len(host.asked) >= 3, "it is said three times")
     assert {json.loads(text)["resumed"]["iteration"] for _, text in host.asked} == {7}
 
 
@@ -177,46 +194,30 @@ def test_a_launcher_passes_on_why_ranks_stay_and_asks_them_again(
 ) -> None:
     asks = GenerationState(attempt=0, generation=1, left_out=(1,), leave=True)
     host = Answers(200, asks.model_dump())
-    job = PipeMorphJob.model_validate(
-        {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": "gpt"},
-            "spec": {
-                "parallelism": {"stages": 2, "replicas": 2, "minReplicas": 1},
-                "schedule": {"microbatches": 4},
-                "trainer": {"module": "m", "iterations": 7},
-                "failurePolicy": {"maxRestarts": 1},
-            },
-        }
-    )
-    pod, kept = Pod(job, 0, (0,), kept_dir=tmp_path), KeptFolder(tmp_path)
+    pod = Pod(job_with(replicas=2, minReplicas=1), 0, (0,), kept_dir=tmp_path)
+    kept = KeptFolder(tmp_path)
     told, asked = meeting(tmp_path, host.server_address[1], notes), tmp_path / leave_file(1)
     with Interrupts(SimpleQueue()) as interrupts:
         site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, told, environ={})
     told.watch(1)
 
-    def until(found: Callable[[], bool]) -> None:
-        end = time.monotonic() + 30
-        while not found():
-            assert time.monotonic() < end, host.asked
-            site._look(told, 1)
-            time.sleep(0.01)
+    def look(what: str, found: Callable[[], bool]) -> None:
+        until(lambda: (site._look(told, 1), found())[1], what)
 
-    until(asked.exists)
+    look("the ranks are asked", asked.exists)
     host.state["leave"] = False
     asked.unlink()
     (tmp_path / stay_file(1)).write_text("rank 2: it keeps no state")
-    until(lambda: bool(host.asked))
+    look("a word", lambda: bool(host.asked))
     said = json.loads(host.asked[0][1])
     assert (said["event"], said["why"]) == ("stays", "rank 2: it keeps no state")
     assert kept.stay(1) is None, "said once"
-    until(lambda: told.leaves(1) is None)
+    look("nobody asks any more", lambda: told.leaves(1) is None)
     asked.unlink(missing_ok=True)
     site._look(told, 1)
     assert not asked.exists()
     host.state["leave"] = True
-    until(asked.exists)
+    look("the ranks are asked again", asked.exists)
 
 
 def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_have(
@@ -224,60 +225,39 @@ def test_a_launcher_asks_its_ranks_to_leave_for_other_layers_and_says_that_they_
 ) -> None:
     asks = GenerationState(attempt=0, generation=1, leave=True, leave_for=NEW)
     host = Answers(200, asks.model_dump())
-    job = PipeMorphJob.model_validate(
-        {
-            "apiVersion": "pipemorph.io/v1alpha1",
-            "kind": "PipeMorphJob",
-            "metadata": {"name": "gpt"},
-            "spec": {
-                "parallelism": {"stages": 2, "layers": 6},
-                "schedule": {"microbatches": 4},
-                "trainer": {"module": "m", "iterations": 7},
-                "failurePolicy": {"maxRestarts": 1},
-                "adaptation": {"relayout": True},
-            },
-        }
-    )
-    pod, life = Pod(job, 1, (1,), kept_dir=tmp_path), Life(generation=1)
+    pod = Pod(job_with(layers=6), 1, (1,), kept_dir=tmp_path)
+    life = Life(generation=1)
     told, asked = meeting(tmp_path, host.server_address[1], notes), tmp_path / leave_file(1)
     with Interrupts(SimpleQueue()) as interrupts:
         site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, told, environ={})
         site.hangs.finished = 9
         told.watch(1)
-        end = time.monotonic() + 30
-        while not asked.exists():
-            assert time.monotonic() < end, host.asked
-            site._look(told, 1)
-            time.sleep(0.01)
+        until(lambda: (site._look(told, 1), asked.exists())[1], "the ranks are asked")
         assert json.loads(asked.read_text()) == [4, 2]
         following = {"generation": 2, "leave": False, "leave_for": FIRST, "layout": NEW}
         host.state = asks.model_copy(update=following | {"layout_before": FIRST}).model_dump()
         assert site.agree(life, Ending(End.MOVED)) == Life(generation=2, layout=NEW)
-        said = json.loads(host.asked[-1][1])
+        said = newest(host)
         assert (said["event"], said["finished"]) == ("gone", 9)
         assert said["left_for"] == {"layers": [4, 2]}
         assert "reached" not in said, "ranks of this life have not said how far they came"
         # The next word says what runs now.
         told.stays(2, "rank 2: it keeps no state")
-        while json.loads(host.asked[-1][1])["event"] != "stays":
-            time.sleep(0.01)
-        said = json.loads(host.asked[-1][1])
+        until(lambda: newest(host)["event"] == "stays", "the next word")
+        said = newest(host)
         assert (said["layout"], said["layout_before"]) == ({"layers": [4, 2]}, {})
         # Without room for a file the ranks go on, and so does the launcher.
         host.state = asks.model_dump()
         site.requests = LeaveRequests(KeptFolder(tmp_path / "gone"), told, notes.append)
         told.watch(1)
-        end, said = time.monotonic() + 30, {}
-        while "they cannot be told" not in said.get("why", ""):
-            assert time.monotonic() < end, host.asked
-            site._look(told, 1)
-            time.sleep(0.01)
-            said = json.loads(host.asked[-1][1])
+        why = "they cannot be told"
+        until(lambda: (site._look(told, 1), why in newest(host).get("why", ""))[1], why)
+        said = newest(host)
         assert (said["event"], said["generation"]) == ("stays", 1)
         host.state = asks.model_copy(update={"generation": 3, "leave": False}).model_dump()
         # One in which ranks have failed has not left.
         assert isinstance(site.agree(life, Ending(End.FAILED, "rank 1 failed")), Life)
-        assert "left_for" not in json.loads(host.asked[-1][1])
+        assert "left_for" not in newest(host)
     env = site._changed(tmp_path, Life(generation=2, layout=NEW))
     assert env == {"PIPEMORPH_LAYERS": "[4, 2]", "PIPEMORPH_PLACES": "[0, 1]"}
 
@@ -295,13 +275,10 @@ def test_a_launcher_hears_that_layers_count_while_its_ranks_run(
         """What it says of its layers once it has asked, as its ranks run."""
         host.state["generation"] = generation
         pod.watch(1)
-        told, end = len(host.polls), time.monotonic() + 30
-        while len(host.polls) < told + 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        told = len(host.polls)
+        until(lambda: len(host.polls) >= told + 3, "it has asked")
         pod.failed(1, Loss(reason="rank 1 exited with code 1", at=1.0))
-        while json.loads(host.asked[-1][1])["event"] != "failed":
-            time.sleep(0.01)
+        until(lambda: newest(host)["event"] == "failed", "it says so")
         return json.loads(host.asked.pop()[1]).get("layout_before")
 
     assert says(1) == {}

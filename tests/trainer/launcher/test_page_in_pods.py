@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launch import free_port
+from manifests import manifest_of
 from pods import Job
 from prepared_processes import EXECUTE
 
@@ -137,16 +138,12 @@ def test_viewers_see_the_end_of_a_job_without_iterations(
 ) -> None:
     """The real process, without ranks."""
     (tmp_path / "page").mkdir()
-    job = {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "gpt", "namespace": "team"},
-        "spec": {
-            "parallelism": {"stages": STAGES},
-            "schedule": {"microbatches": 4},
-            "trainer": {"module": "m", "iterations": 9},
-        },
+    spec = {
+        "parallelism": {"stages": STAGES},
+        "schedule": {"microbatches": 4},
+        "trainer": {"module": "m", "iterations": 9},
     }
+    job = manifest_of(spec, namespace="team")
     (tmp_path / "job.json").write_text(json.dumps(job))
     monkeypatch.setenv("PIPEMORPH_JOB_FILE", str(tmp_path / "job.json"))
     monkeypatch.setenv(EXECUTE, "1")
@@ -166,13 +163,3 @@ def test_viewers_see_the_end_of_a_job_without_iterations(
         last = view()
     assert last.status.state == "Failed" and "rank 3 was killed by SIGKILL" in last.story[0][1]
     ends.join()
-
-
-def test_a_page_that_was_killed_starts_again(watched: Watched) -> None:
-    """As where memory is short. The ranks do not notice."""
-    watched.until("ops of an iteration", lambda view: view.measured is not None)
-    (first,) = watched.pages()
-    os.kill(int(first.name), signal.SIGKILL)
-    watched.until("another page", lambda view: view.measured is not None)
-    assert watched.pages() != [first]
-    assert watched.job.recoveries().count == 0

@@ -118,21 +118,6 @@ def test_a_pod_that_is_asked_to_end_saves_and_the_others_go_on(
 
 
 @pytest.mark.soak
-def test_all_pods_that_are_asked_to_end_do_not_wait_for_each_other(
-    pod_jobs: Start, tmp_path: Path
-) -> None:
-    """As when the job is suspended: the second one is asked while it waits for the first."""
-    saves = {"checkpoint": {"directory": str(tmp_path / "saved"), "every": 100}}
-    job = pod_jobs("suspended", spec=saves)
-    job.wait_for_iterations(5)
-    job.pods[1].terminate()
-    job.wait("pod 0 waits", lambda: "the ranks saved and ended with those" in job.log("pod-0"))
-    job.pods[0].terminate()
-    assert job.ends() == [75, 75], job
-    assert job.recoveries().count == 0, job
-
-
-@pytest.mark.soak
 def test_an_ingest_that_is_replaced_meanwhile_counts_on(
     pod_jobs: Start, undisturbed_pods: dict[int, float]
 ) -> None:

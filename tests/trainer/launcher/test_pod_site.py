@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -12,9 +13,9 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from manifests import manifest_of
 
 from pipemorph.api.layout import RankLayout
-from pipemorph.api.spec import PipeMorphJob
 from pipemorph.exits import EXIT_SAVED, EXIT_SIGTERM
 from pipemorph.local.generations import Life
 from pipemorph.local.processes.interrupts import Interrupts
@@ -52,9 +53,7 @@ def pod_of(folder: Path, index: int, secret: str = "", **cut: Any) -> Pod:
         "trainer": {"module": "m", "iterations": 7},
         "failurePolicy": {"maxRestarts": 1},
     }
-    about = {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}
-    job = PipeMorphJob.model_validate({**about, "metadata": {"name": "gpt"}, "spec": spec})
-    (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
+    (folder / "job.json").write_text(json.dumps(manifest_of(spec)))
     given = {
         "PIPEMORPH_POD_INDEX": str(index),
         "LOCAL_WORLD_SIZE": "2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from manifests import manifest_of
 from pods import DEADLINE, Job
 
-from pipemorph.api.spec import PipeMorphJob
 from pipemorph.http_client import HttpClient
 from pipemorph.local.generations import Life
 from pipemorph.local.processes.interrupts import Interrupts
@@ -174,14 +175,7 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
         "trainer": {"module": "m", "iterations": 7},
         "failurePolicy": {"maxRestarts": 1},
     }
-    whole = {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "gpt", "namespace": "team"},
-        "spec": spec,
-    }
-    job = PipeMorphJob.model_validate(whole)
-    (tmp_path / "job.json").write_text(job.model_dump_json(by_alias=True))
+    (tmp_path / "job.json").write_text(json.dumps(manifest_of(spec, namespace="team")))
     given = {
         "PIPEMORPH_POD_INDEX": "4",
         "LOCAL_WORLD_SIZE": "1",

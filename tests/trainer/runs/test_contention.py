@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import manifest_of
 
 FACTOR = float(os.environ.get("PIPEMORPH_SOAK_FACTOR", "1"))
 FIRST_ITERATIONS = 30
@@ -31,9 +32,7 @@ def train(folder: Path, stages: int, iterations: int) -> tuple[dict[str, Any], s
             "args": {"width": 128, "heads": 4, "sequence": 128, "microbatch_size": 2},
         },
     }
-    kind = {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}
-    manifest = kind | {"metadata": {"name": "busy"}, "spec": spec}
-    (folder / "job.yaml").write_text(json.dumps(manifest))
+    (folder / "job.yaml").write_text(json.dumps(manifest_of(spec)))
     done = subprocess.run(
         [sys.executable, "-m", "pipemorph.cli", "run", "job.yaml", "--out", "out"],
         cwd=folder, capture_output=True, text=True, check=False, timeout=60 + 4 * iterations,
