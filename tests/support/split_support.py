@@ -57,6 +57,19 @@ class Job:
         )
 
 
+class Lambda(nn.Module):
+    """Named children, parameters and values, and a function of them and of the input."""
+
+    def __init__(self, function: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class Experts(nn.Module):
     """A mixture of experts as transformers writes it: one after the other, for its own tokens."""
 

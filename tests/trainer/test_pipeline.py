@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gate import same_bits
-from launch import Ranks, free_port, run_ranks
+from launch import Ranks, run_ranks
+from served import torchrun
+from split_support import Lambda
 from torch import Tensor, nn
 from trainer_jobs import Job, loss_fn, make_batch, make_stage, reference
 
@@ -48,22 +48,20 @@ def test_loss_and_norm_are_on_every_rank_and_clipping_is_global() -> None:
             torch.testing.assert_close(grad, expected[stage].grads[0][name] * (0.5 / whole))
 
 
-class Scale(nn.Module):
+def scale() -> nn.Module:
     """Any number of float and integer tensors through; changes no shape."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, *tensors: Tensor) -> Any:
-        out = tuple(t * self.weight if t.is_floating_point() else t for t in tensors)
+    def forward(m: Any, *tensors: Tensor) -> Any:
+        out = tuple(t * m.weight if t.is_floating_point() else t for t in tensors)
         return out if len(out) > 1 else out[0]
+
+    return Lambda(forward, weight=nn.Parameter(torch.tensor(1.5)))
 
 
 def reshaping(context: TrainerContext, route: str) -> list[float]:
     losses = []
     with Pipeline(
-        Scale(),
+        scale(),
         context=context,
         loss_fn=lambda output, target: (output[0].sum() + output[1].sum() * 0) / target.sum(),
         microbatches=2,
@@ -82,20 +80,14 @@ def test_shapes_may_change_between_steps(route: str) -> None:
         assert losses == pytest.approx([1.5**3 * n for n in (3, 3, 5, 70_000, 3)])
 
 
-class Masked(nn.Module):
+def masked(m: Any, x: Tensor, *, mask: Tensor, factor: float = 1.0) -> Tensor:
     """Takes what every stage needs by name, on each rank; the first takes its input so too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor, *, mask: Tensor, factor: float = 1.0) -> Tensor:
-        return x * self.weight * mask * factor
+    return x * m.weight * mask * factor
 
 
 def by_name(context: TrainerContext) -> tuple[list[float], float]:
     first, last = context.rank == 0, context.rank == context.world_size - 1
-    module = Masked()
+    module: Any = Lambda(masked, weight=nn.Parameter(torch.tensor(2.0)))
     losses = []
     with Pipeline(
         module, context=context, loss_fn=lambda o, t: (o - t).sum(), microbatches=2
@@ -118,21 +110,14 @@ def test_keyword_arguments_go_to_the_stage_of_their_rank() -> None:
         assert grad == pytest.approx(sum(expected) / 2)
 
 
-class Sometimes(nn.Module):
-    """Has a parameter that only replica 1 uses, and one that nobody does."""
-
-    def __init__(self, replica: int) -> None:
-        super().__init__()
-        self.replica = replica
-        self.always, self.second, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.always
-        return y * self.second if self.replica == 1 else y
-
-
 def uneven(context: TrainerContext) -> dict[str, list[float] | None]:
-    module = Sometimes(context.coordinate(2).replica)
+    """A stage has a parameter that only replica 1 uses, and one that nobody does."""
+    second = context.coordinate(2).replica == 1
+    names = ("always", "second", "never")
+    module = Lambda(
+        lambda m, x: x * m.always * (m.second if second else 1),
+        **{name: nn.Parameter(torch.ones(2)) for name in names},
+    )
     with Pipeline(
         module, context=context, loss_fn=lambda o, t: o.sum(), microbatches=2, stages=2
     ) as pipe:
@@ -146,21 +131,14 @@ def test_replicas_may_use_different_parameters() -> None:
         assert grads == {"always": [2.0, 2.0], "second": [1.0, 1.0], "never": None}
 
 
-class Growing(nn.Module):
-    """Breaks the rule that all microbatches have one shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return (x * self.weight).repeat(1, 1 + self.runs // 30)
-
-
 def growing(context: TrainerContext) -> None:
-    module = Growing() if context.rank == 0 else Scale()
+    """Rank 0 breaks the rule that all microbatches have one shape."""
+    runs = count(1)
+    grows = Lambda(
+        lambda m, x: (x * m.weight).repeat(1, 1 + next(runs) // 30),
+        weight=nn.Parameter(torch.ones(())),
+    )
+    module = grows if context.rank == 0 else scale()
     with Pipeline(module, context=context, loss_fn=lambda o, t: o.sum(), microbatches=32) as pipe:
         pipe.step(torch.ones(32, 3), target=torch.ones(32))
 
@@ -170,40 +148,6 @@ def test_shapes_that_differ_between_microbatches_are_named() -> None:
     assert "outputs are float32[1, 6]" in results[0].error
     assert "expected float32[1, 3]" in results[0].error
     assert results[1].exitcode == 1
-
-
-def misuse(context: TrainerContext, what: str) -> None:
-    module = make_stage(context.rank, context.world_size, torch.float32)
-    arguments: dict[str, Any] = {"microbatches": 3, "loss_fn": loss_fn}
-    if what == "microbatches":
-        del arguments["microbatches"]
-    if what == "stages":
-        arguments["stages"] = 3
-    tokens, target = make_batch(0, 4 if what == "batch" else 3)
-    with Pipeline(module, context=context, **arguments) as pipe:
-        inputs = () if what == "input" else (tokens,)
-        pipe.step(*inputs, target=None if what == "target" else target)
-
-
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        pytest.param("microbatches", "microbatches is missing", marks=pytest.mark.full),
-        pytest.param(
-            "stages", "2 ranks cannot be cut into pipelines of 3 stages", marks=pytest.mark.full
-        ),
-        ("batch", "input 0 has shape [4, 3]; expected a first dimension that 3 microbatches"),
-        pytest.param(
-            "input", "step() got no input; stage 0 needs the batch", marks=pytest.mark.full
-        ),
-        ("target", "step() got no target; loss_fn on this stage needs it"),
-    ],
-)
-def test_misuse_is_told_in_one_line(what: str, told: str) -> None:
-    results = Ranks(2, misuse, what).wait()
-    assert all(r.exitcode == 1 for r in results)
-    last = [r.error.strip().splitlines()[-1] for r in results]
-    assert any(told in line for line in last), last
 
 
 def joined(context: TrainerContext, through: Path) -> bool:
@@ -251,20 +195,7 @@ print(f"rank {context.rank} loss {loss:.6f}")
 @pytest.mark.full
 @pytest.mark.timeout(240)
 def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run",
-            "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}",
-            str(script),
-        ],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = {line.split("loss ")[1] for line in done.stdout.splitlines() if "loss" in line}
-    assert len(losses) == 1, done.stdout
+    status, output = torchrun(tmp_path, SCRIPT, {})
+    assert status == 0, output[-3000:]
+    losses = {line.split("loss ")[1] for line in output.splitlines() if "loss" in line}
+    assert len(losses) == 1, output

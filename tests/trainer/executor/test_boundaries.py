@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -74,13 +75,40 @@ def rotated(context: TrainerContext) -> tuple[list[Tensor], list[dict[str, Tenso
             before = received.bytes
             losses.append(pipe.step(x, target=target))
             sizes.append(received.bytes - before)
-            grads.append({n: p.grad.clone() for n, p in named_grads(module)})
-            module.zero_grad()
+            grads.append(take_grads(module))
     return losses, grads, sizes
 
 
-def named_grads(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(n, p) for n, p in module.named_parameters() if p.grad is not None]
+def take_grads(module: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    return found
+
+
+def same_grads(found: dict[str, Tensor], expected: dict[str, Tensor], iteration: int) -> None:
+    assert found.keys() == expected.keys(), iteration
+    for name, value in expected.items():
+        same_bits(found[name], value, f"{iteration}: {name}")
+
+
+def train_alone(
+    run: Callable[..., Any], *batch: Tensor, loss_fn: Any = nn.functional.mse_loss
+) -> tuple[Tensor, list[Any]]:
+    """The loss and outputs of microbatches one after another, without a pipeline. The last tensor
+    of the batch is the target."""
+    total, outputs = 0.0, []
+    for *inputs, target in zip(*(t.chunk(N) for t in batch), strict=True):
+        outputs.append(run(*inputs))
+        loss = loss_fn(outputs[-1], target)
+        total += float(loss.detach())
+        (loss / N).backward()
+    return torch.tensor(total / N), outputs
+
+
+def through(modules: Sequence[nn.Module], value: Any) -> Any:
+    for module in modules:
+        value = module(*(value if isinstance(value, tuple) else (value,)))
+    return value
 
 
 def test_only_gradients_that_are_needed_come_back() -> None:
@@ -90,21 +118,10 @@ def test_only_gradients_that_are_needed_come_back() -> None:
         for module in modules:
             module.requires_grad_(iteration >= TRAINED_FROM[module.index])
         x, target = make_batch(iteration)
-        total = 0.0
-        for a, b in zip(x.chunk(N), target.chunk(N), strict=True):
-            value: Any = (a,)
-            for module in modules:
-                value = module(*value)
-            loss = nn.functional.mse_loss(value, b)
-            total += float(loss.detach())
-            (loss / N).backward()
+        loss, _ = train_alone(partial(through, modules), x, target)
         for module, (losses, grads, sizes) in zip(modules, found, strict=True):
-            same_bits(losses[iteration], torch.tensor(total / N))
-            expected = dict(named_grads(module))
-            assert grads[iteration].keys() == expected.keys()
-            for name, parameter in expected.items():
-                same_bits(grads[iteration][name], parameter.grad, f"{iteration}: {name}")
-            module.zero_grad()
+            same_bits(losses[iteration], loss)
+            same_grads(grads[iteration], take_grads(module), iteration)
             # The gradient of x only, and none while this stage and those above are frozen.
             needed = module.index < STAGES - 1 and iteration >= TRAINED_FROM[module.index]
             float32 = 4
@@ -173,8 +190,7 @@ def structured(context: TrainerContext, route: Any) -> tuple[list[Any], list[dic
             named = {"shift": shift_of(iteration)} if context.rank == 1 else {}
             found.append(pipe.evaluate(x, target=target, return_outputs=True, **named))
             found.append(pipe.step(x, target=target, return_outputs=True, **named))
-            grads.append({n: p.grad.clone() for n, p in named_grads(module)})
-            module.zero_grad()
+            grads.append(take_grads(module))
         if context.rank == 1:
             named["name"] = "another"
         with pytest.raises(BatchError, match="'name' from the stage above and from the keyword"):
@@ -192,24 +208,24 @@ def structured(context: TrainerContext, route: Any) -> tuple[list[Any], list[dic
 def test_a_stage_gets_the_structure_that_the_one_above_returned(route: str) -> None:
     results = run_ranks(STAGES, structured, route)
     modules: list[Any] = [make(index) for index, make in enumerate(STRUCTURED)]
+
+    def run(x: Tensor, shift: Tensor) -> Any:
+        return modules[2](*modules[1](**modules[0](x), shift=shift))
+
     for iteration in range(3):
-        total, outputs = 0.0, []
-        parts = (*make_batch(iteration), shift_of(iteration))
-        for x, target, shift in zip(*(t.chunk(N) for t in parts), strict=True):
-            outputs.append(modules[2](*modules[1](**modules[0](x), shift=shift)))
-            loss = structured_loss(outputs[-1], target)
-            total += float(loss.detach())
-            (loss / N).backward()
+        x, target = make_batch(iteration)
+        expected, outputs = train_alone(
+            run, x, shift_of(iteration), target, loss_fn=structured_loss
+        )
         for module, (found, grads) in zip(modules, results, strict=True):
             for loss, output in found[2 * iteration : 2 * iteration + 2]:
-                same_bits(loss, torch.tensor(total / N))
+                same_bits(loss, expected)
                 assert (output is None) is (module.index < STAGES - 1)
-                if output is not None:
-                    same_bits(output["out"], torch.cat([each["out"] for each in outputs]))
-                    same_bits(output["count"], torch.stack([each["count"] for each in outputs]))
-            for name, parameter in named_grads(module):
-                same_bits(grads[iteration][name], parameter.grad, f"{iteration}: {name}")
-            module.zero_grad()
+                for name, join in (
+                    {"out": torch.cat, "count": torch.stack} if output else {}
+                ).items():
+                    same_bits(output[name], join([each[name] for each in outputs]))
+            same_grads(grads[iteration], take_grads(module), iteration)
 
 
 def test_what_a_stage_cannot_return_is_named() -> None:
@@ -326,8 +342,7 @@ def changing(context: TrainerContext, options: dict[str, Any]) -> Any:
             module.mode = (*modes, 0)[place.stage]
             x, target = make_batch(iteration)
             loss = pipe.step(x, target=target)
-            found.append((loss, {n: p.grad.clone() for n, p in named_grads(module)}))
-            module.zero_grad()
+            found.append((loss, take_grads(module)))
     assert module.calls == N * len(MODES)
     return place.stage, found
 
@@ -348,25 +363,15 @@ def test_what_changes_at_a_boundary_is_sent_again_and_nothing_runs_twice(
     found = run_ranks(ranks, changing, options)
     modules = [Changing(index) for index in range(STAGES)]
     for iteration, modes in enumerate(MODES):
-        total = 0.0
-        for x, target in zip(*(t.chunk(N) for t in make_batch(iteration)), strict=True):
-            value: Any = (x,)
-            for module, mode in zip(modules, (*modes, 0), strict=True):
-                module.mode = mode
-                value = module(*(value if isinstance(value, tuple) else (value,)))
-            loss = nn.functional.mse_loss(value, target)
-            total += float(loss.detach())
-            (loss / N).backward()
+        for module, mode in zip(modules, (*modes, 0), strict=True):
+            module.mode = mode
+        expected, _ = train_alone(partial(through, modules), *make_batch(iteration))
+        of_stages = [take_grads(module) for module in modules]
         for stage, results in found:
             # Replicas have the same data here, so their mean is that of one.
             loss, grads = results[iteration]
-            same_bits(loss, torch.tensor(total / N), f"loss of {iteration}")
-            expected = dict(named_grads(modules[stage]))
-            assert grads.keys() == expected.keys(), iteration
-            for name, parameter in expected.items():
-                same_bits(grads[name], parameter.grad, f"{iteration}: {name}")
-        for module in modules:
-            module.zero_grad()
+            same_bits(loss, expected, f"loss of {iteration}")
+            same_grads(grads, of_stages[stage], iteration)
 
 
 class Workspace(torch.autograd.Function):
@@ -415,15 +420,13 @@ def keeps_part(m: Any, x: Tensor) -> Tensor:
 
 def writes_in_place(m: Any, x: Tensor) -> Tensor:
     m.plain = m.plain.detach().copy_(m.linear(x))
-    out: Tensor = m.plain
-    return out
+    return m.plain
 
 
 def writes_weight(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.linear.weight.add_(x.sum())
-    weight: Tensor = m.linear.weight
-    return weight
+    return m.linear.weight
 
 
 OWN = {

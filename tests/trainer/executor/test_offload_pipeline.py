@@ -1,8 +1,10 @@
-"""Whole jobs whose plans move activations to host memory: same bits, counted, within limits."""
+"""Whole jobs whose plans move activations to host memory or run forwards again: same bits, counted,
+traced, and refused where they cannot."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,13 +111,21 @@ def test_the_gpt_example(dispatch: str) -> None:
     assert_same_training(offloads, plain, options=options)
 
 
-def test_a_plan_is_refused_without_host_memory() -> None:
+@pytest.mark.parametrize(
+    ("recomputes", "does", "give"),
+    [
+        (False, "moves activations of stage", "adaptation.allowOffload and hostMemory"),
+        (True, "runs forwards of stage", "schedule.recompute auto"),
+    ],
+)
+def test_a_plan_is_refused_where_the_job_must_not(recomputes: bool, does: str, give: str) -> None:
     job = Job(2, 4)
-    offloads = make_plan(job, 3, "gpipe", device_limit=2)
-    for result in Ranks(2, train, job.with_(initial=offloads)).wait():
+    made = make_plan(job, 3, "gpipe", device_limit=2)
+    made = recomputing(made) if recomputes else made
+    for result in Ranks(2, train, job.with_(initial=made)).wait():
         assert result.exitcode == 1
-        assert "plan 3 moves activations of stage" in result.error
-        assert "give adaptation.allowOffload and hostMemory" in result.error
+        assert f"plan 3 {does}" in result.error
+        assert f"give {give}" in result.error
 
 
 def test_too_little_host_memory_is_said_in_the_first_iteration() -> None:
@@ -154,3 +164,72 @@ def test_emulated_copies_take_their_time_and_are_traced(tmp_path: Path) -> None:
                 op = spans["F" if direction == "out" else "BW", m]
                 assert op[0] <= start and end <= op[1]
                 assert op[1] - op[0] >= 0.011
+
+
+# --- forwards that run again ---------------------------------------------------------------------
+
+
+def recomputing(plan: Plan) -> Plan:
+    """The plan whose stages with a device limit recompute instead of offloading."""
+    return replace(plan, recompute=tuple(limit is not None for limit in plan.device_limits))
+
+
+@pytest.mark.parametrize(
+    ("policy", "dispatch"),
+    parametrize_product(["zero-bubble", "1f1b"], ["guided", "static"], test=1, full=2),
+)
+def test_results_are_those_without_recomputation(policy: str, dispatch: str) -> None:
+    """Also of iterations before and after, since a plan begins and ends at a boundary."""
+    job = Job(3, 6, policy=policy, iterations=8, extra={"recompute": "auto"})
+    warmup = (6, 5, 3) if policy == "zero-bubble" else None
+
+    def made(version: int, limit: int | None) -> Plan:
+        return make_plan(job, version, policy, dispatch=dispatch, warmup=warmup, device_limit=limit)
+
+    drops = recomputing(made(1, 2))
+    assert expected_copies(drops, 0) > 0
+    everywhere = range(3)
+    switches = ((1, drops, everywhere), (4, made(2, None), everywhere))
+    records: list[Record] = run_ranks(3, train, job.with_(switches=switches))
+    assert_same(records, reference(Job(3, 6, iterations=8)))
+    for record in records:
+        assert 1 in record.versions and record.versions[-1] == 2
+        assert not any(record.offloaded), "nothing goes to host memory"
+        for profile in record.profiles:
+            assert profile.activation_bytes and profile.input_bytes is not None
+
+
+@pytest.mark.parametrize(
+    "autocast",
+    [pytest.param(False, marks=pytest.mark.soak), pytest.param(True, marks=pytest.mark.full)],
+)
+def test_the_gpt_example_with_dropout(autocast: bool) -> None:
+    job = Job(2, 6)
+    plain = make_plan(job, 0, "zero-bubble", warmup=(6, 4))
+    drops = recomputing(make_plan(job, 0, "zero-bubble", warmup=(6, 4), device_limit=2))
+    assert_same_training(drops, plain, dropout=0.2, autocast=autocast, recompute="auto")
+
+
+def recomputing_stage(context: TrainerContext, plan: Plan) -> list[float]:
+    stage = EmulatedStage(0.01, 0.004, 0.004, 64, activation_bytes=1000, input_bytes=100)
+    with Pipeline(stage, context=context, plan=plan, recompute="auto") as pipe:
+        return [float(pipe.step()) for _ in range(3)]
+
+
+@pytest.mark.full
+def test_forwards_that_run_again_take_their_time_and_are_traced(tmp_path: Path) -> None:
+    job = Job(2, 6)
+    drops = recomputing(make_plan(job, 0, "gpipe", device_limit=2))
+    plain = make_plan(job, 0, "gpipe")
+    again = run_ranks(2, recomputing_stage, drops, context={"trace_dir": tmp_path})
+    assert again == run_ranks(2, recomputing_stage, plain)
+    for rank in range(2):
+        text = (tmp_path / f"ops-rank{rank}.jsonl").read_text()
+        for line in map(json.loads, text.splitlines()):
+            runs = line["copies"]
+            assert {run[0] for run in runs} == {"again"}
+            assert len(runs) == expected_copies(drops, rank) > 2
+            spans = {(kind, m): (start, end) for kind, m, start, end in line["ops"]}
+            for _, m, start, end, _ in runs:
+                assert end - start >= 0.0075
+                assert spans["BW", m][0] <= start and end <= spans["BW", m][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gate import same_bits
 from simulated_device import SimulatedDevice
 from split_support import (
     Job,
+    Lambda,
     Result,
     assert_equal,
     host_store,
@@ -36,6 +38,7 @@ from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.offload.pool import HostPool
 from pipemorph_trainer.executor.offload.store import ActivationStore, DeviceCopies, SavedFlight
 from pipemorph_trainer.executor.split import OrderError, SplitError, StageRunner
+from pipemorph_trainer.executor.split.rerun import digest
 
 WIDTH = 8
 ALL_FIRST = "F0 F1 F2 F3 F4 F5 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5"
@@ -86,13 +89,15 @@ def away(runner: StageRunner, microbatch: int, args: tuple[Any, ...], **options:
 TELLING = (
     "gpt block", "gpt block, bf16", "gpt block, first stage", "language model, one stage",
     "tied embedding and head", "checkpoint, non-reentrant", "checkpoint, reentrant",
-    "view output: a transpose last", "autograd.Function at the output, graph", "compiled submodule",
-    "hooks on parameters, graph", "dropout", "BatchNorm", "convolutions with a small head",
+    "view output: a transpose last", "autograd.Function at the output", "compiled submodule",
+    "hooks on parameters", "dropout", "BatchNorm", "convolutions with a small head",
     "autocast, Linear used twice", "spectral norm", "several outputs, one of integers",
     "several inputs, one of integers", "input passed through", "in-place ops",
     "in-place ops on the input", "multi-head attention", "saves its own input",
     "input not contiguous", "column-major input", "gradient inside the forward",
 )  # fmt: skip
+HOW = ("offloads", "recomputes")
+"""What exceeds a device limit goes to host memory, or is computed again."""
 
 
 @pytest.mark.parametrize(
@@ -102,14 +107,15 @@ TELLING = (
         for each in TELLING
     ],
 )
-def test_every_kind_of_stage_comes_back_to_the_bit(name: str) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_every_kind_of_stage_has_its_bits(how: str, name: str) -> None:
+    """Of activations that came back, and of forwards that ran again."""
     torch.manual_seed(1)
-    job = ZOO[name]().job
-    job.offloads = True
+    job = replace(ZOO[name]().job, **{how: True})
     want = sequential(job)
     got, runner = split(job, DELAYED, device_limit=2)
     assert_equal(want, got)
-    assert runner.measured.no_offload == ""
+    assert runner.measured.no_offload == "" and runner.measured.input_bytes > 0
     again, _ = split(job, "F0 F1 F2 BW0 BW1 BW2", device_limit=1)
     assert_equal(want, again)
 
@@ -140,62 +146,59 @@ def test_random_stacks_orders_and_limits(mode: str, seed: int) -> None:
     assert runner._store is not None and runner._store.pool.blocks_in_use == 0
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("mode", ["auto", "fused"])
-def test_the_device_holds_two_microbatches_and_no_more(mode: str) -> None:
+def test_the_device_holds_two_microbatches_and_inputs(mode: str, how: str) -> None:
     """D=2 under a cap of 6: what ops have made and is still there, after every op."""
 
-    def most(limit: int | None) -> tuple[int, list[int]]:
+    def held_after_ops(limit: int | None) -> list[int]:
         torch.manual_seed(0)
-        job = Job(nn.Sequential(Block(), Block()), vectors, 6, mode=mode, offloads=True)
-        runner = job.runner()
+        job = Job(nn.Sequential(Block(), Block()), vectors, 6, mode=mode, **{how: True})
+        runner, offloads = job.runner(), how == "offloads"
         for _ in range(2):  # The first F gets a copy, the second one goes out and back.
             runner.forward(0, job.make_args(0))
             runner.discard()
         held, watch, result, seen = Residency(limit), Storages(), Result(), []
         for op in ALL_FIRST.split():
             kind, k = op[0], int(op[1:])
-            copies = held.run(OpKind(kind), k)
+            leaves = held.run(OpKind(kind), k)
             if kind == "F":
                 with watch:
                     made = list(job.make_args(k))
-                    outs = runner.forward(k, made, offload=copies)
-                made.clear()
+                    outs = runner.forward(k, made, **{how.removesuffix("s"): leaves})
+                if offloads:  # Else the runner needs them again.
+                    made.clear()
                 result.outputs.append(tuple(out.detach().clone() for out in outs))
-                del outs
-                if copies:
+                del made, outs
+                if leaves and offloads:
                     assert runner.offload(k) == runner.measured.activation_bytes
             elif kind == "B":
-                if copies:
+                if leaves:
                     with watch:
-                        runner.fetch(k)
+                        (runner.fetch if offloads else runner.recompute)(k)
                 runner.backward_input(k, output_grads(result.outputs[k], k))
             else:
                 runner.backward_weight(k)
             seen.append(watch.live())
-        return seen[0], seen
+        return seen
 
-    one, without = most(None)
-    assert max(without) == 6 * one, "all six, where nothing is offloaded"
-    one_again, with_limit = most(2)
-    assert one_again == one
-    assert max(with_limit) <= 2 * one
-    assert with_limit[5] == one, "after the last F, one microbatch has stayed"
-    assert with_limit[-1] == 0
+    without, limited = held_after_ops(None), held_after_ops(2)
+    one = without[0]
+    inputs = 0 if how == "offloads" else vectors(0)[0].nbytes + digest(vectors(0)[0]).nbytes
+    assert max(without) == 6 * one, "all six, where nothing leaves"
+    assert limited[0] == one
+    assert limited[5] == one + 5 * inputs < 2 * one, "after the last F, one has stayed"
+    assert max(limited) <= 2 * one + 4 * inputs
+    assert limited[-1] == 0
 
 
 def test_what_somebody_else_holds_stays() -> None:
-    class Shares(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("scale", torch.full((WIDTH,), 2.0))
-            self.table = torch.randn(5, WIDTH)
+    def forward(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        y = m.linear(x) * m.scale * mask
+        return torch.tanh(y * m.table) * y
 
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            y = self.linear(x) * self.scale * mask
-            return torch.tanh(y * self.table) * y
-
-    module = Shares()
+    scale, table = nn.Buffer(torch.full((WIDTH,), 2.0)), torch.randn(5, WIDTH)
+    module = Lambda(forward, linear=nn.Linear(WIDTH, WIDTH), scale=scale, table=table)
     runner = runner_of(module, is_first=True)
     batch = torch.randn(12, 5, WIDTH)
     mask = torch.rand(12, 5, 1)
@@ -214,16 +217,12 @@ def test_what_somebody_else_holds_stays() -> None:
 
 
 def test_views_of_one_storage_go_once_and_come_back_as_views() -> None:
-    class Chunks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, 3 * WIDTH)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.linear(x).chunk(3, dim=-1)
+        return q * k.transpose(-1, -2).transpose(-1, -2) * v
 
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.linear(x).chunk(3, dim=-1)
-            return q * k.transpose(-1, -2).transpose(-1, -2) * v
-
-    job = Job(Chunks(), vectors, 3, mode="fused", offloads=True)
+    chunks = Lambda(forward, linear=nn.Linear(WIDTH, 3 * WIDTH))
+    job = Job(chunks, vectors, 3, mode="fused", offloads=True)
     runner = runner_of(job.module)
     x = vectors(0)[0]
     rows = x.numel() // WIDTH
@@ -246,20 +245,13 @@ def test_views_of_one_storage_go_once_and_come_back_as_views() -> None:
 def test_writes_in_place_are_still_refused(when: str) -> None:
     """Under hooks torch does not look: plain autograd would raise here."""
 
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.hidden = torch.exp(m.linear(x))
+        if when == "in the forward":
+            m.hidden.detach().zero_()
+        return m.hidden * 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.exp(self.linear(x))
-            if when == "in the forward":
-                hidden.detach().zero_()
-                return hidden * 2
-            self.hidden = hidden
-            return hidden * 2
-
-    module = Keeps()
+    module = Lambda(forward, linear=nn.Linear(WIDTH, WIDTH))
     runner = runner_of(module)
     runner.forward(0, vectors(0), offload=True)
     if when == "before the copy":
@@ -276,36 +268,23 @@ def test_writes_in_place_are_still_refused(when: str) -> None:
 
 
 def test_a_branch_that_autograd_dropped_is_not_moved() -> None:
-    class Dead(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            torch.exp(x * 3).sum()
-            return torch.tanh(self.linear(x))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        torch.exp(x * 3).sum()
+        return torch.tanh(m.linear(x))
 
     one = 4 * 5 * WIDTH * 4
-    runner = runner_of(Dead())
+    runner = runner_of(Lambda(forward, linear=nn.Linear(WIDTH, WIDTH)))
     moved = away(runner, 0, vectors(0))
     assert moved == 2 * one, "x and tanh's output"
 
 
 def test_a_stage_that_reads_its_input_later_keeps_it() -> None:
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.last: Tensor | None = None
+    def forward(m: Any, x: Tensor) -> Tensor:
+        before, m.last = m.last, x
+        return torch.tanh(m.linear(x) + (0 if before is None else before.detach().sum()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            if self.last is not None:
-                y = y + self.last.detach().sum()
-            self.last = x
-            return torch.tanh(y)
-
-    job = Job(Remembers(), vectors, 3, offloads=True)
+    remembers = Lambda(forward, linear=nn.Linear(WIDTH, WIDTH), last=None)
+    job = Job(remembers, vectors, 3, offloads=True)
     want = sequential(job)
     got, _ = split(job, "F0 F1 F2 B0 W0 B1 W1 B2 W2", device_limit=1)
     assert_equal(want, got)
@@ -406,7 +385,6 @@ def test_streams_in_any_order_give_every_byte_back(seed: int) -> None:
     pool, copies = HostPool(None, device), DeviceCopies(device)
     held: list[tuple[Any, list[tuple[int, int]], list[Tensor]]] = []
     came: list[tuple[Tensor, Tensor]] = []
-    settled = True
 
     def some(steps: int) -> None:
         for _ in range(steps):
@@ -432,7 +410,7 @@ def test_streams_in_any_order_give_every_byte_back(seed: int) -> None:
             pool.give(block)
         some(rng.randint(0, 6))
     device.run()
-    assert settled and len(came) > 10
+    assert len(came) > 10
     for found, value in came:
         same_bits(found, value)
     assert {name for name, _ in device.copied} == {"compute", "side 1"}

@@ -6,82 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from split_support import Job, Result, assert_equal, output_grads, run_order, sequential, split
-from test_offload_store import ALL_FIRST, TELLING, Storages
-from test_split_zoo import DELAYED, ZOO, Block, vectors
+from split_support import Job, Lambda, Result, assert_equal, run_order, sequential, split
+from test_split_zoo import DELAYED, vectors
 from torch import Tensor, nn
 
-from pipemorph.planning import OpKind
-from pipemorph.planning.offload import Residency
 from pipemorph_trainer.executor.split import OrderError, SplitError, StageRunner
 from pipemorph_trainer.executor.split.rerun import digest
 
 WIDTH = 8
 
 
-@pytest.mark.parametrize("name", TELLING)
-def test_every_kind_of_stage_runs_again_to_the_bit(name: str) -> None:
-    torch.manual_seed(1)
-    job = ZOO[name]().job
-    job.recomputes = True
-    want = sequential(job)
-    got, runner = split(job, DELAYED, device_limit=2)
-    assert_equal(want, got)
-    assert runner.measured.input_bytes > 0
-    again, _ = split(job, "F0 F1 F2 BW0 BW1 BW2", device_limit=1)
-    assert_equal(want, again)
-
-
-@pytest.mark.parametrize("mode", ["auto", "fused"])
-def test_the_device_holds_two_microbatches_and_inputs(mode: str) -> None:
-    """D=2 of six in flight: what ops have made and is still there, after every op."""
-    torch.manual_seed(0)
-    job = Job(nn.Sequential(Block(), Block()), vectors, 6, mode=mode, recomputes=True)
-    runner, held = job.runner(), Residency(2)
-    runner._call.writes_input = False  # Otherwise the first F gets a copy.
-    watch, result, seen = Storages(), Result(), []
-    for op in ALL_FIRST.split():
-        kind, k = op[0], int(op[1:])
-        leaves = held.run(OpKind(kind), k)
-        if kind == "F":
-            with watch:
-                outs = runner.forward(k, job.make_args(k), recompute=leaves)
-            result.outputs.append(tuple(out.detach().clone() for out in outs))
-            del outs
-        elif kind == "B":
-            with watch:
-                if leaves:
-                    runner.recompute(k)
-            runner.backward_input(k, output_grads(result.outputs[k], k))
-        else:
-            runner.backward_weight(k)
-        seen.append(watch.live())
-    one, inputs = seen[0], vectors(0)[0].nbytes + digest(vectors(0)[0]).nbytes
-    assert seen[5] == one + 5 * inputs < 2 * one, "after the last F, one has stayed"
-    assert max(seen) <= 2 * one + 4 * inputs
-    assert seen[-1] == 0
-
-
-class Odd(nn.Module):
+def odd(m: Any, x: Tensor) -> Tensor:
     """What a forward begins with besides its arguments: random numbers, and a buffer that each
     forward changes and reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(5)
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        noise = torch.rand(()) * self.count
-        return nn.functional.dropout(self.norm(self.linear(x)) * self.scale, 0.5) * noise
+    m.count += 1
+    noise = torch.rand(()) * m.count
+    return nn.functional.dropout(m.norm(m.linear(x)) * m.scale, 0.5) * noise
 
 
 @pytest.mark.parametrize("order", [DELAYED, "F0 F1 B0 W0 F2 B1 W1 B2 W2"])
 def test_a_forward_begins_with_what_it_began_with_before(order: str) -> None:
-    job = Job(Odd(), vectors, 3, recomputes=True)
+    buffers = {"count": nn.Buffer(torch.zeros(())), "scale": nn.Buffer(torch.ones(WIDTH))}
+    stage = Lambda(odd, linear=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(5), **buffers)
+    job = Job(stage, vectors, 3, recomputes=True)
     got, runner = split(job, order, device_limit=1)
     assert_equal(sequential(job), got)
     assert got.buffers["count"] == 3, "each microbatch counts once"
@@ -91,18 +38,13 @@ def test_a_forward_begins_with_what_it_began_with_before(order: str) -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_stage_that_remembers_elsewhere_is_found_out_before_its_gradient(last: bool) -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.linear(x) * self.calls
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        return m.linear(x) * m.calls
 
     loss = (lambda y, _: y.sum()) if last else None
-    runner = Job(Counts(), vectors, 3, is_last=last, loss_fn=loss, recomputes=True).runner()
+    counts = Lambda(forward, linear=nn.Linear(WIDTH, WIDTH), calls=0)
+    runner = Job(counts, vectors, 3, is_last=last, loss_fn=loss, recomputes=True).runner()
     for k in range(2):
         runner.forward(k, vectors(k), recompute=True)
     what = "another loss than" if last else "another output 0 than"

@@ -29,35 +29,28 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a step."""
 
 
-def _uneven(tokens: Tensor, target: Tensor) -> Call:
-    return (tokens[:-1],), {"target": target[:-1]}
-
-
-def _uneven_target(tokens: Tensor, target: Tensor) -> Call:
-    return (tokens,), {"target": target[:-1]}
-
-
-def _no_target(tokens: Tensor, target: Tensor) -> Call:
-    return (tokens,), {}
-
-
-def _uneven_keyword(tokens: Tensor, target: Tensor) -> Call:
-    return (tokens,), {"target": target, "unused": torch.ones(N + 1)}
-
-
-def _unknown_keyword(tokens: Tensor, target: Tensor) -> Call:
-    return (tokens,), {"target": target, "bogus": torch.ones(N)}
-
-
-def _other_dtypes(tokens: Tensor, target: Tensor) -> Call:
-    return (tokens.float(),), {"target": target.float()}
+MISFITS: dict[str, Callable[[Tensor, Tensor], Call]] = {
+    "uneven": lambda tokens, target: ((tokens[:-1],), {"target": target[:-1]}),
+    "uneven target": lambda tokens, target: ((tokens,), {"target": target[:-1]}),
+    "no input": lambda tokens, target: ((), {"target": target}),
+    "no target": lambda tokens, target: ((tokens,), {}),
+    "uneven keyword": lambda tokens, target: (
+        (tokens,),
+        {"target": target, "unused": torch.ones(N + 1)},
+    ),
+    "unknown keyword": lambda tokens, target: (
+        (tokens,),
+        {"target": target, "bogus": torch.ones(N)},
+    ),
+    "other dtypes": lambda tokens, target: ((tokens.float(),), {"target": target.float()}),
+}
 
 
 class Bad(NamedTuple):
     """A step in which some ranks are given what does not fit, and what all are told."""
 
     ranks: Sequence[int]
-    make: Callable[[Tensor, Tensor], Call]
+    what: str
     told: str
 
 
@@ -87,7 +80,7 @@ def train(context: TrainerContext, stages: int, steps: Sequence[Step], arguments
             tokens, target = make_batch(10 * coordinate.replica + len(kept.losses), 2 * N)
             args, kwargs = (tokens,), {"target": target}
             if step is not None and context.rank in step.ranks:
-                args, kwargs = step.make(tokens, target)
+                args, kwargs = MISFITS[step.what](tokens, target)
             try:
                 kept.losses.append(pipe.step(*args, **kwargs))
             except BatchError as error:
@@ -137,19 +130,22 @@ def check(
 
 
 ONE_REPLICA = (
-    Bad((0, 1, 2), _uneven, "rank 0 (stage 0): input 0 has shape [7, 3]; expected a first"),
+    Bad((0, 1, 2), "uneven", "rank 0 (stage 0): input 0 has shape [7, 3]; expected a first"),
     None,
     None,
-    Bad((0,), _uneven, "iteration 2 is refused on all ranks: rank 0 (stage 0): input 0 has"),
-    Bad((2,), _uneven_target, "rank 2 (stage 2): target 0 has shape [7, 3]"),
-    Bad((2,), _no_target, "rank 2 (stage 2): step() got no target"),
+    Bad((0,), "uneven", "iteration 2 is refused on all ranks: rank 0 (stage 0): input 0 has"),
+    Bad((2,), "uneven target", "rank 2 (stage 2): target 0 has shape [7, 3]"),
+    Bad(
+        (2,), "no target", "rank 2 (stage 2): step() got no target; loss_fn on this stage needs it"
+    ),
+    Bad((0,), "no input", "rank 0 (stage 0): step() got no input; stage 0 needs the batch"),
     None,
-    Bad((1,), _uneven_keyword, "rank 1 (stage 1): input 'unused' has shape [5]"),
-    Bad((0,), _other_dtypes, "rank 0 (stage 0): the stage raised RuntimeError"),
+    Bad((1,), "uneven keyword", "rank 1 (stage 1): input 'unused' has shape [5]"),
+    Bad((0,), "other dtypes", "rank 0 (stage 0): the stage raised RuntimeError"),
     None,
     None,
-    Bad((2,), _other_dtypes, "rank 2 (stage 2): the stage raised RuntimeError"),
-    Bad((1,), _unknown_keyword, "rank 1 (stage 1): the stage raised TypeError"),
+    Bad((2,), "other dtypes", "rank 2 (stage 2): the stage raised RuntimeError"),
+    Bad((1,), "unknown keyword", "rank 1 (stage 1): the stage raised TypeError"),
     None,
 )
 
@@ -175,13 +171,13 @@ def test_the_next_step_goes_on_on_every_rank(arguments: dict[str, Any]) -> None:
 def test_ranks_with_several_stages(dispatch: str) -> None:
     """Where ops run as messages come, the rest of a refused step runs in the plan's order."""
     steps = (
-        Bad((0,), _uneven, "rank 0 (stages 0 and 2): input 0 has shape [7, 3]"),
+        Bad((0,), "uneven", "rank 0 (stages 0 and 2): input 0 has shape [7, 3]"),
         None,
-        Bad((1,), _uneven_target, "rank 1 (stages 1 and 3): target 0 has shape [7, 3]"),
+        Bad((1,), "uneven target", "rank 1 (stages 1 and 3): target 0 has shape [7, 3]"),
         None,
-        Bad((1,), _other_dtypes, "rank 1 (stages 1 and 3): the stage raised RuntimeError"),
-        Bad((0,), _other_dtypes, "rank 0 (stages 0 and 2): the stage raised RuntimeError"),
-        Bad((1,), _unknown_keyword, "the stage raised TypeError"),
+        Bad((1,), "other dtypes", "rank 1 (stages 1 and 3): the stage raised RuntimeError"),
+        Bad((0,), "other dtypes", "rank 0 (stages 0 and 2): the stage raised RuntimeError"),
+        Bad((1,), "unknown keyword", "the stage raised TypeError"),
         None,
     )
     several = {"stages_per_rank": 2, "placement": "interleaved"}
@@ -191,12 +187,12 @@ def test_ranks_with_several_stages(dispatch: str) -> None:
 @pytest.mark.parametrize("widest", [pytest.param(hierarchy.WIDEST, marks=pytest.mark.full), 2])
 def test_a_replica_refuses_for_all(widest: int) -> None:
     steps = (
-        Bad((1,), _uneven, "rank 1 (stage 0, replica 1): input 0 has shape [7, 3]"),
+        Bad((1,), "uneven", "rank 1 (stage 0, replica 1): input 0 has shape [7, 3]"),
         None,
-        Bad((3,), _uneven_target, "rank 3 (stage 1, replica 1): target 0 has shape [7, 3]"),
-        Bad((3,), _other_dtypes, "rank 3 (stage 1, replica 1): the stage raised RuntimeError"),
+        Bad((3,), "uneven target", "rank 3 (stage 1, replica 1): target 0 has shape [7, 3]"),
+        Bad((3,), "other dtypes", "rank 3 (stage 1, replica 1): the stage raised RuntimeError"),
         None,
-        Bad((0, 1), _uneven, "rank 0 (stage 0, replica 0): input 0 has shape [7, 3]"),
+        Bad((0, 1), "uneven", "rank 0 (stage 0, replica 0): input 0 has shape [7, 3]"),
         None,
     )
     # All forwards first: the loss is on its way before the first backward.

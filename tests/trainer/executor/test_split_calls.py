@@ -12,7 +12,7 @@ import pytest
 import torch
 from float32_gradients import in_float32
 from gate import same_bits
-from split_support import Experts
+from split_support import Experts, Lambda
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -389,58 +389,49 @@ def test_a_part_that_is_more_than_an_expert_stays_in_b(use: Callable[..., Tensor
 
 
 def test_attention_defers_its_projections() -> None:
-    module = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.attention(x, x, x)[0]
-            return out
-
-    deferred(Own(), [torch.randn(2, 5, 8)], torch.randn(2, 5, 8))
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    module = Lambda(lambda m, x: m.attention(x, x, x)[0], attention=attention)
+    deferred(module, [torch.randn(2, 5, 8)], torch.randn(2, 5, 8))
 
 
-class Conv1D(nn.Module):
+def conv1d(n_in: int, n_out: int) -> nn.Module:
     """The linear layer of GPT-2."""
 
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(n_in, n_out))
-        self.bias = nn.Parameter(torch.zeros(n_out))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out = torch.addmm(m.bias, x.view(-1, n_in), m.weight)
+        return out.view(*x.shape[:-1], n_out)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        return out.view(*x.shape[:-1], out.size(-1))
+    weight, bias = nn.Parameter(torch.randn(n_in, n_out)), nn.Parameter(torch.zeros(n_out))
+    return Lambda(forward, weight=weight, bias=bias)
 
 
-class LanguageModel(nn.Module):
+def language_model(layer: Callable[..., nn.Module], norm: Callable[[int], nn.Module]) -> nn.Module:
     """The layers of GPT-2 or Llama, with an embedding that is the head as well."""
 
-    def __init__(self, layer: Callable[[int, int], nn.Module], norm: Callable[[int], nn.Module]):
-        super().__init__()
-        self.embedding = nn.Embedding(96, 64)
-        self.norms = nn.ModuleList(norm(64) for _ in range(3))
-        self.qkv, self.out, self.up, self.down = (
-            layer(64, 192), layer(64, 64), layer(64, 256), layer(256, 64),
-        )  # fmt: skip
+    def forward(m: Any, ids: Tensor) -> Tensor:
+        x = m.embedding(ids)
+        q, k, v = m.qkv(m.norms[0](x)).chunk(3, -1)
+        x = x + m.out(nn.functional.scaled_dot_product_attention(q, k, v))
+        x = m.norms[2](x + m.down(nn.functional.silu(m.up(m.norms[1](x)))))
+        return nn.functional.linear(x, m.embedding.weight)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
-        x = self.norms[2](x + self.down(nn.functional.silu(self.up(self.norms[1](x)))))
-        return nn.functional.linear(x, self.embedding.weight)
+    return Lambda(
+        forward,
+        embedding=nn.Embedding(96, 64),
+        norms=nn.ModuleList(norm(64) for _ in range(3)),
+        qkv=layer(64, 192),
+        out=layer(64, 64),
+        up=layer(64, 256),
+        down=layer(256, 64),
+    )
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama"])
 def test_nearly_all_of_a_language_model_waits(kind: str) -> None:
     if kind == "GPT-2":
-        model = LanguageModel(Conv1D, nn.LayerNorm)
+        model = language_model(conv1d, nn.LayerNorm)
     else:
-        model = LanguageModel(lambda i, o: nn.Linear(i, o, bias=False), nn.RMSNorm)
+        model = language_model(lambda i, o: nn.Linear(i, o, bias=False), nn.RMSNorm)
     runner = StageRunner(model, is_first=True, is_last=False, microbatches=1)
     (out,) = runner.forward(0, (torch.randint(0, 96, (2, 9)),))
     runner.backward(0, (torch.randn(out.shape),))
@@ -451,8 +442,7 @@ def test_nearly_all_of_a_language_model_waits(kind: str) -> None:
 
 
 def usual(x: Tensor, module: nn.Module) -> Tensor:
-    out: Tensor = module(x)
-    return out
+    return module(x)
 
 
 def test_functions_are_ours_for_an_op_alone() -> None:
@@ -514,8 +504,7 @@ class Halved(torch.overrides.TorchFunctionMode):
 
 
 def under_vmap(x: Tensor, module: nn.Module) -> Tensor:
-    out: Tensor = torch.vmap(module)(x)
-    return out
+    return torch.vmap(module)(x)
 
 
 def under_mode(x: Tensor, module: nn.Module) -> Tensor:
@@ -525,8 +514,7 @@ def under_mode(x: Tensor, module: nn.Module) -> Tensor:
 
 def called(x: Tensor, module: nn.Module) -> Tensor:
     weights = {name: p * 2 for name, p in module.named_parameters()}
-    out: Tensor = torch.func.functional_call(module, weights, (x,))
-    return out
+    return torch.func.functional_call(module, weights, (x,))
 
 
 def odd_bias(x: Tensor, module: nn.Module) -> Tensor:
@@ -615,8 +603,7 @@ class Scaled(nn.Module):
         self.bias = nn.Parameter(torch.randn(6)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.place.scaled(x, self.weight, bias=self.bias, by=3.0)
-        return out
+        return self.place.scaled(x, self.weight, bias=self.bias, by=3.0)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gate import same_bits
+from split_support import Lambda as Stage
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -54,19 +55,6 @@ class Case:
     """Whether the stage writes to what its backwards need, so that one microbatch is under way."""
     late_rounds: bool = False
     """Whether a use that begins later is summed in the order of ops in its first iteration."""
-
-
-class Stage(nn.Module):
-    """Named children and a function of them."""
-
-    def __init__(self, function: Callable[..., Any], **children: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, child in children.items():
-            setattr(self, name, child)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
 
 
 def lin() -> nn.Linear:
@@ -114,14 +102,7 @@ def freeze(m: Any) -> None:
     m.a.weight.requires_grad_(not m.a.weight.requires_grad)
 
 
-def frozen_first() -> Stage:
-    made = two()
-    freeze(made)
-    return made
-
-
-def frozen_conv() -> Stage:
-    made = conv()
+def frozen(made: Stage) -> Stage:
     freeze(made)
     return made
 
@@ -135,45 +116,26 @@ def hook(m: Any) -> None:
     m.b.bias.register_post_accumulate_grad_hook(halve)
 
 
-def by_functional_call() -> Stage:
+def by_functional_call(on: bool) -> Stage:
     def forward(m: Any, x: Tensor) -> Tensor:
         if not m.on:
-            out: Tensor = m.inner(x)
-            return out
+            return m.inner(x)
         weights = {name: p * m.gain for name, p in m.inner.named_parameters()}
-        out = torch.func.functional_call(m.inner, weights, (x,))
-        return out
+        return torch.func.functional_call(m.inner, weights, (x,))
 
-    made = Stage(forward, inner=two())
-    made.gain = nn.Parameter(torch.tensor(1.5))
-    made.on = True
-    return made
-
-
-def late_functional_call() -> Stage:
-    made = by_functional_call()
-    made.on = False
-    return made
+    return Stage(forward, inner=two(), gain=nn.Parameter(torch.tensor(1.5)), on=on)
 
 
 def turn_on(m: Any) -> None:
     m.on = True
 
 
-def used_elsewhere() -> Stage:
+def used_elsewhere(on: bool) -> Stage:
     def forward(m: Any, x: Tensor) -> Tensor:
         out: Tensor = m.b(torch.tanh(m.a(x)))
         return out * m.a.weight.pow(2).sum() if m.on else out
 
-    made = Stage(forward, a=lin(), b=lin())
-    made.on = True
-    return made
-
-
-def late_used_elsewhere() -> Stage:
-    made = used_elsewhere()
-    made.on = False
-    return made
+    return Stage(forward, a=lin(), b=lin(), on=on)
 
 
 def penalty(on: bool, layer: Callable[[], nn.Module]) -> Callable[[], Stage]:
@@ -188,12 +150,7 @@ def penalty(on: bool, layer: Callable[[], nn.Module]) -> Callable[[], Stage]:
             out = out + slope.pow(2).sum()
         return out
 
-    def make() -> Stage:
-        made = Stage(forward, a=layer(), b=layer())
-        made.on = on
-        return made
-
-    return make
+    return lambda: Stage(forward, a=layer(), b=layer(), on=on)
 
 
 class Reversible(torch.autograd.Function):
@@ -204,8 +161,7 @@ class Reversible(torch.autograd.Function):
         ctx.block, ctx.weights = block, weights
         ctx.save_for_backward(x)
         with torch.no_grad():
-            out: Tensor = block(x)
-            return out
+            return block(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -246,12 +202,9 @@ def momentum_teacher() -> Stage:
             for mine, its in zip(m.teacher.parameters(), m.a.parameters(), strict=True):
                 mine.mul_(0.9).add_(its, alpha=0.1)
             wanted = m.teacher(x)
-        out: Tensor = m.a(x) - wanted
-        return out
+        return m.a(x) - wanted
 
-    made = Stage(forward, a=lin(), teacher=lin())
-    made.teacher.requires_grad_(False)
-    return made
+    return Stage(forward, a=lin(), teacher=lin().requires_grad_(False))
 
 
 def optimizer_in_backward() -> Stage:
@@ -307,22 +260,16 @@ def state_outside() -> Stage:
         m.calls.append(1)
         m.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
         noise = torch.rand(x.shape, generator=m.generator) * m.python.random()
-        out: Tensor = m.a(x * m.mean + noise) * len(m.calls)
-        return out
+        return m.a(x * m.mean + noise) * len(m.calls)
 
-    made = Stage(forward, a=lin())
-    made.calls, made.mean = [], torch.ones(())
-    made.generator, made.python = torch.Generator().manual_seed(3), random.Random(4)
-    return made
+    drawn = {"generator": torch.Generator().manual_seed(3), "python": random.Random(4)}
+    return Stage(forward, a=lin(), calls=[], mean=torch.ones(()), **drawn)
 
 
 def plain_leaves() -> Stage:
     """Tensors with gradients that no module registers: soft prompts, a module in a closure."""
-    other = lin()
-    scale = torch.full((WIDTH,), 1.5, requires_grad=True)
-    made = Stage(lambda m, x: m.a(x * m.hidden[0]) + m.hidden[1](x), a=lin())
-    made.hidden = [scale, other]
-    return made
+    hidden = [torch.full((WIDTH,), 1.5, requires_grad=True), lin()]
+    return Stage(lambda m, x: m.a(x * hidden[0]) + hidden[1](x), a=lin(), hidden=hidden)
 
 
 def of_plain_leaves(m: Any) -> Extra:
@@ -331,10 +278,7 @@ def of_plain_leaves(m: Any) -> Extra:
 
 
 def learned_loss(m: Any) -> Callable[[Any, Any], Tensor]:
-    def loss(out: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(F.linear(out, m.head[0]) * m.head[1], target)
-
-    return loss
+    return lambda out, target: F.mse_loss(F.linear(out, m.head[0]) * m.head[1], target)
 
 
 def with_head() -> Stage:
@@ -364,18 +308,24 @@ CASES: dict[str, Callable[[], Case]] = {
     "convolution reparametrized later": lambda: Case(conv, weight_norm_of_conv, shape=IMAGES),
     "forward replaced later": lambda: Case(two, replace_forward),
     "class replaced later": lambda: Case(two, swap_class),
-    "computed weights": lambda: Case(by_functional_call),
-    "computed weights later": lambda: Case(late_functional_call, turn_on),
+    "computed weights": lambda: Case(lambda: by_functional_call(True)),
+    "computed weights later": lambda: Case(
+        lambda: by_functional_call(False), turn_on
+    ),
     "tied later": lambda: Case(two, tie),
     "replaced later": lambda: Case(two, new_layer),
     "convolution replaced later": lambda: Case(conv, new_layer, shape=IMAGES),
     "frozen later": lambda: Case(two, freeze),
-    "unfrozen later": lambda: Case(frozen_first, freeze),
+    "unfrozen later": lambda: Case(lambda: frozen(two()), freeze),
     "convolution frozen later": lambda: Case(conv, freeze, shape=IMAGES),
-    "convolution unfrozen later": lambda: Case(frozen_conv, freeze, shape=IMAGES),
+    "convolution unfrozen later": lambda: Case(
+        lambda: frozen(conv()), freeze, shape=IMAGES
+    ),
     "hooks later": lambda: Case(two, hook),
-    "weight used elsewhere": lambda: Case(used_elsewhere),
-    "weight used elsewhere later": lambda: Case(late_used_elsewhere, turn_on, late_rounds=True),
+    "weight used elsewhere": lambda: Case(lambda: used_elsewhere(True)),
+    "weight used elsewhere later": lambda: Case(
+        lambda: used_elsewhere(False), turn_on, late_rounds=True
+    ),
     "gradient penalty": lambda: Case(penalty(True, lin)),
     "gradient penalty later": lambda: Case(penalty(False, lin), turn_on),
     "gradient penalty of convolutions": lambda: Case(

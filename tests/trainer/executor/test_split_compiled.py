@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from launch import run_ranks
 from pairwise import give_tiers
-from split_support import Job, Result, assert_equal, output_grads, sequential, split
+from split_support import Job, Lambda, Result, assert_equal, output_grads, sequential, split
+from test_split_zoo import DELAYED, Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +33,6 @@ from pipemorph_trainer.executor.split.compiled import backends, private
 from pipemorph_trainer.executor.split.flight import run_weight_work
 from pipemorph_trainer.topology.mesh import join_process_group
 
-DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
 WHOLE = "F0 F1 F2 BW0 BW1 BW2"
 WIDTH = 16
 OF_TORCH = {"pipemorph": "inductor", "pipemorph_aot_eager": "aot_eager"}
@@ -55,88 +55,45 @@ def longer(k: int) -> tuple[Tensor, ...]:
     return vectors(k, 6 + 2 * k)
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.checkpointed:
-            return checkpoint(self._forward, x, use_reentrant=False)
-        return self._forward(x)
-
-    def _forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(F.gelu(self.up(x))))
+def block(dropout: float = 0.0) -> Block:
+    return Block(WIDTH, dropout)
 
 
-class Twice(nn.Module):
+def linears(names: str) -> dict[str, nn.Module]:
+    return {name: nn.Linear(WIDTH, WIDTH) for name in names}
+
+
+def twice() -> nn.Module:
     """One Linear used twice, and two that get the same gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(self.a(x).tanh())) + self.c(x)
+    return Lambda(lambda m, x: m.b(m.a(m.a(x).tanh())) + m.c(x), **linears("abc"))
 
 
-class Autocast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.block(x).float()
+def in_bfloat16(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.block(x).float()
 
 
-class Around(nn.Module):
-    """Checkpoints its blocks from outside of what is compiled."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.block = Block(dropout=0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+def around(reentrant: bool) -> nn.Module:
+    """Checkpoints its block from outside of what is compiled."""
+    return Lambda(
+        lambda m, x: checkpoint(m.block, x, use_reentrant=reentrant), block=block(dropout=0.5)
+    )
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """The same block twice in a row, after another one: they share their code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in (0, 1, 1):
-            x = self.blocks[index](x)
-        return x
+    return Lambda(lambda m, x: m.b(m.b(m.a(x))), a=block(), b=block())
 
 
-class Broken(nn.Module):
+def broken() -> nn.Module:
     """One compiled module of two graphs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x).tanh()
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.a(x).tanh()
         torch._dynamo.graph_break()
-        return self.b(x)
+        return m.b(x)
+
+    return Lambda(forward, **linears("ab"))
 
 
 def job_of(case: Case, backend: str) -> Job:
@@ -171,17 +128,17 @@ class Case:
 
 
 CASES = {
-    "checkpoint inside": Case(lambda: Block(dropout=0.5, checkpointed=True)),
-    "two blocks": Case(lambda: nn.Sequential(Block(), Block())),
-    "checkpoint outside": Case(lambda: Around(False)),
-    "checkpoint outside, reentrant": Case(lambda: Around(True)),
-    "dropout": Case(lambda: Block(dropout=0.5)),
-    "Linear used twice": Case(Twice, compiled(Twice)),
-    "block used twice, shared code": Case(Shared),
-    "dynamic shapes": Case(Block, compiled(Block, dynamic=True), longer),
-    "shapes that change": Case(Block, compiled(Block), longer),
-    "no gradient for the input": Case(Block, is_first=True),
-    "no norm, no gradient for the input": Case(Twice, compiled(Twice), is_first=True),
+    "checkpoint inside": Case(lambda: around(False), compiled(Lambda)),
+    "two blocks": Case(lambda: nn.Sequential(block(), block())),
+    "checkpoint outside": Case(lambda: around(False)),
+    "checkpoint outside, reentrant": Case(lambda: around(True)),
+    "dropout": Case(lambda: block(dropout=0.5)),
+    "Linear used twice": Case(twice, compiled(Lambda)),
+    "block used twice, shared code": Case(shared),
+    "dynamic shapes": Case(block, compiled(Block, dynamic=True), longer),
+    "shapes that change": Case(block, compiled(Block), longer),
+    "no gradient for the input": Case(block, is_first=True),
+    "no norm, no gradient for the input": Case(twice, compiled(Lambda), is_first=True),
     "BatchNorm": Case(
         lambda: nn.Sequential(
             nn.Flatten(), nn.Linear(6 * WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
@@ -189,11 +146,11 @@ CASES = {
         compiled(nn.Sequential),
     ),
     "graph break": Case(
-        Broken,
+        broken,
         lambda stage, backend: stage.compile(backend=backend),
     ),
     "in an uncompiled stage": Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, WIDTH))
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), block(), nn.Linear(WIDTH, WIDTH))
     ),
     "multi-head attention": Case(
         lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True),
@@ -255,7 +212,7 @@ def test_inductor_defers_what_the_block_would_uncompiled() -> None:
 @pytest.mark.soak
 @SLOW
 def test_bf16_differs_at_most_by_rounding_and_then_in_every_plan_alike() -> None:
-    case = Case(Autocast, compiled(Autocast))
+    case = Case(lambda: Lambda(in_bfloat16, block=block()), compiled(Lambda))
     want = sequential(job_of(case, "inductor"))
     got, runner = split(job_of(case, "pipemorph"), DELAYED)
     assert runner.report().deferred_share > 0.9, runner.report().lines()
@@ -268,14 +225,14 @@ def test_bf16_differs_at_most_by_rounding_and_then_in_every_plan_alike() -> None
 
 def test_optimized_module_and_name_of_backend() -> None:
     """torch.compile(block) in place of block.compile()."""
-    stage = nn.Sequential(torch.compile(Block(), backend="pipemorph_aot_eager"), nn.Tanh())
+    stage = nn.Sequential(torch.compile(block(), backend="pipemorph_aot_eager"), nn.Tanh())
     _, runner = split(Job(stage, vectors), DELAYED)
-    assert "0._orig_mod.qkv.weight" in runner.report().deferred, runner.report().lines()
+    assert "0._orig_mod.attention.qkv.weight" in runner.report().deferred, runner.report().lines()
 
 
 def test_code_that_dynamo_gives_up_is_named() -> None:
     """A break in a loop: the stage runs as if it were not compiled."""
-    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), Broken())
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), broken())
     job = Job(stage, vectors, prepare=lambda m: m.compile(backend="pipemorph_aot_eager"))
     want = sequential(job)
     got, runner = split(job, DELAYED)
@@ -284,15 +241,15 @@ def test_code_that_dynamo_gives_up_is_named() -> None:
 
 
 def test_another_backend_is_named() -> None:
-    stage = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
+    stage = nn.Sequential(block(), nn.Linear(WIDTH, WIDTH))
     _, runner = split(Job(stage, vectors, prepare=lambda m: m[0].compile(backend="eager")), DELAYED)
-    assert "0.qkv.weight" in runner.report().not_deferred
+    assert "0.attention.qkv.weight" in runner.report().not_deferred
     assert 'compiled, not with backend="pipemorph"' in runner.report().line()
 
 
 def test_without_a_private_name_the_backward_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    job = Job(Block(), vectors, prepare=lambda m: m.compile(backend="pipemorph_aot_eager"))
+    job = Job(block(), vectors, prepare=lambda m: m.compile(backend="pipemorph_aot_eager"))
     want = sequential(job)
     torch._dynamo.reset()
     monkeypatch.delattr(torch._C, "_current_autograd_node")
@@ -313,20 +270,20 @@ def test_a_hooked_or_tied_weight_keeps_its_whole_region_in_b() -> None:
 
     def prepare(stage: nn.Module) -> None:
         compiled(Block)(stage, "pipemorph_aot_eager")
-        stage[0].up.weight.register_post_accumulate_grad_hook(calls.append)
+        stage[0].mlp[0].weight.register_post_accumulate_grad_hook(calls.append)
 
     torch.manual_seed(3)
-    stage = nn.Sequential(Block(), Block())
+    stage = nn.Sequential(block(), block())
     job = Job(stage, vectors, prepare=prepare)
     want = sequential(job)
     assert len(calls) == 3
     got, runner = split(job, DELAYED)
     assert_equal(want, got)
     report = runner.report()
-    assert "1.up.weight" in report.deferred
+    assert "1.mlp.0.weight" in report.deferred
     why = report.not_deferred
-    hooked = "in compiled code with 0.up.weight: it has gradient hooks"
-    assert why["0.up.weight"] == why["0.qkv.weight"] == hooked
+    hooked = "in compiled code with 0.mlp.0.weight: it has gradient hooks"
+    assert why["0.mlp.0.weight"] == why["0.attention.qkv.weight"] == hooked
 
 
 def test_a_write_between_b_and_w_is_an_error() -> None:
@@ -353,7 +310,7 @@ def test_b_keeps_only_what_products_need() -> None:
     """Activations that no weight gradient needs are freed by B, as in an uncompiled stage."""
     held: dict[str, int] = {}
     for backend in ("", "pipemorph_aot_eager"):
-        stage = Block()
+        stage = block()
         if backend:
             stage.compile(backend=backend)
         runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1)
@@ -375,7 +332,7 @@ def test_b_keeps_only_what_products_need() -> None:
 def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
     prepare = lambda m: compiled(Block)(m, "pipemorph_aot_eager")  # noqa: E731
     torch.manual_seed(3)
-    job = Job(nn.Sequential(Block(), Block()), vectors, prepare=prepare, offloads=True)
+    job = Job(nn.Sequential(block(), block()), vectors, prepare=prepare, offloads=True)
     want = sequential(job)
     got, _ = split(job, "F0 F1 F2 B0 B1 W0 B2 W1 W2", device_limit=1)
     assert_equal(want, got)
@@ -386,16 +343,11 @@ def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
 
 
 def test_a_compiled_function_around_a_linear_defers_it() -> None:
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        run = torch.compile(lambda y: m.a(y).tanh(), backend="pipemorph_aot_eager")
+        return m.b(run(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            run = torch.compile(lambda y: self.a(y).tanh(), backend="pipemorph_aot_eager")
-            return self.b(run(x))
-
-    job = Job(Stage(), vectors)
+    job = Job(Lambda(forward, **linears("ab")), vectors)
     want = sequential(job)
     got, runner = split(job, DELAYED)
     assert_equal(want, got)
@@ -404,7 +356,7 @@ def test_a_compiled_function_around_a_linear_defers_it() -> None:
 
 @pytest.mark.full
 def test_evaluation_between_iterations() -> None:
-    stage = Block()
+    stage = block()
     stage.compile(backend="pipemorph_aot_eager")
     reference = copy.deepcopy(stage)
     runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1)
@@ -424,7 +376,7 @@ def test_verify_compares_the_halves_with_the_whole(factor: float) -> None:
         return [grad * factor for grad in right(work)]
 
     prepare = lambda m: m.compile(backend="pipemorph_aot_eager")  # noqa: E731
-    job = Job(Block(), vectors, prepare=prepare, mode="verify")
+    job = Job(block(), vectors, prepare=prepare, mode="verify")
     with patch.object(backends.CompiledWork, "gradients", wrong):
         _, runner = split(job, DELAYED)
     says = (
@@ -436,11 +388,11 @@ def test_verify_compares_the_halves_with_the_whole(factor: float) -> None:
 
 def sharded_stage(backend: str) -> nn.Module:
     torch.manual_seed(3)
-    stage = nn.Sequential(Block(), Block())
+    stage = nn.Sequential(block(), block())
     if backend:
         compiled(Block)(stage, backend)
-    for block in stage:
-        fully_shard(block)
+    for each in stage:
+        fully_shard(each)
     fully_shard(stage)
     return stage
 
@@ -479,17 +431,12 @@ def test_fully_shard_around_compiled_blocks() -> None:
     for found in run_ranks(2, train_sharded):
         assert not found["aot_eager"][0]
         deferred, text = found["pipemorph_aot_eager"]
-        assert {"0.qkv.weight", "1.down.weight"} <= set(deferred), text
+        assert {"0.attention.qkv.weight", "1.mlp.2.weight"} <= set(deferred), text
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
+def mlp() -> nn.Module:
+    up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    return Lambda(lambda m, x: m.down(F.gelu(m.up(x))), up=up, down=down)
 
 
 def train_spread(context: TrainerContext) -> list[str]:
@@ -498,7 +445,7 @@ def train_spread(context: TrainerContext) -> list[str]:
     join_process_group(context, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     torch.manual_seed(3)
-    whole = nn.Sequential(*(nn.Sequential(Mlp(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+    whole = nn.Sequential(*(nn.Sequential(mlp(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
     at = mesh.get_local_rank("pp")
     stage = copy.deepcopy(whole[at])
     parallelize_module(stage[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -7,41 +7,19 @@ import random
 
 import pytest
 import torch
-from split_support import Job, assert_equal, random_order, sequential, split
+from split_support import Job, Lambda, assert_equal, random_order, sequential, split
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
 
 
-class Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-class Recomputed(Residual):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-class Twice(Residual):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(self.inner(x)))
-
-
-class Gate(nn.Module):
-    """A parameter that is no Linear's, used directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.scale)
+AROUND = {
+    "residual": lambda m, x: x + m.inner(x),
+    "twice": lambda m, x: m.inner(torch.tanh(m.inner(x))),
+    "recompute": lambda m, x: checkpoint(m.inner, x, use_reentrant=False),
+}
+"""What is done with a stack."""
 
 
 def stack(rng: random.Random, depth: int) -> nn.Module:
@@ -49,7 +27,7 @@ def stack(rng: random.Random, depth: int) -> nn.Module:
     for _ in range(rng.randint(1, 4)):
         kinds = ["linear", "linear", "norm", "act", "inplace", "gate", "drop"]
         if depth:
-            kinds += ["residual", "twice", "recompute"]
+            kinds += AROUND
         match rng.choice(kinds):
             case "linear":
                 layers.append(nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7))
@@ -62,15 +40,13 @@ def stack(rng: random.Random, depth: int) -> nn.Module:
             case "inplace":
                 layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)]
             case "gate":
-                layers.append(Gate())
+                # A parameter that is no Linear's, used directly.
+                scale = nn.Parameter(torch.randn(WIDTH))
+                layers.append(Lambda(lambda m, x: x * torch.sigmoid(m.scale), scale=scale))
             case "drop":
                 layers.append(nn.Dropout(0.3))
-            case "residual":
-                layers.append(Residual(stack(rng, depth - 1)))
-            case "twice":
-                layers.append(Twice(stack(rng, depth - 1)))
-            case "recompute":
-                layers.append(Recomputed(stack(rng, depth - 1)))
+            case kind:
+                layers.append(Lambda(AROUND[kind], inner=stack(rng, depth - 1)))
     return nn.Sequential(*layers)
 
 
