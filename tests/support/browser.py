@@ -161,8 +161,7 @@ class Browser:
             if message.get("id") == number:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']}")
-                result: dict[str, Any] = message["result"]
-                return result
+                return message["result"]
 
     async def _event(self, name: str) -> dict[str, Any]:
         """Wait for an event, which may have come with an answer before; its parameters."""

@@ -47,8 +47,7 @@ class Block(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in (q, k, v))
         weights = torch.softmax(q @ k.transpose(-1, -2), -1)
         x = x + self.o((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[operator]
-        moved: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return moved
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Part(nn.Module):

@@ -37,8 +37,7 @@ class Leases(FakeCluster):
         return self.objects[path("Lease", "system", name)]
 
     def spec(self, name: str) -> Object:
-        spec: Object = self.lease(name)["spec"]
-        return spec
+        return self.lease(name)["spec"]
 
     def take(self, name: str, **spec: object) -> None:
         """A write of a Lease by others."""

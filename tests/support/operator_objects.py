@@ -78,13 +78,11 @@ def attempt(number: int = 0, excluded: tuple[str, ...] = (), **spec: Any) -> Att
 
 
 def template(made: Attempt, config: OperatorConfig = CONFIG) -> Object:
-    found: Object = batch_job(made, config)["spec"]["template"]
-    return found
+    return batch_job(made, config)["spec"]["template"]
 
 
 def trainer(made: Attempt) -> Object:
-    found: Object = template(made)["spec"]["containers"][0]
-    return found
+    return template(made)["spec"]["containers"][0]
 
 
 def given_with(where: str, value: Any) -> Object:
@@ -117,8 +115,7 @@ class World:
 
     @property
     def status(self) -> Object:
-        status: Object = self.body.get("status", {})
-        return status
+        return self.body.get("status", {})
 
     def condition(self, kind: str) -> tuple[str, str]:
         for found in self.status.get("conditions", []):
@@ -158,7 +155,6 @@ class World:
         if decision.create is not None:
             number = decision.create.number
             self.jobs.setdefault(number, job_facts(number, stages=decision.create.ranks))
-            assert decision.status is not None
             decision.status.job_uid = self.jobs[number].uid
         if not write_status:
             return decision

@@ -46,8 +46,7 @@ async def tell(desk: GenerationDesk, pod: int, wait: str = "0", **fields: Any) -
     given: dict[str, Any] = {"attempt": 0, "generation": 0, "pod": pod, "event": "gone"}
     reply = await desk.tell(*KEY, json.dumps(given | fields).encode(), wait)
     assert reply.status == 200, reply
-    told: dict[str, Any] = json.loads(reply.body)
-    return told
+    return json.loads(reply.body)
 
 
 async def known(store: ClusterStore, body: dict[str, Any]) -> None:

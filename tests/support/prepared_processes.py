@@ -131,8 +131,7 @@ class Server:
                 raise OSError(f"{SERVER.name} has ended; its standard error says why")
             self._received += part
         line, _, self._received = self._received.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
 
 _servers: list[Server] = []

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import prepared_processes
 from certificates import self_signed
+from launch import free_port
+from manifests import manifest_of
 from prepared_processes import PreparedProcess
 
 from pipemorph.api.spec import PipeMorphJob
@@ -25,12 +29,7 @@ def manifest(stages: int = 2, iterations: int = 12, **spec: Any) -> dict[str, An
         "emulation": {"stageTimes": [OP], "messageBytes": 4096},
         "trainer": {"module": "train", "iterations": iterations, "args": {"width": 3}},
     }
-    return {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": "served", "namespace": "lab"},
-        "spec": base | spec,
-    }
+    return manifest_of(base | spec, "served", namespace="lab")
 
 
 def job(**spec: Any) -> PipeMorphJob:
@@ -40,6 +39,24 @@ def job(**spec: Any) -> PipeMorphJob:
 def certificate(folder: Path) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1 that is its own authority, and its key."""
     return self_signed(folder, "127.0.0.1", name="served")
+
+
+def torchrun(
+    folder: Path, script: str, environment: dict[str, str], *options: str
+) -> tuple[int, str]:
+    """Two ranks of a script; their exit status and output."""
+    file = folder / "train.py"
+    file.write_text(script)
+    done = prepared_processes.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+            "--local-addr", "127.0.0.1", *options, str(file),
+        ],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
 
 
 class Served:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from launch import run_ranks
 from torch import nn
-from trainer_jobs import Job, Record, assert_same, loss_fn, make_batch, make_stage, reference
+from trainer_jobs import (
+    Job,
+    Record,
+    assert_same,
+    loss_fn,
+    make_batch,
+    make_stage,
+    plan_of,
+    reference,
+)
 
-from pipemorph.planning import Dispatch, Link, Plan, Policy, Problem, Route, StageTimes
-from pipemorph.planning import plan as plan_schedule
+from pipemorph.planning import Dispatch, Plan
 from pipemorph_trainer import Options, Part, Pipeline, TrainerContext
 
 PLACEMENT = {"zero-bubble-v": "v", "1f1b-interleaved": "interleaved"}
@@ -25,25 +33,11 @@ def make_plan(
     microbatches: int,
     *,
     placement: str = "interleaved",
-    version: int = 0,
-    delay: float = 0.0,
-    routes: Sequence[Route] | None = None,
-    dispatch: Dispatch = Dispatch.STATIC,
-    **limits: int,
+    **options: Any,
 ) -> Plan:
-    """``delay`` on link 0, in op times. ``limits``: of each stage, see :class:`StageTimes`."""
-    one = StageTimes(forward=1, backward_input=1, backward_weight=1, **limits)
-    problem = Problem(
-        microbatches=microbatches,
-        stages=(one,) * stages,
-        links=tuple(Link(delay=0 if i else delay) for i in range(stages - 1)),
-        policy=Policy(policy),
-        ranks=ranks,
-        placement=PLACEMENT.get(policy, placement),  # type: ignore[arg-type]
-    )
-    return plan_schedule(problem).to_plan(
-        version, routes or (Route.DIRECT,) * (stages - 1), dispatch
-    )
+    """``options``: see :func:`trainer_jobs.plan_of`."""
+    placement = PLACEMENT.get(policy, placement)
+    return plan_of(policy, stages, microbatches, ranks=ranks, placement=placement, **options)
 
 
 def placement_of(plan: Plan) -> str:

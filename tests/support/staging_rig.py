@@ -80,7 +80,6 @@ class Rig:
 def linked(transport: str) -> Iterator[tuple[Any, Any]]:
     """The two ends of an engine link, which is number 4: of rank 0, that sends, and of rank 1."""
     module = engine_module()
-    assert module is not None
     engines = [
         module.Engine(
             job="staging", rank=rank, secret=SECRET, host="127.0.0.1", transport=transport

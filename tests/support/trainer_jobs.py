@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,24 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+class Loader:
+    """Batches of ``rows`` that depend on all batches before."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.seed, self._shape = 1, (rows, width)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.seed = self.seed * 5 % 1009
+            yield torch.randn(self._shape, generator=torch.Generator().manual_seed(self.seed))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+
+
 @dataclass(frozen=True)
 class Job:
     """What :func:`train` runs on each rank. ``switches`` installs a plan on a rank when it
@@ -90,29 +108,42 @@ class Job:
         return replace(self, **changes)
 
 
-def make_plan(
-    job: Job,
-    version: int,
+def plan_of(
     policy: str,
+    stages: int,
+    microbatches: int,
     *,
+    version: int = 0,
+    delay: float = 0.0,
     routes: Sequence[Route] | None = None,
     dispatch: str = "static",
     warmup: Sequence[int] | None = None,
-    device_limit: int | None = None,
+    ranks: int | None = None,
+    placement: Any = "interleaved",
+    **limits: int | None,
 ) -> Plan:
-    times = StageTimes(
-        forward=1, backward_input=1, backward_weight=1, device_limit=device_limit, offload_copy=0
-    )
+    """``delay`` on link 0, in op times. ``limits``: of each stage, see :class:`StageTimes`."""
+    one = StageTimes(forward=1, backward_input=1, backward_weight=1, **limits)
     problem = Problem(
-        microbatches=job.microbatches,
-        stages=(times,) * job.stages,
-        links=(Link(),) * (job.stages - 1),
+        microbatches=microbatches,
+        stages=(one,) * stages,
+        links=tuple(Link(delay=0 if i else delay) for i in range(stages - 1)),
         policy=Policy(policy),
         warmup=tuple(warmup) if warmup is not None else None,
+        ranks=ranks,
+        placement=placement,
     )
     return plan(problem).to_plan(
-        version, routes or (Route.DIRECT,) * (job.stages - 1), Dispatch(dispatch)
+        version, routes or (Route.DIRECT,) * (stages - 1), Dispatch(dispatch)
     )
+
+
+def make_plan(
+    job: Job, version: int, policy: str, *, device_limit: int | None = None, **options: Any
+) -> Plan:
+    """A plan of the job. What exceeds the limit goes to host memory in no time."""
+    limits = {"device_limit": device_limit, "offload_copy": 0}
+    return plan_of(policy, job.stages, job.microbatches, version=version, **limits, **options)
 
 
 def part(plan: Plan, rank: int, mesh: MeshShape) -> RankPlan:

@@ -182,12 +182,6 @@ class Ranks(Plant):
         self.observes.observer._fresh = True
         self.forget()
 
-    def restart_ranks(self) -> None:
-        """The ranks start again with the plan of the spec, and so does their agent."""
-        self.restart_agent()
-        self.plan, self.prepared = self.controller.wanted, None
-        self.plans.clear()
-
     async def _hand_in(self, host: Host) -> None:
         async def body() -> bytes:
             message = HandIn(job="gpt", namespace="team", attempt=0, snapshot=self.snapshot)

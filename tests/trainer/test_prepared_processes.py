@@ -67,8 +67,7 @@ def seen(
     ) as process:  # fmt: skip
         output, errors = process.communicate("from the test", timeout=SECONDS)
     assert (process.returncode, errors) == (7, "at once\n")
-    found: dict[str, Any] = json.loads(output)
-    return found
+    return json.loads(output)
 
 
 @pytest.mark.parametrize(

@@ -93,31 +93,33 @@ def test_torch_takes_our_schedules(
     assert parse_csv(back.read_text()) == ours
 
 
+INTERLEAVED = [
+    (2, 2, 4), (4, 2, 8), (4, 3, 12), (4, 2, 10), (4, 2, 3), (3, 1, 6), (1, 2, 3), (8, 4, 32),
+]  # fmt: skip
+IN_A_V = [(1, 1), (2, 2), (2, 8), (3, 6), (4, 2), (4, 8), (4, 16), (8, 32)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "chunks", "microbatches"),
-    [(2, 2, 4), (4, 2, 8), (4, 3, 12), (4, 2, 10), (4, 2, 3), (3, 1, 6), (1, 2, 3), (8, 4, 32)],
+    ("placement", "ranks", "chunks", "microbatches"),
+    [
+        *(("interleaved", *case) for case in INTERLEAVED),
+        *(("v", ranks, 2, microbatches) for ranks, microbatches in IN_A_V),
+    ],
 )
-def test_interleaved_1f1b_is_torchs(
-    ranks: int, chunks: int, microbatches: int, tmp_path: Path
+def test_rules_are_those_of_torch(
+    placement: str, ranks: int, chunks: int, microbatches: int, tmp_path: Path
 ) -> None:
     stages = ranks * chunks
-    ours = one_f_one_b_interleaved(problem(stages, microbatches, ranks=ranks))
-    theirs = torch_runtime(torch_schedules.ScheduleInterleaved1F1B, ranks, stages, microbatches)
-    assert own_rows(ours) == torch_rows(theirs)
-    assert ours.placement == tuple(stage % ranks for stage in range(stages))
-    validate(ours)
-    dumped = tmp_path / "torch.csv"
-    theirs._dump_csv(str(dumped), format="compute_only")
-    assert parse_csv(dumped.read_text()) == ours
-
-
-@pytest.mark.parametrize(
-    ("ranks", "microbatches"), [(1, 1), (2, 2), (2, 8), (3, 6), (4, 2), (4, 8), (4, 16), (8, 32)]
-)
-def test_zero_bubble_v_is_torchs(ranks: int, microbatches: int, tmp_path: Path) -> None:
-    stages = 2 * ranks
-    ours = zero_bubble_v(problem(stages, microbatches))
-    theirs = torch_runtime(torch_schedules.ScheduleZBVZeroBubble, ranks, stages, microbatches)
+    if placement == "v":
+        kind, ours = (
+            torch_schedules.ScheduleZBVZeroBubble,
+            zero_bubble_v(problem(stages, microbatches)),
+        )
+    else:
+        kind = torch_schedules.ScheduleInterleaved1F1B
+        ours = one_f_one_b_interleaved(problem(stages, microbatches, ranks=ranks))
+        assert ours.placement == tuple(stage % ranks for stage in range(stages))
+    theirs = torch_runtime(kind, ranks, stages, microbatches)
     assert own_rows(ours) == torch_rows(theirs)
     validate(ours)
     dumped = tmp_path / "torch.csv"

@@ -111,15 +111,6 @@ def test_a_directive_reaches_every_rank(ingest: Ingest, line: Callable[[int], Ag
     )
 
 
-def test_a_rank_that_comes_late_gets_the_plan_in_force(
-    ingest: Ingest, line: Callable[[int], AgentClient]
-) -> None:
-    zero = line(0)
-    ingest.issue(1)
-    until(zero.newest_plan, "the plan at rank 0")
-    assert until(line(1).newest_plan, "the plan at rank 1").version == 1
-
-
 def test_every_rank_gets_the_plan_of_its_replica(ingest: Ingest, token_file: Path) -> None:
     """And nothing of the others', also one that comes late."""
     own = plan(0, microbatches=3)
@@ -249,29 +240,26 @@ def test_reports_go_on_after_another_agent_has_taken_over(
 
 
 def test_a_wrong_secret_is_refused_and_logged(
-    ingest: Ingest, token_file: Path, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str], ingest: Ingest, agent: AgentHandle
 ) -> None:
-    handle = start_agent(context(ingest, token_file), MeshShape(2))
-    try:
-        stranger = AgentClient(1, b"another job's secret", handle.host, handle.port)
-        assert not stranger.wait_until_ready(3.0)
-        stranger.publish(telemetry(1, links=[sample()]))
-        err = ""
+    """``capfd`` comes first: the agent has this process's stderr as it is then."""
+    stranger = AgentClient(1, b"another job's secret", agent.host, agent.port)
+    assert not stranger.wait_until_ready(3.0)
+    stranger.publish(telemetry(1, links=[sample()]))
+    err = ""
 
-        def refused() -> bool:
-            nonlocal err
-            # The line moves on when it is used: the agent may have taken long to start.
-            assert stranger.newest_plan() is None
-            err += capfd.readouterr().err
-            return "refused rank 1 from 127.0.0.1" in err
+    def refused() -> bool:
+        nonlocal err
+        # The line moves on when it is used: the agent may have taken long to start.
+        assert stranger.newest_plan() is None
+        err += capfd.readouterr().err
+        return "refused rank 1 from 127.0.0.1" in err
 
-        until(refused, "the refusal in the agent's log")
-        assert "wrong secret" in err
-        stranger.close()
-        until(lambda: len(ingest.reports) >= 2, "reports")
-        assert ingest.links() == []
-    finally:
-        handle.close(1.0)
+    until(refused, "the refusal in the agent's log")
+    assert "wrong secret" in err
+    stranger.close()
+    until(lambda: len(ingest.reports) >= 2, "reports")
+    assert ingest.links() == []
 
 
 def test_a_rank_of_another_version_is_refused_in_one_line(

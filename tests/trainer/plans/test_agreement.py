@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,11 +25,10 @@ from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links.peer_socket import StepToken
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.plans.token import CANDIDATES, Agreement, TokenPass
+from pipemorph_trainer.topology.mesh import join_process_group
 
 STAGES = 4
 FIRST = make_plan(Job(STAGES, 4), 0, "1f1b")
-
-
 FIRST_OF_TWO = make_plan(Job(2, 4), 0, "1f1b")
 
 
@@ -73,13 +73,7 @@ def test_one_version_names_one_plan() -> None:
     sent: list[StepToken] = []
     passes = []
     for stage, mine in enumerate((one, replace(one, in_flight_limits=(4, 4)))):
-        held = PlanBook(
-            part(FIRST_OF_TWO, stage, mesh),
-            mesh.coordinate(stage),
-            [],
-            no_offload={},
-            no_recompute={},
-        )
+        held = book(stage, 2, FIRST_OF_TWO)
         held.prepare(part(mine, stage, mesh))
         up: Any = SimpleNamespace(peer_stage=0, socket=SimpleNamespace(tokens=deque()))
         down: Any = SimpleNamespace(socket=SimpleNamespace(send_token=sent.append))
@@ -221,12 +215,7 @@ def test_what_a_stage_has_told_is_not_told_again() -> None:
 
 
 def choose_together(context: TrainerContext, held: list[list[int]]) -> int:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{context.master_addr}:{context.master_port}",
-        rank=context.rank,
-        world_size=context.world_size,
-    )
+    join_process_group(context, torch.device("cpu"))
     mine = book(0)
     for version in held[context.rank]:
         mine.prepare(part(replace(FIRST, version=version), 0, MeshShape(STAGES)))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import pytest
 from launch import run_ranks
 from trainer_jobs import Job, make_plan, part
 
@@ -108,15 +107,3 @@ def test_columns_may_change_their_plan_in_different_iterations() -> None:
     assert [sample.plan_version for sample in ran[0].samples] == [0, 0, 0, 0, 1, 1]
     assert [sample.index for sample in ran[0].samples] == list(range(6))
     assert all(each.losses == ran[0].losses for each in ran)
-
-
-@pytest.mark.full
-def test_a_plan_may_change_between_static_and_guided_dispatch() -> None:
-    """The losses stay the same."""
-    job = Job(3, 6, policy="pipemorph", iterations=6)
-    guided = make_plan(job, 1, "pipemorph", dispatch="guided")
-    arrivals = [Arrival(rank, 1, guided) for rank in range(3)]
-    arrivals += [Arrival(rank, 3, make_plan(job, 2, "pipemorph")) for rank in range(3)]
-    ran = run_ranks(3, train, job, arrivals)
-    assert [each.versions for each in ran] == [[0, 0, 1, 1, 2, 2]] * 3
-    assert ran[0].losses == run_ranks(3, train, job, [])[0].losses

@@ -20,20 +20,6 @@ ALL = range(JOB.stages * REPLICAS)
 NEEDS_ENGINE = pytest.mark.needs_engine
 
 
-def test_a_rank_holds_the_plan_of_its_replica_alone() -> None:
-    first = make_plan(JOB, 0, "1f1b")
-    own = make_plan(JOB, 0, "zero-bubble", warmup=(6, 1))
-    both = replace(make_plan(JOB, 3, "gpipe"), own=(((SLOW,), own),))
-    mesh = MeshShape(JOB.stages, REPLICAS, tensor=2)
-    for rank in range(mesh.world_size):
-        coordinate = mesh.coordinate(rank)
-        book = PlanBook(part(first, rank, mesh), coordinate, [], no_offload={}, no_recompute={})
-        assert book.prepare(part(both, rank, mesh))
-        assert book.commit(3)
-        expected = own if coordinate.replica == SLOW else replace(both, own=())
-        assert book.in_force == part(replace(expected, version=3), rank, mesh)
-
-
 def test_a_plan_of_another_replica_that_does_not_fit_is_no_reason_to_refuse() -> None:
     """This one cannot offload, and need not."""
     first = make_plan(JOB, 0, "1f1b")

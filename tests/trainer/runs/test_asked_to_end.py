@@ -15,7 +15,7 @@ import pytest
 import torch
 from gate import same_bits
 from launch import Ranks
-from local_runs import command, manifest, rank_of, read_until
+from local_runs import command, manifest, rank_of, read_until, run
 from torch import nn
 
 from pipemorph.api.sections.trainer import Checkpoint
@@ -97,10 +97,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The losses of a run that nobody asks to end."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     made = job(folder, checkpoints=folder / "none")
-    whole = prepared_processes.run(
-        command(folder, made), timeout=120, check=False, capture_output=True, text=True
-    )
-    assert whole.returncode == 0 and len(losses(folder)) == ITERATIONS, whole
+    whole = run(folder, made)
+    assert whole.status == 0 and len(losses(folder)) == ITERATIONS, whole
     return losses(folder)
 
 
@@ -130,11 +128,8 @@ def test_a_run_that_is_asked_to_end_loses_no_iteration(
     if asked == "one rank":
         return  # What is saved is the same, and goes on the same.
 
-    again = prepared_processes.run(
-        command(second, job(second, checkpoints=saved, restarts=restarts)), timeout=120,
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert again.returncode == 0, again
+    again = run(second, job(second, checkpoints=saved, restarts=restarts))
+    assert again.status == 0, again
     same_bits(done + losses(second), undisturbed, str(again))
 
 

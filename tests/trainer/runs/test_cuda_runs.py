@@ -31,8 +31,7 @@ SECONDS = 300.0
 def sequential(stages: int, microbatches: int, dtype: torch.dtype, iterations: int) -> list[Record]:
     job = Job(stages, microbatches, dtype=dtype, iterations=iterations)
     (records,) = run_ranks(1, reference_on_gpu, job, environ=ENVIRON, timeout=SECONDS)
-    found: list[Record] = records
-    return found
+    return records
 
 
 def check(job: Job, *, strict: bool = False) -> list[Record]:
@@ -63,8 +62,7 @@ def test_no_step_waits_for_the_device_but_at_its_end() -> None:
 
 def in_one_process(job: Job) -> list[Record]:
     (records,) = run_ranks(1, several_sequential_on_gpu, job, environ=ENVIRON, timeout=SECONDS)
-    found: list[Record] = records
-    return found
+    return records
 
 
 @pytest.mark.parametrize("policy", ["1f1b-interleaved", "zero-bubble-v"])

@@ -40,8 +40,7 @@ def disturbed(folder: Path, *options: str, deadline: float) -> dict[str, Any]:
         said, _ = benchmark.communicate()
     print(said)
     assert benchmark.returncode == 0, said
-    found: dict[str, Any] = json.loads(figures.read_text())
-    return found
+    return json.loads(figures.read_text())
 
 
 @pytest.mark.timeout(4 * SECONDS + 600)

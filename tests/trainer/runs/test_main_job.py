@@ -18,9 +18,9 @@ import pytest
 import torch
 from gate import same_bits
 from local_runs import Done, manifest, run
-from served import Served, certificate
+from served import Served, certificate, torchrun
 from served import manifest as served_manifest
-from test_served_runs import torchrun
+from test_served_runs import SCRIPT as SERVED
 from torch import nn
 
 from pipemorph.wire import IterationSample
@@ -168,8 +168,7 @@ def check_losses(folder: Path, done: Done) -> None:
 
 
 def seen(folder: Path, generation: int, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"seen-{generation}-{rank}.json").read_text())
-    return found
+    return json.loads((folder / f"seen-{generation}-{rank}.json").read_text())
 
 
 def adaptations(report: dict[str, Any], link: int) -> list[dict[str, Any]]:
@@ -288,7 +287,7 @@ def test_ranks_of_torchrun_are_served(tmp_path: Path) -> None:
     try:
         environment = host.environment()
         assert environment["PIPEMORPH_INGEST_URL"].startswith("https://127.0.0.1:")
-        status, output = torchrun(tmp_path, environment)
+        status, output = torchrun(tmp_path, SERVED, environment)
         assert status == 0, output
         assert host.ended() == 0, host.output
     finally:

@@ -36,8 +36,7 @@ def answer_to_the_fault(done: Done) -> dict[str, Any]:
     for adaptation in done.report["adaptations"]:
         slow = [x["link"] for x in adaptation["links"] if x["health"] == "slow"]
         if SLOW_LINK in slow and adaptation["detected_at_iteration"] >= SLOW_FROM:
-            found: dict[str, Any] = adaptation
-            return found
+            return adaptation
     raise AssertionError(f"nothing answered the fault\n{done}")
 
 

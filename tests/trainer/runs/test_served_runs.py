@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import prepared_processes
 import pytest
-from launch import free_port
-from served import Served, certificate, job, manifest
+from served import Served, certificate, job, manifest, torchrun
 
 from pipemorph.errors import InputError
 from pipemorph.local.results.history import Journal
@@ -41,22 +37,6 @@ dist.destroy_process_group()
 """
 
 
-def torchrun(folder: Path, environment: dict[str, str], *options: str) -> tuple[int, str]:
-    """Two ranks of :data:`SCRIPT`; their exit status and output."""
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    done = prepared_processes.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
-            "--local-addr", "127.0.0.1", *options, str(script),
-        ],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
@@ -77,7 +57,7 @@ def test_ranks_that_torchrun_starts_again_are_another_attempt(served: Any, tmp_p
     # Without the second, torch's own groups find addresses of the first attempt.
     again = {"FAIL_ONCE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = host.environment() | again
-    status, output = torchrun(tmp_path, environment, "--max-restarts", "1")
+    status, output = torchrun(tmp_path, SCRIPT, environment, "--max-restarts", "1")
     assert status == 0, output
     assert host.ended() == 0, host.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -61,7 +61,10 @@ def kept(folder: Path, stage: int, module: nn.Module, optimizer: torch.optim.Opt
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    held = values(stage, module, optimizer)
+    return copy_of(folder, stage, values(stage, module, optimizer))
+
+
+def copy_of(folder: Path, stage: int, held: Values) -> Source:
     held.mark()
     form, tensors, content = held.take()
     copy = Copy.create(folder / f"copy-{stage}", form, len(content))
@@ -292,13 +295,7 @@ def test_a_schedule_goes_on_with_the_learning_rates_of_the_new_part(tmp_path: Pa
         _, optimizer, schedule, held = rank(*numbers, stage=stage)
         optimizer.step()
         schedule.step()
-        held.mark()
-        form, tensors, content = held.take()
-        copy = Copy.create(tmp_path / f"copy-{stage}", form, len(content))
-        copy.write(tensors)
-        copy.write_object(content)
-        copy.finish({})
-        sources.append(Source(Copy.open(copy.path) or copy, stage))
+        sources.append(copy_of(tmp_path, stage, held))
     _, optimizer, schedule, new = rank(2, 3, 4, 5, stage=1)
     found = compose(sources[1], sources[:1], new.wanted())
     assert isinstance(found, Composed)

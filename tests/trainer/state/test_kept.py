@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trainer_jobs import Loader
 
 from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.api.sections.trainer import Checkpoint
@@ -56,24 +57,6 @@ class Stage(nn.Module):
         if out.requires_grad:
             out.register_hook(lambda _: at("backward"))
         return out
-
-
-class Loader:
-    """Batches that depend on all batches before."""
-
-    def __init__(self) -> None:
-        self.seed = 1
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            self.seed = self.seed * 5 % 1009
-            yield torch.randn(2 * N, WIDTH, generator=torch.Generator().manual_seed(self.seed))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed = state["seed"]
 
 
 MOMENTS = (
@@ -187,7 +170,7 @@ def train(
             made["scheduler"].load_state_dict(state)
 
     made: dict[str, Any] = {}
-    loader, losses = Loader(), []
+    loader, losses = Loader(2 * N, WIDTH), []
     torch.manual_seed(context.rank)
     random.seed(context.rank)
     np.random.seed(context.rank)
@@ -417,7 +400,6 @@ def spoil(*names: str) -> Callable[[int, Path], None]:
     def flip(_: int, folder: Path) -> None:
         for path in (each for name in names for each in folder.glob(name)):
             copy = Copy.open(path)
-            assert copy is not None
             copy.raw()[5] += 1
 
     return flip
@@ -446,34 +428,33 @@ def test_a_damaged_copy_is_named_and_not_used(
 
 
 @pytest.mark.full
-def test_copies_of_every_few_iterations(tmp_path: Path) -> None:
-    """Iterations since the last copy run again, at most as many as lie between two copies."""
-    case = Case({"pp": 2}, every=4)
+@pytest.mark.parametrize(
+    ("every", "kills", "wanted", "why"),
+    [
+        # Iterations since the last copy run again, at most as many as lie between two copies.
+        (4, [(1, "backward", 6), (0, "optimized", 7), (1, "drawn", 8)], ("kept", 4), ""),
+        (
+            8, [(1, "backward", 7)], ("checkpoint", 6),
+            "the newest that all ranks have kept is iteration 0",
+        ),
+        (0, [(1, "backward", 3)], ("beginning", 0), "ranks keep nothing in memory"),
+    ],
+    ids=["every fourth", "older than the checkpoint", "none"],
+)  # fmt: skip
+def test_copies_of_few_iterations(
+    every: int, kills: list[Kill], wanted: tuple[str, int], why: str, tmp_path: Path
+) -> None:
+    saves = wanted[0] == "checkpoint"
+    # The random state of Python and NumPy is not in checkpoints.
+    case = Case({"pp": 2}, every=every, drawn=not saves)
     whole = run_ranks(case.ranks, train, case, {})
-    kills = [(1, "backward", 6), (0, "optimized", 7), (1, "drawn", 8)]
-    found, words = survive(case, kills, tmp_path / "kept")
-    assert [(word["rung"], word["iteration"]) for word in words] == [("kept", 4)] * 3
-    compare(found, whole, 4)
-
-
-@pytest.mark.full
-def test_a_checkpoint_that_is_newer_than_the_copies(tmp_path: Path) -> None:
-    case, folder = Case({"pp": 2}, every=8, drawn=False), str(tmp_path / "checkpoints")
-    whole = run_ranks(case.ranks, train, case, {})
-    found, (word,) = survive(case, [(1, "backward", 7)], tmp_path / "kept", folder)
-    assert (word["rung"], word["iteration"]) == ("checkpoint", 6)
-    assert word["why"] == "the newest that all ranks have kept is iteration 0"
-    compare(found, whole, 6)
-
-
-@pytest.mark.full
-def test_nothing_is_kept_if_that_is_asked(tmp_path: Path) -> None:
-    case = Case({"pp": 2}, every=0)
-    whole = run_ranks(case.ranks, train, case, {})
-    found, (word,) = survive(case, [(1, "backward", 3)], tmp_path / "kept")
-    assert (word["rung"], word["why"]) == ("beginning", "ranks keep nothing in memory")
-    assert not list((tmp_path / "kept").glob("rank-*"))
-    compare(found, whole, 0)
+    folder = str(tmp_path / "checkpoints") if saves else None
+    found, words = survive(case, kills, tmp_path / "kept", folder)
+    for word in words:
+        assert (word["rung"], word["iteration"]) == wanted, word
+        assert not why or word["why"] == why
+    assert bool(list((tmp_path / "kept").glob("rank-*"))) is (every > 0)
+    compare(found, whole, wanted[1])
 
 
 @pytest.mark.full
@@ -500,7 +481,6 @@ def refused(context: TrainerContext) -> str:
     ) as pipe:  # fmt: skip
         x = torch.ones(N, WIDTH)
         pipe.step(x, target=x)
-    assert context.kept_dir is not None
     assert not list(context.kept_dir.glob("rank-*/[ab]"))
     assert context.progress_dir is not None
     watch = HangWatch(FailurePolicy(), 1)

@@ -50,7 +50,6 @@ FORM = (Entry("weight", "float32", (3,)),)
 
 def put(slots: Slots, iteration: int) -> Slot:
     slot = slots.begin(FORM, 10)
-    assert slot.copy is not None
     slot.copy.write({"weight": torch.full((3,), float(iteration))})
     slots.finish(slot, Offer(iteration), {})
     return slot
@@ -61,7 +60,6 @@ def kept(folder: Path) -> dict[str, int]:
     found = {}
     for path in sorted(folder.iterdir()):
         copy = Copy.open(path)
-        assert copy is not None
         if copy.whole:
             found[path.name] = Offer(*copy.mark["offer"]).iteration
             assert copy.tensors["weight"].tolist() == [found[path.name]] * 3

@@ -36,7 +36,6 @@ def agree(
         slots = Slots(mine)
         if place in left:
             slot = slots.begin(FORM, 10)
-            assert slot.copy is not None
             slot.copy.write({"weight": torch.zeros(3)})
             slots.finish(slot, Offer(9), {"split": split[0], "rank": left[place], "left": 0})
         world.coordinate = SimpleNamespace(rank=rank)

@@ -329,7 +329,6 @@ def test_a_fault_of_one_replica_slows_its_group() -> None:
     ]
     assert slowed == [(1, 0), (1, 2)], "the columns of tensor 0"
     faults = trace.of_group(mesh.coordinate(mesh.rank(1, 0)))
-    assert faults is not None
     # Long ago, so nothing is waited for. One byte takes a microsecond.
     assert faults.hold([10.0, 10.0, 10.5], [100_000, 100_000, 1000], 2) == [10.0, 10.0, 10.5]
     assert faults.hold([10.0, 10.0, 10.5], [100_000, 100_000, 1000], 3) == pytest.approx(

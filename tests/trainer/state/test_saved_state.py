@@ -6,7 +6,6 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from gate import same_bits
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from trainer_jobs import Loader
 
 from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
@@ -30,24 +30,6 @@ pytestmark = [pytest.mark.timeout(400)]
 WIDTH, N, STAGES = 6, 4, 2
 
 
-class Loader:
-    """Batches that depend on all batches before."""
-
-    def __init__(self) -> None:
-        self.seed = 1
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            self.seed = self.seed * 5 % 1009
-            yield torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(self.seed))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed = state["seed"]
-
-
 def make_stage(stage: int) -> nn.Module:
     torch.manual_seed(stage)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3))
@@ -58,7 +40,7 @@ def train(
 ) -> tuple[int, list[float]]:
     """Train with dropout, a learning-rate schedule and a loader, all of which have state."""
     module: Any = make_stage(context.coordinate(STAGES).stage)
-    loader, losses = Loader(), []
+    loader, losses = Loader(N, WIDTH), []
 
     def made(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from gate import same_bits
 from launch import Ranks, run_ranks
+from manifests import job_of
 from pydantic import TypeAdapter, ValidationError
+from split_support import Lambda
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,17 +34,11 @@ from pipemorph.planning import Policy
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import PipelineError, SplitError
 from pipemorph_trainer.executor.split import StageRunner
-from pipemorph_trainer.links.rendezvous import _Peer
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, OF_SCRIPT, Settings
 from pipemorph_trainer.start import Start, check_starts, warnings
-from pipemorph_trainer.state.kept.choice import Offer
-from pipemorph_trainer.state.kept.lending import Needs
-from pipemorph_trainer.state.kept.resuming import _Told
 from pipemorph_trainer.state.tied import Forms, Holder
-from pipemorph_trainer.state.weights import Dtype, Held, check_stage, fingerprint, held_by
-from pipemorph_trainer.topology import groups
-from pipemorph_trainer.topology.addresses import Machine
+from pipemorph_trainer.state.weights import Dtype, check_stage, fingerprint, held_by
 from pipemorph_trainer.topology.groups import gather_values
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.torch import AdaptiveSchedule
@@ -220,10 +216,7 @@ def job(iterations: int = 2, **spec: Any) -> PipeMorphJob:
         "schedule": {"microbatches": 4},
         "trainer": {"module": "train", "iterations": iterations},
     }
-    return PipeMorphJob.model_validate(
-        {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob", "metadata": {"name": "j"}}
-        | {"spec": base | spec}
-    )
+    return job_of(base | spec)
 
 
 def context_of(job: PipeMorphJob | None, world_size: int = 1) -> TrainerContext:
@@ -314,21 +307,6 @@ def test_ranks_exchange_values_and_run_no_code_of_others() -> None:
         if rank < 3:
             assert refused[0].startswith("rank 3 sent a value that is not valid: the value: Input")
             assert "mesh.stages: Input should be a valid integer" in refused[1]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        Start(held=(Held("a", "parameter", (2,), torch.float32, True, None, False),)),
-        _Peer(Machine("a", "b", "c"), "127.0.0.1", {0: 1}, None, {0: "x"}, None),
-        _Told(0, 1, (Offer(3),), {1: [Offer(2, False)]}, 1, 2, 3, "why"),
-        Needs("a", 1, {"x": 2}, ("y",)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_values_that_ranks_exchange_come_back_as_they_were(value: Any) -> None:
-    kind: Any = TypeAdapter(list[type(value)], config=groups._JSON)  # type: ignore[misc]
-    assert kind.validate_json(kind.dump_json([value])) == [value]
 
 
 def test_a_tie_that_is_no_tie_is_refused() -> None:
@@ -423,19 +401,6 @@ def test_a_refusal_reaches_every_rank() -> None:
         ), result
 
 
-class Normed(nn.Module):
-    """With statistics that each replica collects from its own batches."""
-
-    def __init__(self, table: float) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.register_buffer("table", torch.full((3,), table), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.up(x))
-        return y
-
-
 def unlike(context: TrainerContext, folder: str) -> tuple[list[str], list[str], list[State]]:
     """Replicas with seeds and data of their own. Returns what was logged, what two misused steps
     said, and the state before the pipeline, in it, after training and at the end."""
@@ -444,7 +409,13 @@ def unlike(context: TrainerContext, folder: str) -> tuple[list[str], list[str], 
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pipemorph.trainer").addHandler(handler)
     torch.manual_seed(context.rank)
-    module = Normed(float(context.rank))
+    # With statistics that each replica collects from its own batches.
+    module = Lambda(
+        lambda m, x: m.norm(m.up(x)),
+        up=nn.Linear(4, 4),
+        norm=nn.BatchNorm1d(4),
+        table=nn.Buffer(torch.full((3,), float(context.rank)), persistent=False),
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
     def state() -> State:

@@ -34,6 +34,14 @@ from pipemorph_trainer.telemetry.metrics import (
     serve,
 )
 
+PROFILE = StageProfile(
+    stage=1,
+    forward=0.1,
+    backward_input=0.05,
+    backward_weight=0.05,
+    split="deferred",
+    peak_memory=77,
+)
 WHO = {"name": "gpt", "stage": "1", "replica": "0", "column": ""}
 
 
@@ -73,16 +81,13 @@ def plan_of(version: int, warmup: int) -> RankPlan:
 def test_telemetry_becomes_metrics() -> None:
     clock = Clock()
     metrics = RankMetrics("gpt", 1, 0, clock=clock)
-    metrics.plan(plan_of(0, 1))
-    profile = StageProfile(
-        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="deferred",
-        peak_memory=77,
-    )  # fmt: skip
     metrics.hear(telemetry(5, links=[sample(Route.DIRECT, 0.004)]))
     assert read(metrics, "reroutes_total", link="1") == 0, "so that the first one is an increase"
     clock.now += 1.0
-    metrics.hear(telemetry(6))
-    metrics.hear(telemetry(6, profile=profile, links=[sample(Route.DELEGATED, 0.06, 500)]))
+    metrics.hear(telemetry(6, profile=PROFILE))
+    assert read(metrics, "bubble_fraction") is None, "no plan has given the microbatches"
+    metrics.plan(plan_of(0, 1))
+    metrics.hear(telemetry(6, profile=PROFILE, links=[sample(Route.DELEGATED, 0.06, 500)]))
     assert read(metrics, "iteration") == 6
     assert read(metrics, "iteration_seconds") == 1.0
     assert read(metrics, "bubble_fraction") == pytest.approx(0.2)
@@ -97,23 +102,6 @@ def test_telemetry_becomes_metrics() -> None:
     assert read(metrics, "link_bytes_total", **direct | {"route": "delegated"}) == 500
     assert read(metrics, "link_messages_total", **direct | {"route": "delegated"}) == 4
     assert read(metrics, "reroutes_total", link="1") == 1
-
-
-def test_the_bubble_fraction_is_absent_until_a_plan_gives_the_microbatches() -> None:
-    clock = Clock()
-    metrics = RankMetrics("gpt", 1, 0, clock=clock)
-    profile = StageProfile(
-        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="deferred",
-        peak_memory=77,
-    )  # fmt: skip
-    metrics.hear(telemetry(5))
-    clock.now += 1.0
-    metrics.hear(telemetry(6, profile=profile))
-    assert read(metrics, "iteration_seconds") == 1.0
-    assert read(metrics, "bubble_fraction") is None
-    metrics.plan(plan_of(0, 1))
-    metrics.hear(telemetry(6, profile=profile))
-    assert read(metrics, "bubble_fraction") == pytest.approx(0.2)
 
 
 def test_what_went_to_host_memory_adds_up() -> None:

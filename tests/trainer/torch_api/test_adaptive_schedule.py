@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from launch import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,11 +19,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from trainer_jobs import Job, make_plan
 
 from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
-from pipemorph.planning import Link, Plan, Policy, Problem, Route, StageTimes, plan
+from pipemorph.planning import Route
 from pipemorph_trainer import Options, TrainerContext
+from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.torch import AdaptiveSchedule, SplitBackward
 
 pytestmark = [pytest.mark.needs_engine]
@@ -70,19 +71,6 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale
 
 
-def make_plan(
-    version: int, stages: int, policy: Policy, *, routes: Any = (), delay: float = 0.0
-) -> Plan:
-    times = StageTimes(forward=1, backward_input=1, backward_weight=1)
-    problem = Problem(
-        microbatches=MICROBATCHES,
-        stages=(times,) * stages,
-        links=(Link(delay=delay),) * (stages - 1),
-        policy=policy,
-    )
-    return plan(problem).to_plan(version, routes or (Route.DIRECT,) * (stages - 1))
-
-
 @dataclass
 class Seen:
     """What one run of one rank gave."""
@@ -124,7 +112,7 @@ def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **mor
         if adapts and step == 1:
             routes = (Route.DELEGATED,) * (stage.num_stages - 1)
             schedule.pipeline.install(
-                make_plan(7, stage.num_stages, Policy.PIPEMORPH, routes=routes)
+                make_plan(Job(stage.num_stages, MICROBATCHES), 7, "pipemorph", routes=routes)
             )
         optimizer.zero_grad()
         out = schedule.step(
@@ -167,11 +155,6 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def join(context: TrainerContext) -> None:
-    dist.init_process_group("gloo", rank=context.rank, world_size=context.world_size,
-        init_method=f"tcp://{context.master_addr}:{context.master_port}")  # fmt: skip
-
-
 def adaptive(stage: PipelineStage, *args: Any, **kwargs: Any) -> AdaptiveSchedule:
     return AdaptiveSchedule(stage, *args, deadline_seconds=30.0, **kwargs)
 
@@ -181,15 +164,15 @@ def compare(context: TrainerContext) -> list[str]:
 
 
 def differences(context: TrainerContext) -> Iterator[str]:
-    join(context)
+    join_process_group(context, torch.device("cpu"))
     wanted = train(context, Schedule1F1B)
-    stages = context.world_size
+    job = Job(context.world_size, MICROBATCHES)
     cases: dict[str, dict[str, Any]] = {
         "as it comes": {},
         "whole backward": {"split": "fused"},
-        "1f1b": {"plan": make_plan(0, stages, Policy.ONE_F_ONE_B)},
+        "1f1b": {"plan": make_plan(job, 0, "1f1b")},
         "slow link": {
-            "plan": make_plan(0, stages, Policy.PIPEMORPH, delay=5.0),
+            "plan": make_plan(job, 0, "pipemorph", delay=5.0),
             "options": Options(faults=[Fault(link=0, delay_ms=20.0)]),
         },
     }
@@ -222,7 +205,7 @@ def sharded_part(mesh: DeviceMesh, case: str) -> tuple[Part, PipelineStage]:
 
 
 def compare_sharded(context: TrainerContext) -> list[str]:
-    join(context)
+    join_process_group(context, torch.device("cpu"))
     told = []
     for names in (("pp", "dp_shard"), ("dp_shard", "pp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -246,7 +229,7 @@ def test_stages_may_be_sharded_by_fsdp2() -> None:
 
 
 def misfits(context: TrainerContext) -> list[str]:
-    join(context)
+    join_process_group(context, torch.device("cpu"))
     part = Part(context.rank, 2)
     stage = PipelineStage(part, 1 - context.rank, 2, torch.device("cpu"))
     wrapped = PipelineStage(DistributedDataParallel(nn.Linear(2, 2)), 0, 2, torch.device("cpu"))

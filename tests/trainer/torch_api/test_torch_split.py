@@ -68,8 +68,7 @@ class Block(nn.Module):
         if self.recompute == "selective":
             make = partial(create_selective_checkpoint_contexts, keep_products)
             context = {"context_fn": make}
-        done: Tensor = checkpoint(self.compute, x, use_reentrant=False, **context)
-        return done
+        return checkpoint(self.compute, x, use_reentrant=False, **context)
 
 
 class Part(nn.Module):
@@ -120,8 +119,7 @@ def chunked_loss(head: nn.Module, hidden: Tensor, target: Tensor) -> Tensor:
         total = total + loss.detach()
     if not grads:
         return total
-    done: Tensor = Chunked.apply(hidden, total, torch.cat(grads, -2))
-    return done
+    return Chunked.apply(hidden, total, torch.cat(grads, -2))
 
 
 LOSSES = {"plain": plain_loss, "chunked": chunked_loss}

@@ -53,14 +53,6 @@ def test_each_iteration_in_order_in_a_thread_of_its_own() -> None:
     assert not threads.pop().is_alive()
 
 
-def test_only_rank_0_calls() -> None:
-    heard: list[FinishedIteration] = []
-    told = Listeners.of([heard.append], context(1), version=0, environ={})
-    told.finished(sample(0))
-    told.close()
-    assert heard == []
-
-
 def test_a_change_of_plan_comes_once_with_what_is_known_of_it() -> None:
     heard: list[FinishedIteration] = []
     told = Listeners([heard.append], version=3, total=9)

@@ -101,19 +101,11 @@ def test_what_cannot_be_called_ends_all_ranks_at_the_start() -> None:
     assert run_ranks(2, refused) == ["InputError"] * 2
 
 
-class Part(torch.nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def adaptive(context: TrainerContext) -> tuple[list[FinishedIteration], list[float]]:
     join_process_group(context, torch.device("cpu"))
-    stage = PipelineStage(Part(context.rank), context.rank, 2, torch.device("cpu"))
+    torch.manual_seed(context.rank)
+    part = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    stage = PipelineStage(part, context.rank, 2, torch.device("cpu"))
     heard: list[FinishedIteration] = []
     means = []
     with AdaptiveSchedule(
