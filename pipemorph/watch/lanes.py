@@ -58,8 +58,11 @@ class Moment:
 
     def same(self, other: Moment) -> bool:
         """Whether both are one state to who looks at them."""
-        mine = (self.kind, self.route, self.fallen, self.link.failed_over)
-        alike = mine == (other.kind, other.route, other.fallen, other.link.failed_over)
+        mine, theirs = (
+            (each.kind, each.link.health, each.route, each.fallen, each.link.failed_over)
+            for each in (self, other)
+        )
+        alike = mine == theirs
         here, there = self.link.delay, other.link.delay
         return alike and abs(here - there) <= SAME * max(here, there)
 
@@ -88,13 +91,17 @@ class LaneLog:
             while lane and lane[-1].begin > iteration:
                 lane.pop()
             moment = Moment(iteration, link, route, fallen.get(number, ""))
-            last = lane[-1] if lane else None
-            if last is not None and last.same(moment):
+            if lane and lane[-1].same(moment):
                 continue
-            shown = link.since_iteration
-            if shown is not None and (last is None or last.link.health is not link.health):
-                # A state is found some iterations after it began to show.
-                earliest = last.begin if last is not None else 0
+            before, shown = lane[-1].link.health if lane else None, link.since_iteration
+            if shown is not None and before is not link.health:
+                # A state is found some iterations after it began to show, in which the one before
+                # may have changed.
+                earliest = 0
+                for each in reversed(lane):
+                    if each.link.health is not before:
+                        break
+                    earliest = each.begin
                 began = max(earliest, min(shown, iteration))
                 moment = Moment(began, link, route, moment.fallen)
             while lane and lane[-1].begin >= moment.begin:

@@ -289,6 +289,17 @@ def test_lanes_tell_what_each_link_was_like() -> None:
     assert [each.delay for each in log.at(6)] == [0.06]
 
 
+def test_a_slow_time_ends_when_it_ended_and_not_when_that_was_noticed() -> None:
+    log, away = LaneLog(), [Route.DELEGATED]
+    slow = LinkState(0, Health.SLOW, delay=0.06, since_iteration=5)
+    log.take(0, [LinkState(0, Health.HEALTHY)], away, {})
+    for at, link in ((7, slow), (15, replace(slow, delay=0.02)), (16, replace(slow, delay=0.0))):
+        log.take(at, [link], away, {})
+    assert [(each.begin, each.end) for each in log.slow_times()] == [(5, 16)], "a pause, so far"
+    log.take(17, [LinkState(0, Health.HEALTHY, since_iteration=14)], away, {})
+    assert [(each.begin, each.end) for each in log.slow_times()] == [(5, 14)]
+
+
 def test_a_lane_of_ranks_that_repeat_iterations() -> None:
     log, well = LaneLog(), LinkState(0, Health.HEALTHY)
     slow = LinkState(0, Health.SLOW, delay=0.06, replica=2)
