@@ -679,7 +679,8 @@ def _revise_worth(state: DecisionState, pending: Pending, proposal: Proposal) ->
         since, another = -1, False  # What the change was for was never there.
     if another:
         state.ledger.turn(present, since)
-    state.ledger.revise(present, proposal.start - proposal.current.seconds, since)
+    saving = proposal.start - proposal.current.seconds
+    state.ledger.revise(present, saving, since, fault_cost=proposal.fault_cost)
 
 
 def _issue(

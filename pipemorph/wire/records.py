@@ -79,6 +79,10 @@ class AdaptationRecord(BaseModel):
     start, in the present state of links and ops; None if unknown, negative if it takes more."""
     saved: Annotated[float, Field(ge=-1e12, le=1e12)] = 0.0
     """The sum of ``saving`` over the iterations under this plan."""
+    fault_cost: Annotated[float, Field(ge=-1e7, le=1e7)] = 0.0
+    """Predicted seconds by which slow links lengthen an iteration under the plan of the start."""
+    fault_costs: Annotated[float, Field(ge=-1e12, le=1e12)] = 0.0
+    """The sum of ``fault_cost`` over the iterations under this plan."""
     saved_until: Count | None = None
     """The newest of these iterations."""
     own_plans: list[OwnPlanRecord] = Field(default_factory=list)

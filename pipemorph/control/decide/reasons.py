@@ -405,6 +405,7 @@ def record_of(
         recomputed=away.recomputed,
         fused_stages=list(plan.fused),
         saving=None if proposal.start is None else proposal.start - chosen.seconds,
+        fault_cost=proposal.fault_cost,
         own_plans=_own_plan_records(plan, asked.situation),
     )
 

@@ -236,7 +236,8 @@ class Proposal:
     that is for a gain. ``waits``: the cause must come up again, with more measured iterations.
     ``returns_at_once``: once links are well, another iteration under the chosen plan costs more
     than one without it if they are not. ``start``: predicted time of the plan of the start; None if
-    it does not matter. ``overhead``: seconds that an iteration takes beyond all of these.
+    it does not matter. ``fault_cost``: how much of that is due to slow links. ``overhead``: seconds
+    that an iteration takes beyond all of these.
 
     An option that exceeds the memory limits is never chosen. If the plan in effect exceeds them,
     the best option that does not replaces it, whatever it costs.
@@ -249,6 +250,7 @@ class Proposal:
     waits: bool = False
     returns_at_once: bool = False
     start: float | None = None
+    fault_cost: float = 0.0
     overhead: float = 0.0
 
     @property
@@ -275,7 +277,10 @@ def propose(asked: Replan) -> Proposal:
         return proposal
     if forecast.excess(asked.start) is not None:
         return proposal  # The job could not run it any more, so nothing is to be compared with.
-    return replace(proposal, start=forecast.of(asked.start).seconds)
+    start = forecast.of(asked.start).seconds
+    well = forecast.under(asked.situation.well()) if any(asked.situation.slow) else forecast
+    cost = start - well.of(asked.start).seconds
+    return replace(proposal, start=start, fault_cost=cost)
 
 
 def _propose(asked: Replan, forecast: Forecast) -> Proposal:

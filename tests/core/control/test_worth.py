@@ -160,7 +160,7 @@ def record(version: int, **fields: object) -> AdaptationRecord:
 @pytest.mark.parametrize(
     ("promised", "measured", "error"),
     [
-        (0.5, 0.5, 15.0),
+        (0.5, 0.5, 12.0),
         (0.5, 0.4, 20.0),
         (0.5, -0.5, 100.0),
         (0.5, None, 100.0),
@@ -172,6 +172,8 @@ def test_its_error_is_what_measured_gains_differ_from_promised_ones(
 ) -> None:
     one = record(1, promised=promised, measured=measured, saved=100.0, change_seconds=2.0)
     assert worth([one]) == Worth(98.0, pytest.approx(error))
+    dear = one.model_copy(update={"fault_costs": 500.0})
+    assert worth([dear]).error == pytest.approx(max(60.0, error))
 
 
 def test_records_that_are_not_kept_any_more_still_count() -> None:
@@ -196,7 +198,7 @@ def test_when_a_cause_was_first_seen_is_not_taken_for_that_of_another(
     """A recovery waits for its decision when another link becomes slow: what the plan saves is
     revised from when that one did, and not from the recovery."""
     revised: list[int] = []
-    monkeypatch.setattr(Ledger, "revise", lambda *found: revised.append(found[3]))
+    monkeypatch.setattr(Ledger, "revise", lambda *found, **_: revised.append(found[3]))
     plant = Plant(spec())
     for link, seconds, iterations in ((2, 0.06, 3), (2, 0, 4), (2, 0.06, 4), (2, 0, 4)):
         delay(link, seconds)(plant)
