@@ -240,26 +240,30 @@ def test_reports_go_on_after_another_agent_has_taken_over(
 
 
 def test_a_wrong_secret_is_refused_and_logged(
-    capfd: pytest.CaptureFixture[str], ingest: Ingest, agent: AgentHandle
+    ingest: Ingest, token_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """``capfd`` comes first: the agent has this process's stderr as it is then."""
-    stranger = AgentClient(1, b"another job's secret", agent.host, agent.port)
-    assert not stranger.wait_until_ready(3.0)
-    stranger.publish(telemetry(1, links=[sample()]))
-    err = ""
+    # Here, and not by a fixture: the agent has the stderr of this moment.
+    handle = start_agent(context(ingest, token_file), MeshShape(2))
+    try:
+        stranger = AgentClient(1, b"another job's secret", handle.host, handle.port)
+        assert not stranger.wait_until_ready(3.0)
+        stranger.publish(telemetry(1, links=[sample()]))
+        err = ""
 
-    def refused() -> bool:
-        nonlocal err
-        # The line moves on when it is used: the agent may have taken long to start.
-        assert stranger.newest_plan() is None
-        err += capfd.readouterr().err
-        return "refused rank 1 from 127.0.0.1" in err
+        def refused() -> bool:
+            nonlocal err
+            # The line moves on when it is used: the agent may have taken long to start.
+            assert stranger.newest_plan() is None
+            err += capfd.readouterr().err
+            return "refused rank 1 from 127.0.0.1" in err
 
-    until(refused, "the refusal in the agent's log")
-    assert "wrong secret" in err
-    stranger.close()
-    until(lambda: len(ingest.reports) >= 2, "reports")
-    assert ingest.links() == []
+        until(refused, "the refusal in the agent's log")
+        assert "wrong secret" in err
+        stranger.close()
+        until(lambda: len(ingest.reports) >= 2, "reports")
+        assert ingest.links() == []
+    finally:
+        handle.close(1.0)
 
 
 def test_a_rank_of_another_version_is_refused_in_one_line(
