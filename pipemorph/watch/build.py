@@ -308,7 +308,27 @@ def picture(
         own = sorted({stage for stage, _ in row})
         stages = ", ".join(map(str, own))
         name = f"rank {numbers[i]} ({stages})" if several else f"stage {stages or i}"
-        rows.append(_row(name, row, idle, begin, span, several=several, number=i, room=room))
+        starts = [_us(op.start - begin) for _, op in row]
+        ends = [_us(op.end - begin) for _, op in row]
+        in_flight = max(accumulate(ENTERS.get(op.kind, 0) for _, op in row), default=0)
+        rows.append(
+            Row(
+                name=name,
+                kinds="".join([LETTERS[op.kind] for _, op in row]),
+                microbatches=[op.microbatch for _, op in row],
+                stages=[stage for stage, _ in row] if several else [],
+                gaps=[start - end for start, end in zip(starts, [0, *ends], strict=False)],
+                durations=[end - start for start, end in zip(starts, ends, strict=True)],
+                idle=[
+                    (cause.value, _us(a - begin), _us(b - begin))
+                    for cause, a, b in idle
+                    if b - a >= SEEN * span
+                ],
+                in_flight=in_flight,
+                limit=room.limits[i] if i < len(room.limits) else None,
+                activations=room.activations(i, row, in_flight),
+            )
+        )
     return Picture(
         iteration=iteration,
         plan_version=plan_version,
@@ -318,38 +338,6 @@ def picture(
         bubble=min(1.0, sum(causes.values())),
         causes=dict(causes),
         rows=rows,
-    )
-
-
-def _row(
-    name: str,
-    row: Sequence[tuple[int, TimedOp]],
-    idle: Idle,
-    begin: float,
-    span: float,
-    *,
-    several: bool,
-    number: int,
-    room: Room,
-) -> Row:
-    starts = [round(1e6 * (op.start - begin)) for _, op in row]
-    ends = [round(1e6 * (op.end - begin)) for _, op in row]
-    in_flight = max(accumulate(ENTERS.get(op.kind, 0) for _, op in row), default=0)
-    return Row(
-        name=name,
-        kinds="".join([LETTERS[op.kind] for _, op in row]),
-        microbatches=[op.microbatch for _, op in row],
-        stages=[stage for stage, _ in row] if several else [],
-        gaps=[start - end for start, end in zip(starts, [0, *ends], strict=False)],
-        durations=[end - start for start, end in zip(starts, ends, strict=True)],
-        idle=[
-            (cause.value, _us(a - begin), _us(b - begin))
-            for cause, a, b in idle
-            if b - a >= SEEN * span
-        ],
-        in_flight=in_flight,
-        limit=room.limits[number] if number < len(room.limits) else None,
-        activations=room.activations(number, row, in_flight),
     )
 
 

@@ -14,30 +14,38 @@ import asyncio
 import logging
 import random
 import socket
+import time
 import uuid
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Any
 
 from pipemorph.arguments import whole_number
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, reason_of
 from pipemorph_operator.cluster.events import Event, emit
-from pipemorph_operator.cluster.lease import (
-    ACT_PART,
-    API_VERSION,
-    CONFLICT,
-    DURATION_SECONDS,
-    KIND,
-    RETRY_PART,
-    Lease,
-    NotLeader,
-    clock,
-)
 from pipemorph_operator.metrics import LEADS
 from pipemorph_operator.names import OPERATOR_OWNER
 
 log = logging.getLogger("pipemorph.election")
 
+API_VERSION, KIND = "coordination.k8s.io/v1", "Lease"
+DURATION_SECONDS = 6
+"""Default duration. Longer ones, as of controllers that exit when they lose their lease, would only
+delay a takeover."""
+ACT_PART, RETRY_PART = 2 / 3, 1 / 6
+"""Parts of the duration: how long the holder may act after a renewal; the time between tries."""
+CONFLICT = 409
+
 Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+class NotLeader(ConnectionError):
+    """This process may not write: it does not hold its Lease, or could not renew it in time."""
+
+
+def clock() -> float:
+    """Seconds that also pass while the machine is suspended, unlike those of time.monotonic."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Election:
@@ -60,6 +68,7 @@ class Election:
         whether the work goes on, without writes, while the Lease cannot be renewed, and ends when
         another holder is read; an API server that is away for all elects no other leader."""
         self._cluster = cluster
+        self._about = {"namespace": namespace, "name": name}
         self._identity = identity
         self._component = component
         self._seconds = seconds
@@ -71,10 +80,17 @@ class Election:
         self.term = 0
         """Term in which this process leads: ``leaseTransitions`` of the Lease that it holds. A
         later leader has a higher one, unless the Lease was deleted while no process had read it."""
-        self._lease = Lease(
-            cluster, namespace, name, identity, component=component, seconds=seconds, clock=clock
-        )
         self._failing = False
+        self._read: dict[str, Any] | None = None
+        """The Lease as last read or written; None if it does not exist, or must be read again."""
+        self._spec: dict[str, Any] | None = None
+        self._changed_at = 0.0
+        self.known = False
+        """Whether the Lease has been read once."""
+        self._held = False
+        """Whether this process has held it."""
+        self._newest_term = -1
+        """Highest term read or written; a Lease that was deleted goes on from it."""
 
     @staticmethod
     def configured(
@@ -97,11 +113,6 @@ class Election:
         )
 
     @property
-    def known(self) -> bool:
-        """Whether the Lease has been read once."""
-        return self._lease.known
-
-    @property
     def leads(self) -> bool:
         """Whether this process may act now."""
         return self._clock() < self._act_until
@@ -109,7 +120,7 @@ class Election:
     @property
     def stands_by(self) -> bool:
         """Whether another process holds the Lease, as last read."""
-        return bool(self._lease.holder) and not self._lease.is_mine
+        return bool(self.holder) and not self.is_mine
 
     def permit(self) -> float:
         """Seconds for which this process may still act. Raises :class:`NotLeader`."""
@@ -124,7 +135,7 @@ class Election:
             return f"{self._identity} leads"
         if self._works and self._outlasts_renewals:
             return f"{self._identity} leads and writes nothing: its Lease cannot be renewed"
-        other = "" if self._lease.is_mine else self._lease.holder
+        other = "" if self.is_mine else self.holder
         return f"{self._identity} stands by; {other or 'nobody'} leads"
 
     async def run(self, lead: Work, stop: asyncio.Event) -> None:
@@ -165,12 +176,12 @@ class Election:
     @property
     def _goes_on(self) -> bool:
         """Whether the leader's work may go on."""
-        return self.leads or (self._outlasts_renewals and self._lease.is_mine)
+        return self.leads or (self._outlasts_renewals and self.is_mine)
 
     async def _pause(self, stop: asyncio.Event, *ends: asyncio.Future[None]) -> None:
         """Wait for the next try, ``stop``, or the first of ``ends``."""
         seconds = self._seconds * RETRY_PART * random.uniform(0.8, 1.2)
-        left = (self._act_until if self.leads else self._lease.free_at) - self._clock()
+        left = (self._act_until if self.leads else self.free_at) - self._clock()
         if left > 0:
             seconds = min(seconds, left + 0.01)
         stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait())
@@ -187,25 +198,88 @@ class Election:
             limit = min(limit, self._act_until - began)
         try:
             async with asyncio.timeout(limit):
-                if not self.leads or self._lease.read is None:
-                    await self._lease.look()
+                if not self.leads or self._read is None:
+                    await self._look()
                 # Work that runs has ended its turn if another may have led since the last renewal.
-                overtaken = self._works and not self.leads and not self._lease.is_mine
-                if overtaken or not self._lease.may_be_taken:
+                overtaken = self._works and not self.leads and not self.is_mine
+                if overtaken or not self.may_be_taken:
                     self._act_until = float("-inf")
                     return False
-                await self._lease.write(self._identity)
+                await self._write(self._identity)
         except REQUEST_ERRORS as error:
-            self._lease.read = None  # Somebody else may have written it: read it again.
+            self._read = None  # Somebody else may have written it: read it again.
             conflict = isinstance(error, ApiRefused) and error.status == CONFLICT
             if not (conflict or self._failing):
                 self._failing = True
                 log.warning("the Lease cannot be taken or renewed: %s", reason_of(error))
             return False
         self._failing = False
-        self.term = self._lease.term
+        self.term = self.lease_term
         self._act_until = began + self._seconds * ACT_PART
         return True
+
+    @property
+    def holder(self) -> str:
+        """Identity of who holds it, as far as known; empty if nobody does."""
+        return (self._spec or {}).get("holderIdentity") or ""
+
+    @property
+    def lease_term(self) -> int:
+        """Number of the holder: each process that takes the Lease has a higher one."""
+        return int((self._spec or {}).get("leaseTransitions") or 0)
+
+    @property
+    def is_mine(self) -> bool:
+        return self.holder == self._identity
+
+    def observe(self, lease: dict[str, Any] | None) -> None:
+        """Take note of what was read: None if it does not exist."""
+        self.known = True
+        self._read = lease
+        spec = lease.get("spec") or {} if lease is not None else None
+        term = (spec or {}).get("leaseTransitions")
+        self._newest_term = max(self._newest_term, -1 if term is None else int(term))
+        if spec != self._spec:
+            self._spec, self._changed_at = spec, self._clock()
+
+    async def _look(self) -> None:
+        """Read the Lease. Raises :data:`~.client.REQUEST_ERRORS`."""
+        self.observe(await self._cluster.get(path(KIND, **self._about)))
+
+    @property
+    def free_at(self) -> float:
+        """When the Lease of another holder may be taken, if it does not change until then."""
+        return self._changed_at + ((self._spec or {}).get("leaseDurationSeconds") or self._seconds)
+
+    @property
+    def may_be_taken(self) -> bool:
+        return self.holder in ("", self._identity) or self._clock() >= self.free_at
+
+    async def _write(self, holder: str) -> None:
+        """Write the Lease, based on what was read; ``holder``: empty to leave it to anybody. Raises
+        :data:`~.client.REQUEST_ERRORS`, :class:`ApiRefused` with 409 if somebody else has written
+        it since."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # For people to read.
+        before = self._spec or {}
+        spec: dict[str, Any] = before | {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": self._seconds if holder else 1,
+            "renewTime": now,
+        }
+        # A container that starts again under its identity is another holder, with a higher term.
+        if holder and (self.holder != holder or not self._held):
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = self._newest_term + 1
+        if self._read is not None:
+            self.observe(await self._cluster.replace(self._read | {"spec": spec}))
+            self._held |= bool(holder)
+            return
+        about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": dict(self._about)}
+        made = await self._cluster.create(about | {"spec": spec}, self._component)
+        if made is None:
+            raise ApiRefused(CONFLICT, "AlreadyExists", "another replica has made the Lease")
+        self.observe(made)
+        self._held |= bool(holder)
 
     async def _release(self) -> None:
         """Let another replica take the Lease at once. It takes it a little later if this fails."""
@@ -213,15 +287,15 @@ class Election:
         self._act_until = float("-inf")
         try:
             async with asyncio.timeout(limit):
-                if self._lease.read is None:
-                    await self._lease.look()
-                if self._lease.is_mine:
-                    await self._lease.write("")
+                if self._read is None:
+                    await self._look()
+                if self.is_mine:
+                    await self._write("")
         except REQUEST_ERRORS as error:
             log.warning("the Lease could not be released: %s", reason_of(error))
 
     async def _tell(self) -> None:
-        about = self._lease.metadata
+        about = dict((self._read or {}).get("metadata") or {})
         said = Event("Normal", "LeaderElection", f"{self._identity} became leader")
         try:
             await emit(

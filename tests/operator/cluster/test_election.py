@@ -13,8 +13,7 @@ from operator_leases import Leases
 from waiting import until_async
 
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.election import Election
-from pipemorph_operator.cluster.lease import Lease, NotLeader
+from pipemorph_operator.cluster.election import Election, NotLeader
 
 PATIENCE = 15.0
 SECONDS = 6
@@ -344,13 +343,10 @@ def test_fields_that_a_lease_lacks_have_defaults(
     spec: Object | None, holder: str, term: int, lasts: float
 ) -> None:
     now = 70.0
-    lease = Lease(
-        Leases(), "system", "operator", "b",
-        component="c", seconds=SECONDS, clock=lambda: now,
-    )  # fmt: skip
+    lease = Election(Leases(), "system", NAME, "b", seconds=SECONDS, clock=lambda: now)
 
     def seen() -> tuple[str, int, bool]:
-        return lease.holder, lease.term, lease.known
+        return lease.holder, lease.lease_term, lease.known
 
     assert seen() == ("", 0, False) and lease.may_be_taken
     lease.observe({"metadata": {"annotations": None}, "spec": spec})
