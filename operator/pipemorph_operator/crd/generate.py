@@ -7,7 +7,7 @@ under strict validation, which kubectl requests).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -178,58 +178,39 @@ def _template_schema() -> Schema:
     }
 
 
-def column(name: str, kind: str, path: str, description: str, **more: object) -> dict[str, Any]:
-    """A printer column."""
-    return {"name": name, "type": kind, "jsonPath": path, "description": description, **more}
+_COLUMNS = (
+    ("State", "string", ".status.state", "The conditions in one word."),
+    ("Ready", "string", ".status.ready", "Ready pods of all pods."),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason',
+     "Why it runs, or does not: describe has the message."),
+    ("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
+    ("Done", "string", ".status.training.done", "Part of the iterations that is done."),
+    ("Slow-Links", "integer", ".status.training.slowLinkCount", "Currently slow links."),
+    ("Plan", "integer", ".status.training.appliedPlanVersion", "Plan in effect."),
+    ("Gain", "string", ".status.training.gain",
+     "Promised/measured gain of the newest measured change of plan."),
+    ("Goodput", "string", ".status.goodputPercent",
+     "Time of finished iterations over the time in which the job had its place."),
+    ("Left", "string", ".status.training.left", "Time left, as of the last write of status."),
+    ("Age", "date", ".metadata.creationTimestamp", "Since creation."),
+)  # fmt: skip
+"""Printer columns: name, type, path and description."""
+_WIDE_COLUMNS = (
+    ("Attempt", "integer", ".status.attempt", "Attempt in progress, from 0."),
+    ("Seconds", "number", ".status.training.iterationSeconds", "Time of an iteration."),
+    ("Bubble", "number", ".status.training.bubbleFraction",
+     "Idle time over stages × iteration time."),
+    ("Saved", "number", ".status.training.savedSeconds",
+     "Seconds that plan changes have saved."),
+    ("Recoveries", "integer", ".status.recoveries.count",
+     "Starts of the ranks within their pods."),
+)  # fmt: skip
+"""Those of ``kubectl get -o wide``."""
 
 
-def _columns() -> list[dict[str, Any]]:
-    return [
-        column("State", "string", ".status.state", "The conditions in one word."),
-        column("Ready", "string", ".status.ready", "Ready pods of all pods."),
-        column(
-            "Reason", "string", '.status.conditions[?(@.type=="Ready")].reason',
-            "Why it runs, or does not: describe has the message.",
-        ),
-        column("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
-        column("Done", "string", ".status.training.done", "Part of the iterations that is done."),
-        column(
-            "Slow-Links", "integer", ".status.training.slowLinkCount", "Currently slow links."
-        ),
-        column("Plan", "integer", ".status.training.appliedPlanVersion", "Plan in effect."),
-        column(
-            "Gain", "string", ".status.training.gain",
-            "Promised/measured gain of the newest measured change of plan.",
-        ),
-        column(
-            "Goodput", "string", ".status.goodputPercent",
-            "Time of finished iterations over the time in which the job had its place.",
-        ),
-        column(
-            "Left", "string", ".status.training.left",
-            "Time left, as of the last write of status.",
-        ),
-        column("Age", "date", ".metadata.creationTimestamp", "Since creation."),
-        column(
-            "Attempt", "integer", ".status.attempt", "Attempt in progress, from 0.", priority=1
-        ),
-        column(
-            "Seconds", "number", ".status.training.iterationSeconds",
-            "Time of an iteration.", priority=1,
-        ),
-        column(
-            "Bubble", "number", ".status.training.bubbleFraction",
-            "Idle time over stages × iteration time.", priority=1,
-        ),
-        column(
-            "Saved", "number", ".status.training.savedSeconds",
-            "Seconds that plan changes have saved.", priority=1,
-        ),
-        column(
-            "Recoveries", "integer", ".status.recoveries.count",
-            "Starts of the ranks within their pods.", priority=1,
-        ),
-    ]  # fmt: skip
+def _columns(rows: Iterable[tuple[str, ...]], **more: int) -> list[Schema]:
+    keys = ("name", "type", "jsonPath", "description")
+    return [{**dict(zip(keys, row, strict=True)), **more} for row in rows]
 
 
 def job_definition() -> dict[str, Any]:
@@ -288,7 +269,10 @@ def job_definition() -> dict[str, Any]:
                     "storage": True,
                     "schema": {"openAPIV3Schema": schema},
                     "subresources": {"status": {}},
-                    "additionalPrinterColumns": _columns(),
+                    "additionalPrinterColumns": [
+                        *_columns(_COLUMNS),
+                        *_columns(_WIDE_COLUMNS, priority=1),
+                    ],
                 }
             ],
         },
