@@ -38,7 +38,7 @@ from pipemorph.local.processes.forks import Forks
 from pipemorph.local.processes.hang import HangWatch
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.kept import SHARED_MEMORY, KeptFolder
-from pipemorph.local.processes.private import PrivateFolder
+from pipemorph.local.processes.locked import PrivateFolder
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, Supervision, loss_of

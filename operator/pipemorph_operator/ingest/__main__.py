@@ -29,16 +29,14 @@ from pipemorph.ingest.connections import SHARE_OF_FILES
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster
-from pipemorph_operator.cluster.election import Election, add_options
+from pipemorph_operator.cluster.election import Election, LeaderLabel, add_options
 from pipemorph_operator.cluster.informer import Informer, Informers
-from pipemorph_operator.cluster.leader_label import LeaderLabel
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest import heap
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
-from pipemorph_operator.ingest.job_cache import JobCache
 from pipemorph_operator.ingest.moving import LayoutMoves
 from pipemorph_operator.ingest.status.write_schedule import look_interval
-from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.ingest.store import ClusterStore, JobCache
 from pipemorph_operator.metrics import (
     PLAN_SECONDS,
     PLAN_WAIT_SECONDS,

@@ -10,11 +10,14 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import socket
 import stat
 import tempfile
 from pathlib import Path
+
+from pipemorph.api.spec import PipeMorphJob
 
 
 def lock(descriptor: int) -> bool:
@@ -77,3 +80,29 @@ def _prefix(kind: str) -> str:
     # A shared file system may have locks that other machines do not see.
     machine = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
     return f"pipemorph-{kind}-{machine}-"
+
+
+SECRET_BYTES = 32
+
+
+class PrivateFolder(TemporaryFolder):
+    """A folder with files of mode 0600, among them a new random secret. Raises OSError if it cannot
+    be written."""
+
+    def __init__(self, job: PipeMorphJob, token: str) -> None:
+        super().__init__("run", Path(tempfile.gettempdir()))
+        self.secret, self.token = self.root / "secret", self.root / "token"
+        self.job = self.root / "job.json"
+        try:
+            _write(self.secret, secrets.token_bytes(SECRET_BYTES))
+            _write(self.token, token.encode())
+            _write(self.job, job.model_dump_json(by_alias=True, exclude_none=True).encode())
+        except OSError:
+            self.remove()
+            raise
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

@@ -20,8 +20,8 @@ from cluster_jobs import (
 
 from pipemorph.api.status import JobStatus
 from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
+from pipemorph.commands.cluster.top import job_table
 from pipemorph.explain.cluster_job import ClusterJob, read_job
-from pipemorph.explain.job_table import job_table
 from pipemorph.terminal import render
 
 

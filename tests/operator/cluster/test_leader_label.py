@@ -8,9 +8,9 @@ import pytest
 from operator_leases import Leases
 from waiting import until_async
 
-from pipemorph_operator.cluster import leader_label
+from pipemorph_operator.cluster import election
 from pipemorph_operator.cluster.client import path
-from pipemorph_operator.cluster.leader_label import LeaderLabel
+from pipemorph_operator.cluster.election import LeaderLabel
 from pipemorph_operator.names import LABEL_LEADER
 
 INGEST = {"app.kubernetes.io/component": "ingest"}
@@ -58,8 +58,8 @@ async def test_a_new_leader_takes_the_label_of_a_dead_one_before_it_has_its_own(
 
 async def test_labels_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone edits them, or a write of a former leader arrives late."""
-    monkeypatch.setattr(leader_label, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(leader_label, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(election, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(election, "RETRY_SECONDS", 0.01)
     api = Pods()
     api.add("former")
     api.add("leader")
@@ -80,7 +80,7 @@ async def test_labels_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_leader_that_stops_removes_its_label_within_a_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader_label, "REMOVE_SECONDS", 0.02)
+    monkeypatch.setattr(election, "REMOVE_SECONDS", 0.02)
     api = Pods()
     api.add("a", leads=True)
     label = label_of(api, "a")

@@ -16,8 +16,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import JobStatus
 from pipemorph.api.status_links import MAX_SICK_PORTS
 from pipemorph.control import JobController
-from pipemorph.status.rails import MESSAGE_LENGTH
-from pipemorph.status.summary import Source, judge, summarize
+from pipemorph.status.summary import MESSAGE_LENGTH, Source, judge, summarize
 from pipemorph.wire import RailSample, TransportSample
 from pipemorph_operator.ingest.status.write_schedule import key_state
 from pipemorph_operator.ingest.store import ClusterStore

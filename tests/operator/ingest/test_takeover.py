@@ -12,8 +12,7 @@ from fake_api import FakeCluster
 from gate import examples
 from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Api, Host, Ranks, ranks
 
-from pipemorph_operator.ingest.job_cache import JobCache
-from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.ingest.store import ClusterStore, JobCache
 
 
 class Standby(Host):
