@@ -299,22 +299,6 @@ def test_other_settings_of_the_spec_reach_the_agent_with_the_next_answer() -> No
     assert revisions == {controller._observed._settings.revision}
 
 
-@pytest.mark.parametrize("stages", [4, 5])
-def test_links_without_windows_become_unknown(stages: int) -> None:
-    job = Job(spec(stages, adaptation={"staleAfterSeconds": 5}))
-    job.run(SETTLED)
-    job.delays[1, 0] = LATE
-    job.run(SETTLED)
-    for _ in range(7):
-        job.now += 1.0
-        job.tell()
-    assert job.health() == [Health.UNKNOWN] * (stages - 1)
-    assert job.controller._observed.links.any_slow, "known to be slow, but not heard of lately"
-    job.run(3)
-    healthy = [Health.HEALTHY] * (stages - 3)
-    assert job.health() == [Health.HEALTHY, Health.SLOW, *healthy]
-
-
 def test_a_report_that_was_lost_is_told_again() -> None:
     job = Job(spec())
     job.run(SETTLED)

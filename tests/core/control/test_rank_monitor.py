@@ -235,13 +235,6 @@ def test_what_a_silent_rank_reported_is_unknown_until_it_is_heard_again() -> Non
     assert world.states[1, 0, "forward"].health is Health.SLOW
 
 
-def test_a_link_that_is_slow_from_its_first_message_is_told_from_the_others() -> None:
-    world = World(MeshShape(6))
-    world.delays[1, 0] = LATE
-    world.run(60)
-    assert world.slow() == {(1, 0)}
-
-
 def test_medians_of_op_times_are_sent_when_they_differ() -> None:
     monitor = RankMonitor(MeshShape(2), 0)
     monitor.connected()
