@@ -558,6 +558,7 @@ def _ask(
             start=plans.first,
             previous=previous,
             measured=faster,
+            moved=cause == "profile" and situation.moved(last.situation),
         ),
         links=tuple(links),
         detectable_at=shown,

@@ -225,6 +225,8 @@ class Replan:
     start: Plan | None = None
     previous: Plan | None = None
     measured: tuple[float, float] | None = None
+    moved: bool = False
+    """Whether the wire times of links that are well are others than those of the last decision."""
 
 
 @dataclass(frozen=True)
@@ -473,7 +475,7 @@ def _choose_baseline(
     """Choose for healthy links: the baseline plan, unless another one is fast enough to replace
     it."""
     min_gain = asked.spec.adaptation.min_gain
-    if asked.cause == "barrier":
+    if asked.cause == "barrier" or asked.moved:
         # The plan for healthy links was made short for something else.
         min_gain = min(min_gain, SAME)
     least = 1 - min_gain

@@ -15,12 +15,14 @@ from pipemorph.cli import main
 from pipemorph.control import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes, plan
+from pipemorph.planning.problem import load_problem
 from pipemorph.planning.simulation.simulator import Message, deliver
 from pipemorph.replay.contenders import late_share, replay
 from pipemorph.replay.links import NOTICED, Links, NoRouteError, in_seconds, job_spec
 from pipemorph.replay.trace import LinkTrace, parse_trace
 from pipemorph.replay.trainer import AdaptiveTrainer, Telemetry
 
+TRACES = Path(__file__).resolve().parents[3] / "examples" / "traces"
 TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
 PROBLEM = Problem(microbatches=12, stages=(TIMES,) * 4, links=(Link(delay=1),) * 3)
 SECONDS = in_seconds(PROBLEM)
@@ -81,6 +83,20 @@ def test_the_oracle_and_the_controller_plan_for_jitter() -> None:
     assert oracle < 0.8 * static
     assert adaptive < 0.85 * static
     assert "link 1 is slow" in found.changes[0].reason
+
+
+# --- a network that is slow everywhere -----------------------------------------------------------
+
+
+def test_a_plan_for_wire_times_within_bounds_is_made_anew_once_they_are_exact() -> None:
+    """Arrivals on delegated routes are: what is missing then is less than ``minGain``."""
+    problem = load_problem(str(TRACES / "problem.yaml"))
+    line = {"at_iteration": 0, "links": {str(link): {"delay_ms": 30} for link in range(7)}}
+    links = Links(in_seconds(problem), parse_trace(json.dumps(line), 7))
+    trainer = AdaptiveTrainer(job_spec(problem, "auto"), [links], "device", 0)
+    seconds = [trainer.step().seconds for _ in range(14)]
+    assert seconds[6] < 0.8 * seconds[0]
+    assert seconds[-1] < 0.975 * seconds[6]
 
 
 # --- stages ----------------------------------------------------------------------------------
