@@ -38,35 +38,11 @@ def test_defaults_are_those_of_the_documentation() -> None:
     spec = PipeMorphJob.model_validate(minimal()).spec
     assert spec.schedule.policy_kind is Policy.PIPEMORPH
     assert spec.schedule.dispatch_kind is Dispatch.STATIC
-    assert spec.adaptation.enabled
+    assert spec.adaptation.enabled and not spec.adaptation.allow_offload
+    assert spec.schedule.activation_memory is None
     assert (spec.adaptation.min_gain, spec.adaptation.min_delay_ms) == (0.02, 2.0)
     assert spec.adaptation.stale_after_seconds == 30
     assert spec.transport.route == "auto"
-
-
-def test_a_job_survives_json_by_alias() -> None:
-    job = PipeMorphJob.model_validate(
-        minimal(
-            schedule={"microbatches": 4, "inFlightLimit": [4, 3], "warmup": [2, 1]},
-            faults=[{"link": 0, "delayMs": 5, "fromSeconds": 1.5}],
-        )
-    )
-    text = job.model_dump_json(by_alias=True)
-    assert '"inFlightLimit":[4,3]' in text
-    assert PipeMorphJob.model_validate_json(text) == job
-
-
-@pytest.mark.parametrize("value", ["4", 4.0, True, None])
-def test_nothing_is_coerced(value: object) -> None:
-    document = minimal()
-    document["spec"]["parallelism"]["stages"] = value
-    with pytest.raises(ValidationError):
-        PipeMorphJob.model_validate(document)
-
-
-def test_checks_across_fields_hold_for_code_as_for_manifests() -> None:
-    with pytest.raises(ValidationError, match=r"faults\[0\].link: is 1; the job has 1 link,"):
-        JobSpec.model_validate(minimal(faults=[{"link": 1, "delayMs": 5}])["spec"])
 
 
 @pytest.mark.parametrize(
@@ -129,39 +105,9 @@ def test_rdma_settings_that_cannot_be_met_are_refused(transport, said):
         Transport.model_validate(transport)
 
 
-def test_rdma_settings_are_read():
-    found = Transport.model_validate(
-        {"require": "rdma", "rdma": {"devices": ["mlx5_0", "mlx5_1:2"], "gidIndex": 3}}
-    )
-    assert found.require == "rdma"
-    assert found.rdma.devices == ["mlx5_0", "mlx5_1:2"]
-    assert found.rdma.gid_index == 3
-
-
 def test_offload_needs_to_know_its_memory() -> None:
     with pytest.raises(ValidationError, match="hostMemory: is missing, but allowOffload is true"):
         JobSpec.model_validate(minimal(adaptation={"allowOffload": True})["spec"])
-    found = JobSpec.model_validate(
-        minimal(
-            adaptation={"allowOffload": True, "hostMemory": 1 << 34},
-            schedule={"microbatches": 4, "activationMemory": 1 << 33},
-            emulation={
-                "stageTimes": [
-                    {
-                        "forward": 1,
-                        "backwardInput": 1,
-                        "backwardWeight": 1,
-                        "offloadCopy": 0.5,
-                        "fusedBackward": 1.8,
-                    }
-                ],
-                "messageBytes": 1,
-                "activationBytes": 1 << 30,
-            },
-        )["spec"]
-    )
-    assert found.adaptation.host_memory == 1 << 34
-    assert found.emulation.stage_times[0].offload_copy == 0.5
 
 
 def test_emulated_microbatches_must_fit_and_limit_the_first_plan() -> None:
@@ -173,9 +119,3 @@ def test_emulated_microbatches_must_fit_and_limit_the_first_plan() -> None:
     spec = minimal(emulation=emulation, schedule=schedule | {"activationMemory": 99})["spec"]
     with pytest.raises(ValidationError, match=r"activationMemory: is 99, less than emulation"):
         JobSpec.model_validate(spec)
-
-
-def test_without_a_word_nothing_is_offloaded() -> None:
-    spec = JobSpec.model_validate(minimal()["spec"])
-    assert not spec.adaptation.allow_offload
-    assert spec.schedule.activation_memory is None

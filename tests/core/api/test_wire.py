@@ -22,7 +22,6 @@ from pipemorph.wire import (
     LinkHealthReport,
     PlanMessage,
     StageProfile,
-    WireTime,
 )
 from pipemorph.wire.generations import Loss
 from pipemorph.wire.records import OwnPlanRecord
@@ -110,18 +109,11 @@ def report(**changes: object) -> LinkHealthReport:
         {"job": ""},
         {"job": "x" * 254},
         {"message": "x" * 1025},
-        {"iterations": [{}]},
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         report(**changes)
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e300])
-def test_times_are_finite_and_bounded(seconds: float) -> None:
-    with pytest.raises(ValidationError):
-        WireTime(count=1, exact=1, min=seconds, p50=0, p99=0, mean=0)
 
 
 def test_a_loss_that_is_not_a_number_does_not_cost_the_report() -> None:
