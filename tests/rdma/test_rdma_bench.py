@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from guests import Fabric, Guest, Rail
 from launchers import Launchers
-from peers import PATIENCE, until
+from peers import until
 
 pytestmark = [pytest.mark.rdma, pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -78,22 +78,6 @@ def counted(rail: Rail) -> dict[str, int]:
     return {name: rail.counter(name) for name in ("sent_pkts", "rcvd_pkts")}
 
 
-def ipv6_received(rail: Rail) -> int:
-    said = rail.guest.read(f"/proc/net/dev_snmp6/{rail.netdev}")
-    found = re.search(r"^Ip6InReceives\s+(\d+)$", said, re.MULTILINE)
-    assert found is not None, said
-    return int(found[1])
-
-
-def link_local_gid_index(rail: Rail) -> int:
-    def found() -> list[int]:
-        return [index for index, gid in rail.gids().items() if gid.startswith("fe80:")]
-
-    # The kernel gives the address in the background, when the network device is up.
-    until("a link-local GID", lambda: bool(found()), PATIENCE, lambda: str(rail.gids()))
-    return found()[0]
-
-
 def only_line(said: str) -> str:
     (line,) = said.splitlines()
     return line
@@ -138,57 +122,6 @@ def test_the_rail_that_is_named_carries_all_of_it(fabric: Fabric, launchers: Lau
     assert grown[1] >= 20 * 4 * KIB
     assert fabric.a.sent_bytes("eth0") - over_control < path["bytes"] // 20
     assert [counted(rail) for rail in idle] == left_alone
-    assert listener.finish()[::2] == (0, "")
-
-
-def test_by_the_gid_that_is_named_and_beside_other_transports(fabric: Fabric, launchers: Launchers):
-    """In a table. The GID is the link-local one, which would not be taken by itself."""
-    ends = [fabric.rail(guest, 0) for guest in (fabric.a, fabric.b)]
-    rails = [("--device", "rxe0", "--gid-index", str(link_local_gid_index(rail))) for rail in ends]
-    before, received = counted(ends[1]), ipv6_received(ends[1])
-    listener = Listener(launchers, *rails[1])
-    connector = listener.connected(*rails[0], "--transports", "tcp,rdma,gloo")
-    status, out, err = connector.finish()
-    assert (status, err) == (0, ""), out
-    assert out.startswith("a → b, 4 messages under way, median of 1 rounds")
-    assert re.search(r"^\| message +\| +tcp \| +rdma \| +gloo \|$", out, re.MULTILINE), out
-    for first in ("64 KiB", "1 MiB"):
-        assert re.search(rf"^\| {first} +(\| +[\d.e-]+ ){{3}}\|$", out, re.MULTILINE), out
-    for which in ("p50", "p99"):
-        row = rf"^\| 4 KiB one way, {which} +(\| +\d+ µs ){{3}}\|$"
-        assert re.search(row, out, re.MULTILINE), out
-    assert "\nrdma: rails rxe0 port 1 → rxe0 port 1\n" in out
-    row = r"^\| rxe0 port 1 \| UP +\| +([\d.]+) (\| +[\d.e-]+ )(\| +\d+ µs ){3}\| +0 \|$"
-    found = re.search(row, out, re.MULTILINE)
-    assert found is not None, out
-    assert float(found[1]) == pytest.approx(STREAMED / 1e9, rel=0.1)
-    packets = counted(ends[1])["rcvd_pkts"] - before["rcvd_pkts"]
-    assert packets >= STREAMED // PACKET
-    # They came by that address: the other one is of IPv4.
-    assert ipv6_received(ends[1]) - received >= packets
-    assert listener.finish()[::2] == (0, "")
-
-
-def test_a_rail_that_is_not_there_is_one_line(fabric: Fabric, launchers: Launchers):
-    missing = "there is no RDMA device rxe7"
-    # The end that listens says so before anybody has come.
-    where = ("--listen", fabric.CONTROL["b"], "--port", str(next(launchers.ports)))
-    status, out, err = End(launchers, fabric.b, *where, "--device", "rxe7").finish()
-    assert (status, out) == (1, "")
-    line = only_line(err)
-    assert line.startswith("pipemorph bench link: ")
-    assert line.endswith(missing)
-    # Named alone it is asked for, and the status says that it was not had.
-    listener = Listener(launchers)
-    rails = [counted(rail) for rail in fabric.rails]
-    status, out, err = listener.connected("--device", "rxe7").finish()
-    assert (status, err) == (1, "")
-    assert out.splitlines()[-1].startswith("rdma: unavailable: ")
-    assert out.endswith(f"{missing}\n")
-    # What is there was measured all the same.
-    assert re.search(r"^\| message +\| +tcp \| +gloo \|$", out, re.MULTILINE), out
-    assert [counted(rail) for rail in fabric.rails] == rails
-    # That end had no trouble.
     assert listener.finish()[::2] == (0, "")
 
 

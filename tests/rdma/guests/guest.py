@@ -37,14 +37,6 @@ class Done:
 
 
 @dataclass(frozen=True)
-class ProcessStat:
-    """What the kernel says of a process in /proc/<pid>/stat."""
-
-    state: str
-    cpu_ticks: int
-
-
-@dataclass(frozen=True)
 class Nic:
     """One end of a cable between two guests: a unix socket that one side listens on."""
 
@@ -246,11 +238,6 @@ class Guest:
 
     def read(self, path: str) -> str:
         return base64.b64decode(self.ask("read", path=path)["text"]).decode()
-
-    def process_stat(self, pid: int) -> ProcessStat:
-        # The name, in parentheses, may have spaces in it.
-        fields = self.read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()
-        return ProcessStat(fields[0], int(fields[11]) + int(fields[12]))
 
     def thread_states(self, pid: int) -> list[str]:
         """The kernel's letter for each thread of a process."""
