@@ -60,18 +60,15 @@ def torchrun(
 
 
 class Served:
-    """``pipemorph serve`` as a process, at any port of 127.0.0.1; may open so many ``files``."""
+    """``pipemorph serve`` as a process, at any port of 127.0.0.1."""
 
-    def __init__(
-        self, folder: Path, content: dict[str, Any], *options: str, files: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, content: dict[str, Any], *options: str) -> None:
         self.folder = folder
         (folder / "job.json").write_text(json.dumps(content))
         self._log = folder / "serve.log"
         with self._log.open("w") as log:
             self.process = PreparedProcess(
                 [
-                    *(["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"] if files else []),
                     sys.executable, "-m", "pipemorph.cli", "serve", str(folder / "job.json"),
                     "--listen", "127.0.0.1:0", "--token-file", str(folder / "token"), *options,
                 ],

@@ -9,15 +9,12 @@ import re
 import resource
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from certificates import self_signed
 from local_support import DEADLINE, LocalRun
-from served import Served, manifest
 from waiting import until
 
 OPEN_FILES, CROWD = 1024, 1250
@@ -114,59 +111,3 @@ def test_a_run_goes_on_and_restarts_its_ranks_among_strangers(tmp_path: Path) ->
     assert "Traceback" not in text
     assert run.report()["recoveries"]
     assert run.leftovers() == []
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("own_files")
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_serve_answers_its_ranks_among_strangers(tls: bool, tmp_path: Path) -> None:
-    """5,000 connections; over TLS with nothing, parts of the first message, or all of it."""
-    cert, key = self_signed(tmp_path)
-    context = ssl.create_default_context(cafile=str(cert)) if tls else None
-    options = ("--tls-cert", str(cert), "--tls-key", str(key)) if tls else ()
-    served = Served(tmp_path, manifest(), *options, files=OPEN_FILES)
-    try:
-        given = served.environment()
-        port = int(given["PIPEMORPH_INGEST_URL"].rsplit(":", 1)[1])
-        token = Path(given["PIPEMORPH_TOKEN_FILE"]).read_text().strip()
-        before, hello = memory(served.process.pid), first_message()
-        with contextlib.ExitStack() as stack:
-            for sent in (b"", hello[:5], hello[:99], hello) if tls else SENT.values():
-                crowd(stack, port, sent)
-            # The quickest of three: what else the machine does is no fault of the host's.
-            took = MOST_SECONDS * 9
-            for _ in range(3):
-                began = time.monotonic()
-                status = until(lambda: answer(port, context, token), "an answer", DEADLINE)
-                assert status in (200, 400)  # 400: it says nothing of its rank.
-                took = min(took, time.monotonic() - began)
-        grown = memory(served.process.pid) - before
-        assert took < (3 if tls else 1) * MOST_SECONDS, f"served after {took:.2f} s"
-        assert grown < (2 if tls else 1) * MOST_MEMORY, f"{grown / 1024:.1f} MiB"
-        print(f"strangers: served within {took:.2f} s, {grown / 1024:.1f} MiB more")
-        assert "Traceback" not in served.output
-    finally:
-        served.stop()
-
-
-def answer(port: int, context: ssl.SSLContext | None, token: str) -> int | None:
-    """Status of an answer to the token; None if the connection was closed, as one of an address
-    beyond its share is: clients with a token come again."""
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)
-    if context is not None:
-        client = http.client.HTTPSConnection("127.0.0.1", port, timeout=DEADLINE, context=context)
-    with contextlib.closing(client):
-        try:
-            client.request("GET", "/v1/job?rank=0", headers={"Authorization": f"Bearer {token}"})
-            return client.getresponse().status
-        except (ConnectionError, http.client.BadStatusLine):
-            return None
-
-
-def first_message() -> bytes:
-    """The first message of a TLS client."""
-    sent = ssl.MemoryBIO()
-    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="x")
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    return sent.read()

@@ -31,15 +31,24 @@ from pipemorph.local.processes.supervise import (
 )
 
 
+class Asked(RankSet):
+    """Ranks that run as far as the host knows, without processes; and what they were asked."""
+
+    def __init__(self, *logs: Path) -> None:
+        super().__init__(None, lambda rank, status: None)  # type: ignore[arg-type]
+        self.asked: list[bool] = []
+        for rank, log in enumerate(logs):
+            log.touch()
+            position = MeshShape(stages=len(logs)).coordinate(rank)
+            self.ranks.append(RankProcess(position, None, FileLog(log)))  # type: ignore[arg-type]
+
+    def end(self, *, save: bool) -> None:
+        self.asked.append(save)
+
+
 @pytest.fixture
-def ranks(tmp_path: Path) -> RankSet:
-    """Two ranks that run as far as the host knows; there are no processes."""
-    made = RankSet(None, lambda rank, status: None)  # type: ignore[arg-type]
-    log = tmp_path / "log"
-    log.touch()
-    for rank in range(2):
-        made.ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, FileLog(log)))  # type: ignore[arg-type]
-    return made
+def ranks(tmp_path: Path) -> Asked:
+    return Asked(*[tmp_path / "log"] * 2)
 
 
 def told(*events: RankExited | Signalled) -> Events:
@@ -102,19 +111,17 @@ def test_the_rank_that_refuses_a_batch_is_blamed(ranks: RankSet, tmp_path: Path)
     assert ending.retry and not ending.lost_peer
 
 
-def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: RankSet, tmp_path: Path) -> None:
+def test_the_cause_in_another_pod_is_not_waited_for_here(ranks: Asked, tmp_path: Path) -> None:
     """A rank that has lost its peer, and one that has not noticed yet."""
     lost = "RuntimeError: Connection closed by peer [10.0.0.7]:1234"
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\n{lost}\n")
     failed = ranks.note_exit(0, 1)
     ending = _failure(failed)
     assert ending.lost_peer and ending.error is None
-    stopped: list[bool] = []
-    ranks.end = lambda *, save: stopped.append(save)  # type: ignore[method-assign]
     began = time.monotonic()
     word = Told("rank 7 was killed")
     Supervision(ranks, Events(), recovers=True, told=lambda: word).stop(ending)
-    assert stopped == [False] and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
+    assert ranks.asked == [False] and time.monotonic() - began < RECOVERY_CAUSE_SECONDS
 
 
 LOST = "rank 2 (stage 2) waited 0.0 s for F of microbatch 3 of iteration 7 from stage 1 on link 1"
@@ -144,10 +151,7 @@ TRACE = "Traceback (most recent call last):\n  File x\n"
 def test_the_first_rank_that_left_is_the_cause(
     exits: list[tuple[int, int, str]], counts: list[int], reason: str | None, tmp_path: Path
 ) -> None:
-    made = RankSet(None, lambda rank, status: None)  # type: ignore[arg-type]
-    for rank in range(3):
-        log = FileLog(tmp_path / f"log-{rank}")
-        made.ranks.append(RankProcess(MeshShape(stages=3).coordinate(rank), None, log))  # type: ignore[arg-type]
+    made = Asked(*(tmp_path / f"log-{rank}" for rank in range(3)))
     watch = HangWatch(FailurePolicy(), 12)
     files = HangWatch.files(tmp_path, range(3))
     watch.begin(files)
@@ -198,19 +202,8 @@ def test_signals_outlive_the_attempt_and_exits_do_not() -> None:
     assert events.empty()
 
 
-class Asked(RankSet):
-    """Two ranks that end as they are told, and what they were asked."""
-
-    def __init__(self, log: Path) -> None:
-        super().__init__(None, lambda rank, status: None)  # type: ignore[arg-type]
-        log.touch()
-        self.asked: list[bool] = []
-        for rank in range(2):
-            position = MeshShape(stages=2).coordinate(rank)
-            self.ranks.append(RankProcess(position, None, FileLog(log)))  # type: ignore[arg-type]
-
-    def end(self, *, save: bool) -> None:
-        self.asked.append(save)
+class Ended(Asked):
+    """Those that end as they are told."""
 
     def settle(self, seconds: float) -> None:
         pass
@@ -243,7 +236,7 @@ def test_how_ranks_end_that_are_asked_to(
     tmp_path: Path,
 ) -> None:
     assert EXIT_SAVED == 75
-    ranks = Asked(tmp_path / "log")
+    ranks = Ended(*[tmp_path / "log"] * 2)
     found = Supervision(
         ranks, told(*events), grace=60.0, straggle=60.0, recovers=True, saves=saves
     ).run()
@@ -263,7 +256,7 @@ def test_ranks_leave_for_other_places_only_if_they_were_asked_to(
     exits: list[int], asked: bool, end: End, tmp_path: Path
 ) -> None:
     assert EXIT_MOVES == 76
-    ranks = Asked(tmp_path / "log")
+    ranks = Ended(*[tmp_path / "log"] * 2)
     events = told(*(RankExited(rank, status) for rank, status in enumerate(exits)))
     found = Supervision(
         ranks, events, grace=60.0, straggle=60.0, recovers=True, moves=lambda: asked
