@@ -128,6 +128,7 @@ case "$3" in
 -*) exec cat {folder}/list ;;
 esac
 [ -f "{folder}/of-$3" ] && exec cat "{folder}/of-$3"
+echo 'E0101 memcache.go:265] "Unhandled Error" err="no API group list"' >&2
 echo "Error from server (NotFound): pipemorphjobs.pipemorph.io \\"$3\\" not found" >&2
 exit 1
 """

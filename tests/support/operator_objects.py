@@ -6,9 +6,13 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from fake_api import FakeCluster
+
+from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.children.naming import attempt_name
 from pipemorph_operator.children.objects import batch_job
+from pipemorph_operator.cluster.client import path
 from pipemorph_operator.cluster.facts import Ended, JobFacts, PodFacts
 from pipemorph_operator.cluster.job import dump, read_job
 from pipemorph_operator.config import OperatorConfig
@@ -182,3 +186,60 @@ class World:
     def running(self, attempt: int = 0, ranks: int = 2) -> None:
         self.jobs[attempt] = job_facts(attempt, stages=ranks, ready=ranks)
         self.settle()
+
+
+class RunningJob(FakeCluster):
+    """The API server of a job that runs, and of one pod of it, with what is asked and done."""
+
+    def __init__(self, pod: Object, **metadata: Any) -> None:
+        world, started = World(body(failurePolicy={"maxRestarts": 2})), "2026-01-01T00:00:00Z"
+        world.running()
+        world.status["jobStartTime"] = started
+        made = batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
+        made["metadata"]["uid"] = "job-0"
+        counts = {"active": 1, "ready": 1, "terminating": 1, "startTime": started}
+        metadata |= {
+            "name": "p1",
+            "namespace": "team",
+            "uid": "u1",
+            "annotations": {names.COMPLETION_INDEX: "1"},
+            "labels": made["spec"]["template"]["metadata"]["labels"],
+            "ownerReferences": [{"kind": "Job", "controller": True, "uid": "job-0"}],
+        }
+        about: Object = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+        super().__init__(
+            world.body,
+            made | {"status": counts},
+            about | {"spec": {"nodeName": "n"}, "status": pod},
+        )
+        self.asked: list[str] = []
+        self.removed: list[tuple[str, int | None]] = []
+        self.patched: list[tuple[str, Object]] = []
+
+    @property
+    def status(self) -> Object:
+        found: Object = self.objects[path("PipeMorphJob", "team", "gpt")]["status"]
+        return found
+
+    async def list(
+        self, url: str, *, labels: str | None = None, fields: str | None = None
+    ) -> list[Object]:
+        if not url.endswith("/events"):
+            return await super().list(url, labels=labels)
+        self.asked.append(fields or "")
+        said = {"type": "Warning", "reason": "FailedMount", "message": "no volume"}
+        return [said | {"lastTimestamp": "2026-01-01T00:00:00Z"}]
+
+    async def patch(self, url: str, changes: Object, owner: str, *, merge: bool = False) -> Object:
+        self.patched.append((url, changes["metadata"]))
+        return await super().patch(url, changes, owner, merge=merge)
+
+    async def delete(
+        self,
+        url: str,
+        *,
+        uid: str | None = None,
+        propagation: str = "Background",
+        grace: int | None = None,
+    ) -> None:
+        self.removed.append((url.rsplit("/", 1)[-1], grace))

@@ -53,6 +53,29 @@ from pipemorph_trainer.launcher.pod import Pod
 Object = dict[str, Any]
 
 
+def given_by(container: Object | None = None, **spec: Any) -> Object:
+    """A template of the user's."""
+    trainer = {"name": "trainer", "image": "i"} | (container or {})
+    return {"spec": {"containers": [trainer]} | spec}
+
+
+def volumes_of(made: Attempt) -> dict[str, Object]:
+    return {each["name"]: each for each in template(made)["spec"]["volumes"]}
+
+
+def env_of(made: Attempt) -> dict[str, Any]:
+    return {each["name"]: each.get("value") for each in trainer(made)["env"]}
+
+
+def in_pod(made: Attempt, index: int, folder: Path) -> dict[str, str]:
+    """The variables of its container, and the files that they name, in a pod."""
+    (folder / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
+    (folder / "engine").write_text(secret(made, "s3cret")["stringData"]["engine"])
+    files = {"JOB": "job.json", "SECRET": "engine"}
+    paths = {f"PIPEMORPH_{kind}_FILE": f"{folder}/{name}" for kind, name in files.items()}
+    return {name: value or str(index) for name, value in env_of(made).items()} | paths
+
+
 @given(
     name=st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True),
     number=st.integers(0, 99999),
@@ -133,7 +156,7 @@ def test_one_indexed_job_one_failure_ends_it() -> None:
 EIGHT = {"stages": 2, "replicas": 8, "ranksPerPod": 8}
 
 
-def test_a_pod_of_several_ranks_starts_them_with_the_launcher(tmp_path: Any) -> None:
+def test_a_pod_of_several_ranks_starts_them_with_the_launcher(tmp_path: Path) -> None:
     made = attempt(parallelism=EIGHT)
     job = batch_job(made, CONFIG)["spec"]
     assert (job["completions"], job["parallelism"]) == (2, 2)
@@ -146,11 +169,7 @@ def test_a_pod_of_several_ranks_starts_them_with_the_launcher(tmp_path: Any) -> 
     ports = [(p["name"], p["containerPort"]) for p in container["ports"]]
     assert ports[:2] == [("pm-metrics", 9464), ("pm-metrics-1", 9465)]
     assert len(ports) == 8
-    env = {v["name"]: v.get("value", "1") for v in container["env"]}
-    (tmp_path / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
-    (tmp_path / "engine").write_text("s3cret")
-    env |= {"PIPEMORPH_JOB_FILE": f"{tmp_path}/job.json"}
-    env |= {"PIPEMORPH_SECRET_FILE": f"{tmp_path}/engine"}
+    env = in_pod(made, 1, tmp_path)
     pod = Pod.from_env(env)
     assert (pod.index, pod.ranks) == (1, (8, 9, 10, 11, 12, 13, 14, 15))
     own = pod.environment(3, env)
@@ -162,24 +181,17 @@ def test_a_pod_of_several_ranks_starts_them_with_the_launcher(tmp_path: Any) -> 
 def test_pods_whose_ranks_start_again_run_the_launcher_and_have_room_for_state(
     tmp_path: Path,
 ) -> None:
-    restarts = {"maxRestarts": 1}
-    template = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
-    template["spec"]["containers"][0]["resources"] = {"limits": {"memory": "3Gi"}}
-    made = attempt(failurePolicy=restarts, template=template)
+    limits = given_by({"resources": {"limits": {"memory": "3Gi"}}})
+    made = attempt(failurePolicy={"maxRestarts": 1}, template=limits)
     container = trainer(made)
     assert container["command"][3:9] == [
         "--", "python", "-m", "pipemorph_trainer.launcher", "--generations", "--grace=28",
     ]  # fmt: skip
-    pod_spec = batch_job(made, CONFIG)["spec"]["template"]["spec"]
-    (volume,) = [v for v in pod_spec["volumes"] if v["name"] == "pipemorph-kept"]
+    volume = volumes_of(made)["pipemorph-kept"]
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": str(3 << 29)}
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == "pipemorph-kept"]
-    env = {v["name"]: v.get("value", "0") for v in container["env"]}
+    env = in_pod(made, 0, tmp_path)
     assert env["PIPEMORPH_KEPT_DIR"] == mount["mountPath"]
-    (tmp_path / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
-    (tmp_path / "engine").write_text("s3cret")
-    env |= {"PIPEMORPH_JOB_FILE": f"{tmp_path}/job.json"}
-    env |= {"PIPEMORPH_SECRET_FILE": f"{tmp_path}/engine"}
     pod = Pod.from_env(env)
     assert (pod.ranks, str(pod.kept_dir)) == ((0,), mount["mountPath"])
 
@@ -188,7 +200,7 @@ def test_pods_that_may_go_on_without_others_know_the_addresses_of_all() -> None:
     """Any of them may be the first that runs."""
     fewer = {"parallelism": {"stages": 2, "replicas": 2, "minReplicas": 1}}
     made = attempt(**fewer, failurePolicy={"maxRestarts": 2, "replacementSeconds": 30})
-    env = {v["name"]: v.get("value") for v in trainer(made)["env"]}
+    env = env_of(made)
     pattern = env["PIPEMORPH_POD_ADDRESS"]
     assert pattern.replace("{}", "0") == env["MASTER_ADDR"] and pattern.count("{}") == 1
     name = batch_job(made, CONFIG)["metadata"]["name"]
@@ -197,7 +209,7 @@ def test_pods_that_may_go_on_without_others_know_the_addresses_of_all() -> None:
     assert spec["parallelism"]["minReplicas"] == 1
     JobSpec.model_validate(spec)
     assert spec["failurePolicy"] == {"maxRestarts": 1}, "an edit of it changes no file"
-    mine = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
+    mine = given_by({"command": ["mine"]})
     with pytest.raises(Unbuildable, match="minReplicas is set, and ranks do not start again"):
         trainer(attempt(**fewer, failurePolicy={"maxRestarts": 2}, template=mine))
 
@@ -208,13 +220,8 @@ def test_the_launcher_of_a_job_with_hang_seconds_gets_them(tmp_path: Path) -> No
     container = trainer(made)
     assert "pipemorph_trainer.launcher" in container["command"]
     assert "--generations" not in container["command"]
-    env = {v["name"]: v.get("value", "0") for v in container["env"]}
-    text = config_map(made, CONFIG)["data"]["job.json"]
-    assert "failurePolicy" not in text
-    (tmp_path / "job.json").write_text(text)
-    (tmp_path / "engine").write_text("s3cret")
-    env |= {"PIPEMORPH_JOB_FILE": f"{tmp_path}/job.json"}
-    env |= {"PIPEMORPH_SECRET_FILE": f"{tmp_path}/engine"}
+    env = in_pod(made, 0, tmp_path)
+    assert "failurePolicy" not in (tmp_path / "job.json").read_text()
     policy = Pod.from_env(env).policy
     assert (policy.hang_seconds, policy.start_seconds) == (7, 300)
     with pytest.raises(InputError, match=r"PIPEMORPH_HANG_SECONDS is 'soon'; expected seconds"):
@@ -224,33 +231,29 @@ def test_the_launcher_of_a_job_with_hang_seconds_gets_them(tmp_path: Path) -> No
 @pytest.mark.parametrize("own", [False, True])
 def test_ranks_that_do_not_start_again_have_no_volume_for_state(own: bool) -> None:
     """Without restarts, or with a command of the template's, which takes the launcher's place."""
-    template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
-    more: Object = {"failurePolicy": {"maxRestarts": 2}, "template": template} if own else {}
+    mine = given_by({"command": ["mine"]})
+    more: Object = {"failurePolicy": {"maxRestarts": 2}, "template": mine} if own else {}
     made = attempt(**more)
     container = trainer(made)
     assert ("pipemorph_trainer.launcher" in container["command"]) is not own
     assert "--generations" not in container["command"]
-    assert "PIPEMORPH_KEPT_DIR" not in {v["name"] for v in container["env"]}
-    volumes = batch_job(made, CONFIG)["spec"]["template"]["spec"]["volumes"]
-    assert "pipemorph-kept" not in {v["name"] for v in volumes}
+    assert "PIPEMORPH_KEPT_DIR" not in env_of(made)
+    assert "pipemorph-kept" not in volumes_of(made)
 
 
 @pytest.mark.parametrize("command", [["sh", "-c", "x -- y --generations -- z"], ["y"]])
 def test_a_command_of_the_templates_may_start_ranks_again(command: list[str]) -> None:
-    container: dict[str, Any] = {"name": "trainer", "image": "i", "command": command}
-    again = len(command) > 1
-    template = {"spec": {"containers": [container]}}
-    made = trainer(attempt(failurePolicy={"maxRestarts": 2}, template=template))
-    assert made["command"] == command
-    assert ("PIPEMORPH_KEPT_DIR" in {v["name"] for v in made["env"]}) is again
+    mine = given_by({"command": command})
+    made = attempt(failurePolicy={"maxRestarts": 2}, template=mine)
+    assert trainer(made)["command"] == command
+    assert ("PIPEMORPH_KEPT_DIR" in env_of(made)) is (len(command) > 1)
 
 
 def test_a_template_may_have_its_own_volume_for_state() -> None:
     own = {"name": "pipemorph-kept", "emptyDir": {"medium": "Memory", "sizeLimit": "7Gi"}}
-    template = {"spec": {"containers": [{"name": "trainer", "image": "i"}], "volumes": [own]}}
-    made = attempt(failurePolicy={"maxRestarts": 1}, template=template)
-    volumes = batch_job(made, CONFIG)["spec"]["template"]["spec"]["volumes"]
-    assert [v for v in volumes if v["name"] == "pipemorph-kept"] == [own]
+    made = attempt(failurePolicy={"maxRestarts": 1}, template=given_by(volumes=[own]))
+    found = template(made)["spec"]["volumes"]
+    assert [v for v in found if v["name"] == "pipemorph-kept"] == [own]
 
 
 @pytest.mark.parametrize(
@@ -273,9 +276,8 @@ def test_a_command_runs_in_place_of_the_module() -> None:
 
 
 def test_a_short_grace_period_is_the_launchers_as_well() -> None:
-    template = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
-    template["spec"]["terminationGracePeriodSeconds"] = 5  # type: ignore[assignment]
-    made = trainer(attempt(parallelism=EIGHT, template=template))
+    soon = given_by(terminationGracePeriodSeconds=5)
+    made = trainer(attempt(parallelism=EIGHT, template=soon))
     assert "--grace=3" in made["command"]
     assert {"name": "PIPEMORPH_GRACE_SECONDS", "value": "2"} in made["env"]
 
@@ -283,9 +285,8 @@ def test_a_short_grace_period_is_the_launchers_as_well() -> None:
 @pytest.mark.parametrize(("gpus", "ranks", "idle"), [("8", 1, 7), ("8", 8, 0), ("1", 1, 0)])
 def test_gpus_without_a_rank_are_counted(gpus: str, ranks: int, idle: int) -> None:
     limits = {"cpu": "16", "nvidia.com/gpu": gpus}
-    container = {"name": "trainer", "image": "i", "resources": {"limits": limits}}
-    parallelism = EIGHT | {"ranksPerPod": ranks}
-    made = attempt(parallelism=parallelism, template={"spec": {"containers": [container]}})
+    given = given_by({"resources": {"limits": limits}})
+    made = attempt(parallelism=EIGHT | {"ranksPerPod": ranks}, template=given)
     assert idle_gpus(made) == idle
 
 
@@ -304,10 +305,9 @@ def test_gpus_without_a_rank_are_counted(gpus: str, ranks: int, idle: int) -> No
 def test_a_small_shared_memory_of_several_ranks_is_seen(
     ranks: int, placement: Any, pod: dict[str, Any], mounts: Any, small: bool
 ) -> None:
-    container = {"name": "trainer", "image": "i", "volumeMounts": mounts}
-    spec = pod | {"containers": [container], "volumes": [{"name": "v", "emptyDir": {}}]}
+    given = given_by({"volumeMounts": mounts}, volumes=[{"name": "v", "emptyDir": {}}], **pod)
     more = {"placement": placement} if placement else {}
-    made = attempt(parallelism=EIGHT | {"ranksPerPod": ranks}, template={"spec": spec}, **more)
+    made = attempt(parallelism=EIGHT | {"ranksPerPod": ranks}, template=given, **more)
     assert shares_small_memory(made) is small
 
 
@@ -327,19 +327,15 @@ def expanded(value: str, env: dict[str, str]) -> str:
     return re.sub(r"\$\$|\$\((\w+)\)", one, value)
 
 
-def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Any) -> None:
+def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Path) -> None:
     made = attempt(
         7, trainer={"module": "a.b", "iterations": 3, "args": {"x": "$(RANK) $$(RANK) $"}}
     )
-    env = {v["name"]: v.get("value", "1") for v in trainer(made)["env"]}
+    env = in_pod(made, 1, tmp_path)
     mounts = {m["mountPath"]: m["name"] for m in trainer(made)["volumeMounts"]}
     assert mounts["/etc/pipemorph/job"] == "pipemorph-job"
-    (tmp_path / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
-    (tmp_path / "engine").write_text(secret(made, "s3cret")["stringData"]["engine"])
     # As the kubelet expands and mounts it.
     env = {name: expanded(value, env) for name, value in env.items()}
-    env["PIPEMORPH_JOB_FILE"] = str(tmp_path / "job.json")
-    env["PIPEMORPH_SECRET_FILE"] = str(tmp_path / "engine")
     context = TrainerContext.from_env(env)
     assert (context.rank, context.world_size, context.attempt) == (1, 2, 7)
     assert context.master_addr == made.master_address
@@ -369,17 +365,11 @@ def test_metrics_have_a_named_port_unless_the_user_wants_none() -> None:
     none = trainer(attempt(trainer={"module": "a.b", "iterations": 3, "metricsPort": 0}))
     assert "ports" not in none
     assert not [v for v in none["env"] if v["name"] == "PIPEMORPH_METRICS_PORT"]
-    theirs = {
-        "name": "trainer",
-        "image": "i",
-        "ports": [{"name": "pm-metrics", "containerPort": 1}],
-    }
-    given = attempt(template={"spec": {"containers": [theirs]}})
-    assert trainer(given)["ports"] == theirs["ports"]
-    plain = {"name": "trainer", "image": "i"}
-    on_the_node = {"spec": {"hostNetwork": True, "containers": [plain]}}
+    theirs = [{"name": "pm-metrics", "containerPort": 1}]
+    assert trainer(attempt(template=given_by({"ports": theirs})))["ports"] == theirs
+    on_the_node = given_by(hostNetwork=True)
     assert "ports" not in trainer(attempt(template=on_the_node)), "one rank per node could start"
-    nonsense = {"spec": {"containers": [plain | {"ports": "all"}]}}
+    nonsense = given_by({"ports": "all"})
     assert trainer(attempt(template=nonsense))["ports"] == "all", "the API server's to refuse"
 
 
@@ -392,8 +382,7 @@ def test_the_rank_is_the_completion_index() -> None:
 
 def test_the_token_is_for_this_job_alone() -> None:
     made = attempt()
-    volumes = {v["name"]: v for v in template(made)["spec"]["volumes"]}
-    token = volumes["pipemorph-token"]["projected"]["sources"][0]["serviceAccountToken"]
+    token = volumes_of(made)["pipemorph-token"]["projected"]["sources"][0]["serviceAccountToken"]
     assert token["audience"] == f"pipemorph.io/jobs/team/gpt/{UID}"
     assert template(made)["spec"]["automountServiceAccountToken"] is False
 
@@ -411,23 +400,18 @@ def test_launchers_have_the_token_of_the_live_page_and_others_have_not() -> None
     page = page_secret(starts, "t")
     assert page["metadata"]["name"] != secret(starts, "k")["metadata"]["name"]
     assert (page["type"], page["stringData"]) == ("pipemorph.io/page", {"token": "t"})
-    spec = template(starts)["spec"]
-    (volume,) = [each for each in spec["volumes"] if each["name"] == "pipemorph-page"]
-    assert volume["secret"]["secretName"] == page["metadata"]["name"]
-    (trainer,) = spec["containers"]
-    env = {each["name"]: each.get("value") for each in trainer["env"]}
-    (mount,) = [each for each in trainer["volumeMounts"] if each["name"] == "pipemorph-page"]
+    assert volumes_of(starts)["pipemorph-page"]["secret"]["secretName"] == page["metadata"]["name"]
+    env, mounts = env_of(starts), trainer(starts)["volumeMounts"]
+    (mount,) = [each for each in mounts if each["name"] == "pipemorph-page"]
     assert env["PIPEMORPH_PAGE_TOKEN_FILE"] == f"{mount['mountPath']}/token"
     assert (env["PIPEMORPH_PAGE_PORT"], mount["readOnly"]) == ("9450", True)
-    mine = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["mine"]}]}}
-    without = template(attempt(template=mine))["spec"]
-    assert "pipemorph-page" not in {each["name"] for each in without["volumes"]}
-    assert "PIPEMORPH_PAGE_PORT" not in {each["name"] for each in without["containers"][0]["env"]}
+    without = attempt(template=given_by({"command": ["mine"]}))
+    assert "pipemorph-page" not in volumes_of(without)
+    assert "PIPEMORPH_PAGE_PORT" not in env_of(without)
 
 
 def test_the_job_file_is_a_job_without_what_ranks_do_not_need() -> None:
-    given = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
-    text = job_file(attempt(template=given, placement={"onePodPerNode": True}).job)
+    text = job_file(attempt(template=given_by(), placement={"onePodPerNode": True}).job)
     job = PipeMorphJob.model_validate_json(text)
     assert (job.spec.template, job.spec.placement) == (None, None)
     assert "adaptation" not in json.loads(text)["spec"], "defaults an older trainer may not know"
@@ -473,11 +457,6 @@ def test_the_users_template_stays_and_ours_is_added() -> None:
     assert "command" not in made["spec"]["containers"][0]
 
 
-def test_a_command_of_the_user_stays() -> None:
-    given = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["x"]}]}}
-    assert trainer(attempt(template=given))["command"] == ["x"]
-
-
 @pytest.mark.parametrize(
     ("more", "shared"),
     [
@@ -491,8 +470,7 @@ def test_a_command_of_the_user_stays() -> None:
 def test_a_rank_is_not_process_1_unless_others_could_see_it(
     more: Object, shared: bool | None
 ) -> None:
-    given = {"spec": {"containers": [{"name": "trainer", "image": "i"}]} | more}
-    made = template(attempt(template=given))
+    made = template(attempt(template=given_by(**more)))
     assert made["spec"].get("shareProcessNamespace") is shared
 
 
@@ -533,9 +511,8 @@ def test_layouts_change_in_pods_whose_launchers_start_ranks_again() -> None:
     """Any of them may get rank 0, so all know the addresses of all."""
     cut = {"stages": 2, "replicas": 2}
     spec: Object = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}}
-    env = {v["name"] for v in trainer(attempt(parallelism=cut, **spec))["env"]}
-    assert "PIPEMORPH_POD_ADDRESS" in env
-    own = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["train"]}]}}
+    assert "PIPEMORPH_POD_ADDRESS" in env_of(attempt(parallelism=cut, **spec))
+    own = given_by({"command": ["train"]})
     with pytest.raises(Unbuildable, match=r"spec.adaptation.relayout is set, and ranks") as caught:
         objects(attempt(parallelism=cut, template=own, **spec), CONFIG)
     assert caught.value.reason == "InvalidSpec"
@@ -545,15 +522,7 @@ def test_layouts_change_in_pods_whose_launchers_start_ranks_again() -> None:
     ("given", "reason"),
     [
         ({"spec": {"containers": [{"name": "trainer"}]}}, "NoTrainerImage"),
-        (
-            {
-                "spec": {
-                    "restartPolicy": "Always",
-                    "containers": [{"name": "trainer", "image": "i"}],
-                }
-            },
-            "InvalidSpec",
-        ),
+        (given_by(restartPolicy="Always"), "InvalidSpec"),
     ],
 )
 def test_what_cannot_be_built_says_why(given: Object, reason: str) -> None:
@@ -596,8 +565,7 @@ def test_what_cannot_be_built_says_why(given: Object, reason: str) -> None:
 )
 def test_null_in_a_template_is_absent(where: str, placement: Object) -> None:
     made = template(attempt(template=given_with(where, None), placement=placement))
-    plain = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
-    assert made == template(attempt(template=plain, placement=placement))
+    assert made == template(attempt(template=given_by(), placement=placement))
 
 
 @pytest.mark.parametrize(
@@ -653,8 +621,7 @@ def test_a_wrong_type_in_a_template_is_named(where: str, value: Any, said: str) 
     ],
 )
 def test_pods_on_the_host_network_find_names_of_the_cluster(spec: Any, policy: str | None) -> None:
-    given = {"spec": {"containers": [{"name": "trainer", "image": "i"}]} | spec}
-    assert template(attempt(template=given))["spec"].get("dnsPolicy") == policy
+    assert template(attempt(template=given_by(**spec)))["spec"].get("dnsPolicy") == policy
 
 
 @pytest.mark.parametrize(("size", "variable"), [(10, True), (100_000, True), (200_000, False)])
@@ -662,8 +629,7 @@ def test_arguments_that_no_variable_holds_are_in_the_file_alone(size: int, varia
     """Linux gives a program no string of more than 128 KiB."""
     module = {"module": "a.b", "iterations": 3, "args": {"text": "x" * size}}
     made = attempt(trainer=module)
-    found = {each["name"] for each in trainer(made)["env"]}
-    assert ("PIPEMORPH_ARGS" in found) is variable
+    assert ("PIPEMORPH_ARGS" in env_of(made)) is variable
     assert len(json.loads(job_file(made.job))["spec"]["trainer"]["args"]["text"]) == size
 
 

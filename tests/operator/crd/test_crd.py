@@ -78,44 +78,34 @@ def test_rules_and_texts_stand_at_fields_that_exist() -> None:
             assert below in nodes, f"rule at {path}: {below} does not exist"
 
 
-def test_what_does_not_go_with_fewer_replicas_is_refused_at_admission() -> None:
-    """By the fields that the model refuses, each only of jobs that may do with fewer."""
-    found = {
-        rule.field_path: rule.rule
-        for rule in RULES["spec"]
-        if rule.rule.startswith("!has(self.parallelism.minReplicas) || ")
-    }
-    assert set(found) == {
-        ".failurePolicy",
-        ".recovery.neighbour",
-        ".recovery.snapshotIterations",
-        ".adaptation.relayout",
-    }
-    nodes = dict(walk(schema(), ""))
-    for field, rule in found.items():
-        # Only what has a default may be read without looking whether it is there.
-        for name in re.findall(r"self((?:\.\w+)+)(?= >| ==|$)", rule):
-            default = nodes[f"spec{name}"].get("default")
-            assert default is not None or f"has(self{name})" in rule, field
-
-
-def test_what_does_not_go_with_relayout_is_refused_at_admission() -> None:
-    """Most of it may be edited, and a job that the model refuses is served by nobody."""
-    unless = "!has(self.adaptation) || !self.adaptation.relayout || "
+@pytest.mark.parametrize(
+    ("unless", "fields"),
+    [
+        (
+            "!has(self.parallelism.minReplicas) || ",
+            "failurePolicy recovery.neighbour recovery.snapshotIterations adaptation.relayout",
+        ),
+        (
+            "!has(self.adaptation) || !self.adaptation.relayout || ",
+            "failurePolicy recovery.snapshotIterations parallelism.stagesPerRank "
+            "parallelism.layers",
+        ),
+    ],
+    ids=["fewer replicas", "relayout"],
+)
+def test_what_does_not_go_with_it_is_refused_at_admission(unless: str, fields: str) -> None:
+    """By the fields that the model refuses: most may be edited, and a job that the model refuses
+    is served by nobody."""
     found = {
         rule.field_path: rule.rule.removeprefix(unless)
         for rule in RULES["spec"]
         if rule.rule.startswith(unless)
     }
-    assert set(found) == {
-        ".failurePolicy",
-        ".recovery.snapshotIterations",
-        ".parallelism.stagesPerRank",
-        ".parallelism.layers",
-    }
+    assert set(found) == {f".{field}" for field in fields.split()}
     nodes = dict(walk(schema(), ""))
     assert nodes["spec.adaptation.relayout"]["default"] is False
     for field, rule in found.items():
+        # Only what has a default may be read without looking whether it is there.
         for name in re.findall(r"self((?:\.\w+)+)(?= >| ==|$)", rule):
             default = nodes[f"spec{name}"].get("default")
             assert default is not None or f"has(self{name})" in rule, field

@@ -163,6 +163,9 @@ def test_what_an_attempt_had_goes_also_when_its_job_went_before() -> None:
     decision = world.settle()
     assert decision.delete_attempts == [job_facts().name]
     assert (world.status["attempt"], world.status["state"]) == (1, "Starting")
+    world.jobs.clear()
+    world.body["spec"]["suspend"] = True
+    assert world.turn().delete_attempts == [job_facts(1).name], "its Secret and ConfigMap stay"
 
 
 @pytest.mark.parametrize("terminal", ["Complete", "Failed"])
@@ -236,6 +239,21 @@ def test_the_next_attempt_waits_for_the_last_ones_ranks_but_not_for_ever() -> No
     assert 1 in world.jobs
 
 
+def test_suspended_while_the_last_ranks_end_it_is_resumed_with_the_next_attempt() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.jobs[0] = job_facts(active=0, terminating=1, failing=failed())
+    world.pods = [pod(0, exit_code=1)]
+    world.turn()
+    world.body["spec"]["suspend"] = True
+    world.settle()
+    assert (world.status["state"], world.jobs) == ("Suspended", {})
+    world.body["spec"]["suspend"] = False
+    world.settle()
+    assert (world.status["attempt"], world.status["restarts"]) == (1, 1)
+    assert [each["reason"] for each in world.status["attempts"]] == ["RankFailed"]
+
+
 def test_a_crash_loop_waits_longer_each_time() -> None:
     world = World(body(failurePolicy={"maxRestarts": 10}))
     waits = []
@@ -274,18 +292,6 @@ def test_with_no_restart_left_the_reason_is_the_ranks_own() -> None:
     world.settle()
     assert world.condition("Failed") == ("True", "RankFailed")
     assert "rank 1" in world.message("Failed")
-
-
-def test_a_job_deleted_by_hand_is_another_attempt_and_counted() -> None:
-    world = World(body(failurePolicy={"maxRestarts": 1}))
-    world.running()
-    world.jobs.clear()
-    world.settle()
-    assert world.status["attempts"][0]["reason"] == "JobDeleted"
-    assert world.status["attempt"] == 1
-    world.jobs.clear()
-    world.body["spec"]["suspend"] = True
-    assert world.turn().delete_attempts == [job_facts(1).name], "its Secret and ConfigMap stay"
 
 
 def test_suspend_before_the_start_uses_no_attempt() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from operator_objects import CONFIG, World, attempt, body, failed, job_facts
+from operator_objects import CONFIG, RunningJob, World, body, failed, job_facts
 
 from pipemorph_operator import names
 from pipemorph_operator.children.objects import batch_job
@@ -284,97 +284,28 @@ def test_an_object_of_the_attempt_that_is_gone_ends_it_when_a_pod_needs_it(
     assert record["message"] == f"{kind} {name} of the attempt was deleted"
 
 
-class Api:
+def not_started(**metadata: Any) -> RunningJob:
     """The API server of a job whose second pod does not start, or is being deleted."""
-
-    def __init__(self, **metadata: Any) -> None:
-        self.world = running(maxRestarts=2)
-        self.world.status["jobStartTime"] = "2026-01-01T00:00:00Z"
-        self.metadata = metadata
-        self.asked: list[Any] = []
-        self.deleted: list[Any] = []
-
-    async def get(self, url: str) -> Any:
-        if "pipemorphjobs" in url:
-            return self.world.body
-        made = batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
-        made["metadata"]["uid"] = "job-0"
-        status = {"active": 1, "ready": 1, "terminating": 1, "startTime": "2026-01-01T00:00:00Z"}
-        return made | {"status": status}
-
-    async def list(self, url: str, *, fields: str = "", **_: Any) -> Any:
-        if url.endswith("/events"):
-            self.asked.append(fields)
-            said = {"type": "Warning", "reason": "FailedMount", "message": "no volume"}
-            return [said | {"lastTimestamp": "2026-01-01T00:00:00Z"}]
-        owner = {"kind": "Job", "controller": True, "uid": "job-0"}
-        metadata = {"name": "p1", "uid": "u1", "annotations": {names.COMPLETION_INDEX: "1"}}
-        metadata |= {"ownerReferences": [owner], **self.metadata}
-        return [{"metadata": metadata, "spec": {"nodeName": "n"}, "status": {"phase": "Pending"}}]
-
-    async def apply(self, obj: Any, owner: str, *, subresource: str = "") -> Any:
-        self.world.body["status"] |= obj["status"]
-        return obj
-
-    async def patch(self, *_: Any) -> None:
-        """Taken."""
-
-    async def create(self, obj: Any, owner: str) -> Any:
-        return obj
-
-    async def delete(self, url: str, **more: Any) -> None:
-        self.deleted.append((url.rsplit("/", 1)[-1], more.get("grace")))
+    return RunningJob({"phase": "Pending"}, **metadata)
 
 
 def test_a_pod_that_does_not_start_is_explained_by_its_events() -> None:
-    api: Any = Api()
+    api = not_started()
     asyncio.run(Reconciler(api, lambda: CONFIG, lambda *_: []).reconcile("team", "gpt"))
     assert api.asked == ["involvedObject.uid=u1"]
-    assert "rank 1 (stage 1): FailedMount: no volume" in api.world.message("PodsReady")
+    said = {each["type"]: each["message"] for each in api.status["conditions"]}
+    assert "rank 1 (stage 1): FailedMount: no volume" in said["PodsReady"]
 
 
 @pytest.mark.parametrize("deletion", ["2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z"])
 def test_grace_is_counted_from_first_sight_whatever_the_clocks_say(
     deletion: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api: Any = Api(deletionTimestamp=deletion, deletionGracePeriodSeconds=30)
+    api = not_started(deletionTimestamp=deletion, deletionGracePeriodSeconds=30)
     reconciler, clock = Reconciler(api, lambda: CONFIG, lambda *_: []), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     gone = []
     for clock[0] in (500.0, 529.0, 534.9, 535.0):
         asyncio.run(reconciler.reconcile("team", "gpt"))
-        gone.append(list(api.deleted))
+        gone.append(list(api.removed))
     assert gone == [[], [], [], [("p1", 0)]], "at its own clock's 30 s, and 5 s for its node"
-
-
-def test_a_service_or_policy_that_somebody_deleted_is_made_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """To create what is there changes nothing: so nobody needs the right to read it."""
-    api: Any = Api()
-    there, events, clock = {"Service", "NetworkPolicy"}, [], [0.0]
-
-    async def create(obj: Any, owner: str) -> Any:
-        if obj["kind"] == "Event":
-            events.append(obj["message"])
-            return obj
-        found = obj["kind"] in there
-        there.add(obj["kind"])
-        return None if found else obj
-
-    api.create = create
-    config = replace(CONFIG, network_policies=True)
-    reconciler = Reconciler(api, lambda: config, lambda *_: [])
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    made = []
-    for clock[0], gone in (
-        (0.0, {"Service"}),
-        (59.0, {"NetworkPolicy"}),
-        (60.0, set()),
-        (120.0, set()),
-    ):
-        there -= gone
-        events.clear()
-        asyncio.run(reconciler.reconcile("team", "gpt"))
-        made.append([message.split()[0] for message in events if "made again" in message])
-    assert made == [["Service"], [], ["NetworkPolicy"], []]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from fake_api import fake_api
-
-from pipemorph_operator.cluster import informer
-from pipemorph_operator.cluster.informer import Informer
 from pipemorph_operator.reconcile.owned_jobs import OwnedJobs
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
@@ -18,29 +13,6 @@ Key = tuple[str, str]
 def job(owner: str = "gpt", **status: Any) -> Any:
     labels = {"pipemorph.io/job-name": owner, "pipemorph.io/job-uid": f"uid-{owner}"}
     return {"metadata": {"labels": labels}, "status": status}
-
-
-async def test_a_job_that_went_while_the_watch_was_broken_is_gone(monkeypatch: Any) -> None:
-    monkeypatch.setattr(informer, "FIRST_RETRY_SECONDS", 0.001)
-    queue: WorkQueue[Key] = WorkQueue()
-    owned = OwnedJobs(queue)
-    async with fake_api() as (api, cluster):
-        api.put("gpt-0", **job(active=2))
-        api.put("gpt-1", **job())
-        task = asyncio.create_task(Informer(cluster, "Job", owned.changed).run())
-        assert await queue.get() == ("team", "gpt")
-        queue.done(("team", "gpt"))
-        api.bookmark()
-        await api.idle()
-        assert [each.active for each in owned.jobs("team", "uid-gpt")] == [2, 0]
-        api.mute = True
-        api.delete("gpt-0")
-        api.mute = False
-        api.forget()
-        while [each.name for each in owned.jobs("team", "uid-gpt")] != ["gpt-1"]:
-            assert await queue.get() == ("team", "gpt"), "its owner is not asked a turn for"
-            queue.done(("team", "gpt"))
-        task.cancel()
 
 
 async def test_jobs_are_known_by_their_owner_until_they_are_gone() -> None:

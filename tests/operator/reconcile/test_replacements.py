@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from operator_objects import CONFIG, T0, World, attempt, body, job_facts, pod
+from operator_objects import CONFIG, T0, RunningJob, World, attempt, body, job_facts, pod
 
 from pipemorph_operator import names
 from pipemorph_operator.children.objects import batch_job
@@ -110,59 +110,27 @@ def test_the_job_bounds_what_its_controller_replaces_by_itself() -> None:
     assert exits["onExitCodes"]["values"] == [0, 75, 137, 143]
 
 
-class OnePod:
-    """An API server with a job, and a pod that has failed."""
-
-    def __init__(self) -> None:
-        self.world = running()
-        self.done: list[tuple[str, Any]] = []
-
-    async def get(self, url: str) -> Any:
-        if "pipemorphjobs" in url:
-            return self.world.body
-        made = batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
-        made["metadata"]["uid"] = "job-0"
-        return made | {"status": {"active": 1, "ready": 1, "startTime": "2026-01-01T00:00:00Z"}}
-
-    async def list(self, url: str, **_: Any) -> Any:
-        metadata = {
-            "name": "gpt-0-1-x",
-            "uid": "u1",
-            "annotations": {names.COMPLETION_INDEX: "1"},
-            "ownerReferences": [{"kind": "Job", "controller": True, "uid": self.world.jobs[0].uid}],
-            "finalizers": [names.JOB_FINALIZER, "example.com/other"],
-        }
-        ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
-        status = {"phase": "Failed", "containerStatuses": [ended]}
-        return [{"metadata": metadata, "spec": {"nodeName": "n"}, "status": status}]
-
-    async def apply(self, obj: Any, owner: str, *, subresource: str = "") -> Any:
-        self.done.append(("status", obj["status"].get("replacements")))
-        return obj
-
-    async def patch(self, url: str, changes: Any, owner: str) -> Any:
-        self.done.append((url, changes["metadata"]))
-
-    async def create(self, obj: Any, owner: str) -> Any:
-        return obj
-
-
 def test_status_names_the_pod_before_its_finalizer_goes() -> None:
     """So the ingest knows who is to come, when the new pod joins."""
-    api = OnePod()
-    started = api.world.status["jobStartTime"]
-    api.world.status["jobStartTime"] = "2026-01-01T00:00:00Z"
-    assert started
+    ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
+    api = RunningJob(
+        {"phase": "Failed", "containerStatuses": [ended]},
+        finalizers=[names.JOB_FINALIZER, "example.com/other"],
+    )
+    seen: list[list[str]] = []
+
+    async def arrives(verb: str, url: str) -> None:
+        if verb == "patch":
+            seen.append([each["uid"] for each in api.status["replacements"]])
+
+    api.arrives = arrives  # type: ignore[method-assign]
     reconciler = Reconciler(
-        api,  # type: ignore[arg-type]
-        lambda: CONFIG,
-        lambda *_: [],
-        failed=lambda *of: of == ("team", "gpt", 0),
+        api, lambda: CONFIG, lambda *_: [], failed=lambda *of: of == ("team", "gpt", 0)
     )
     asyncio.run(reconciler.reconcile("team", "gpt"))
-    (what, records), (url, changed) = api.done
-    assert what == "status" and [each["uid"] for each in records] == ["u1"]
-    assert url.endswith("/namespaces/team/pods/gpt-0-1-x")
+    assert seen == [["u1"]]
+    ((url, changed),) = api.patched
+    assert url.endswith("/namespaces/team/pods/p1")
     assert changed == {
         "uid": "u1",
         "labels": {"pipemorph.io/replaced": "true"},

@@ -63,6 +63,18 @@ def test_ranks_that_run_do_not_end_by_a_wrong_edit_of_the_template() -> None:
     assert "env[0].name: is RANK, which is reserved" in world.message("PodsReady")
 
 
+def test_an_edited_template_is_that_of_the_next_attempt() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.body["spec"]["template"] = template(image="i:2")
+    decision = world.turn()
+    assert (decision.apply, decision.delete_jobs) == ([], []), "an edit restarted the ranks"
+    world.jobs[0] = job_facts(active=0, failed=failed())
+    world.turn()
+    (trainer,) = world.turn().apply[-1]["spec"]["template"]["spec"]["containers"]
+    assert trainer["image"] == "i:2"
+
+
 def test_a_job_that_is_resumed_and_cannot_start_is_not_suspended() -> None:
     world = World(body(suspend=True))
     world.settle()
