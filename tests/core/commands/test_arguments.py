@@ -16,19 +16,8 @@ from pipemorph_trainer.launcher import __main__ as launcher
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_NUMBER = [
-    "nan",
-    "inf",
-    "-inf",
-    "-1",
-    "-0.5",
-    "1e999",
-    "9" * 5000,
-    "",
-    "x",
-    " 1",
-    "1_0",
-    "\u0661",
-]
+    "nan", "inf", "-inf", "-1", "-0.5", "1e999", "9" * 5000, "", "x", " 1", "1_0", "\u0661",
+]  # fmt: skip
 COMMANDS = [
     (["bench", "link", "--port"], ["0", "65536"]),
     (["bench", "link", "--window"], ["0"]),

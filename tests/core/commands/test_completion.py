@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,21 +52,3 @@ def test_kubectl_keeps_its_own_completion(capsys: pytest.CaptureFixture[str]) ->
     """The script would be in place of it: it is for the first word."""
     assert main(["completion", "bash"], prog="kubectl pipemorph") == 2
     assert "use pipemorph completion" in capsys.readouterr().err
-
-
-def test_without_shtab_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name == "shtab":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    assert main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err == (
-        "pipemorph completion: completion needs shtab, which is not installed:"
-        f" {sys.executable} -m pip install 'shtab>=1.7'\n"
-    )

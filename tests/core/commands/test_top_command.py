@@ -118,6 +118,7 @@ def test_what_is_wrong_is_one_line(
         (None, "current namespace: kubectl, which reads a job of a cluster, is not on PATH"),
         ("#!/bin/sh\necho hello\n", "current namespace: kubectl printed no JSON object"),
         ("#!/bin/sh\nexit 7\n", "current namespace: kubectl exited with 7"),
+        ("no program", "current namespace: kubectl cannot be run: Exec format"),
     ],
 )
 def test_a_kubectl_that_is_none(
@@ -127,7 +128,7 @@ def test_a_kubectl_that_is_none(
     program: str | None,
     words: str,
 ) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if program else str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
     if program:
         (tmp_path / "kubectl").write_text(program)
         (tmp_path / "kubectl").chmod(0o755)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_jobs import Kubectl
 from rich.console import Console
 
 from pipemorph.cli import main
@@ -228,17 +229,14 @@ def test_a_change_that_did_not_bring_its_promise() -> None:
 
 def test_everything_at_once_is_ten_lines_of_which_none_is_long() -> None:
     slow = [slow_time(link=i, delay=0.01 * (i + 1)) for i in range(3)]
-    recovery = {
-        "attempt": 0, "generation": 1, "lostAt": "2026-01-02T03:04:05Z", "seconds": 2.0,
-        "cause": "rank 3 was killed by SIGKILL",
-    }  # fmt: skip
     content = report(
         late(),
         since("Failed", "True", "RankFailed", "rank 1 exited with 1: " + "x" * 1000),
         since("RailsHealthy", "False", "SickPorts", "port mlx5_0/1 of stage 2 is DOWN"),
         since("StagesEven", "False", "SlowStages", "stage 1 is slow"),
         status={
-            "state": "Failed", "goodput": 0.9, "recoveries": {"count": 1, "last": [recovery]},
+            "state": "Failed", "goodput": 0.9,
+            "recoveries": {"count": 1, "last": [recovery(1, "rank 3 was killed", seconds=2.0)]},
         },
         adaptations=[change(i) for i in range(1, 9)],
         links={"slow": slow},
@@ -259,14 +257,17 @@ def test_what_was_wrong_at_the_end_of_a_run_is_told() -> None:
     assert "clock" in lines[-1]
 
 
+AT = "2026-01-02T03:04:05Z"
+MOVED = {"layers": [5, 3, 4, 4], "promised": 0.2, "measured": 0.18}
+
+
 def since(kind: str, status: str, reason: str, message: str) -> Content:
-    return {
-        "type": kind,
-        "status": status,
-        "reason": reason,
-        "message": message,
-        "lastTransitionTime": "2026-01-02T03:04:05Z",
-    }
+    found = {"type": kind, "status": status, "reason": reason, "message": message}
+    return found | {"lastTransitionTime": AT}
+
+
+def recovery(generation: int, cause: str, **fields: Any) -> Content:
+    return {"generation": generation, "lostAt": AT, "cause": cause} | fields
 
 
 def job(**status: Any) -> Content:
@@ -363,15 +364,7 @@ def test_a_job_of_a_cluster() -> None:
             {
                 "recoveries": {
                     "count": 2,
-                    "last": [
-                        {
-                            "generation": 2,
-                            "lostAt": "2026-01-02T03:04:05Z",
-                            "cause": "rank 3 was killed",
-                            "seconds": 3.2,
-                            "state": "replica",
-                        }
-                    ],
+                    "last": [recovery(2, "rank 3 was killed", seconds=3.2, state="replica")],
                 },
                 "disruptions": 1,
                 "goodput": 0.874,
@@ -383,20 +376,7 @@ def test_a_job_of_a_cluster() -> None:
             ],
         ),
         (
-            {
-                "recoveries": {
-                    "last": [
-                        {
-                            "generation": 1,
-                            "lostAt": "2026-01-02T03:04:05Z",
-                            "cause": "layers move between stages",
-                            "layers": [5, 3, 4, 4],
-                            "promised": 0.2,
-                            "measured": 0.18,
-                        }
-                    ]
-                }
-            },
+            {"recoveries": {"last": [recovery(1, "layers move between stages", **MOVED)]}},
             [
                 "layers moved (5-3-4-4 per stage) in generation 1: 20% shorter iterations promised,"
                 " 18% measured"
@@ -450,29 +430,18 @@ def test_anything_else_is_one_line(
     assert said.count("\n") == 1
 
 
-KUBECTL = """#!/bin/sh
-echo "$*" >> {log}
-if [ "$3" = gpt ]; then cat {job}; exit 0; fi
-echo 'E0101 memcache.go:265] couldn'"'"'t get current server API group list' >&2
-echo 'Error from server (NotFound): pipemorphjobs.pipemorph.io "'"$3"'" not found' >&2
-exit 1
-"""
-
-
 def test_a_job_of_the_cluster_is_read_by_kubectl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (tmp_path / "job.json").write_text(json.dumps(job()))
-    program, log = tmp_path / "kubectl", tmp_path / "log"
-    program.write_text(KUBECTL.format(log=log, job=tmp_path / "job.json"))
-    program.chmod(0o755)
+    kubectl = Kubectl(tmp_path)
+    kubectl.has(job())
     assert main(["explain", "team/gpt", "--context", "prod"]) == 0
     assert "team/gpt is Running" in capsys.readouterr().out
-    assert log.read_text() == (
-        "get pipemorphjobs.pipemorph.io gpt --namespace team --output json --context prod\n"
-    )
+    assert kubectl.asked() == [
+        "get pipemorphjobs.pipemorph.io gpt --namespace team --output json --context prod"
+    ]
     (tmp_path / "gpt").mkdir()
     assert main(["explain", "gpt", "--namespace", "team"]) == 0
     assert "team/gpt is Running" in capsys.readouterr().out, "not the folder"
@@ -483,51 +452,28 @@ def test_a_job_of_the_cluster_is_read_by_kubectl(
     )
 
 
-def test_without_kubectl_it_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_path_that_is_no_name_of_a_job_is_not_looked_for(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["explain", "team/gpt"]) == 2
-    assert "kubectl, which reads a job of a cluster, is not on PATH" in capsys.readouterr().err
-    (tmp_path / "kubectl").write_text("")
-    (tmp_path / "kubectl").chmod(0o755)
-    assert main(["top", "--once"]) == 2
-    assert "current namespace: kubectl cannot be run: Exec format" in capsys.readouterr().err
     assert main(["explain", "out/report.json"]) == 2
     assert "out/report.json: no such file, nor [NAMESPACE/]NAME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("seconds", "text", "short"),
     [
-        (0.0, "0.0 s"),
-        (4.21, "4.2 s"),
-        (59.96, "1 min"),
-        (185, "3 min 5 s"),
-        (3600, "1 h"),
-        (7800, "2 h 10 min"),
-        (86400 + 3 * 3600, "1 day 3 h"),
-        (3 * 86400, "3 days"),
+        (0.0, "0.0 s", "0s"),
+        (4.21, "4.2 s", "4s"),
+        (59.96, "1 min", "1m"),
+        (185, "3 min 5 s", "3m5s"),
+        (3600, "1 h", "1h"),
+        (7800, "2 h 10 min", "2h10m"),
+        (86400 + 3 * 3600 + 59, "1 day 3 h", "1d3h"),
+        (3 * 86400, "3 days", "3d"),
     ],
 )
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0s"),
-        (59.6, "1m"),
-        (185, "3m5s"),
-        (3600, "1h"),
-        (7800, "2h10m"),
-        (86400 + 3 * 3600 + 59, "1d3h"),
-    ],
-)
-def test_durations_for_columns(seconds: float, text: str) -> None:
-    assert short_duration(seconds) == text
+def test_durations_in_a_text_and_in_a_column(seconds: float, text: str, short: str) -> None:
+    assert (duration(seconds), short_duration(seconds)) == (text, short)
 
 
 def test_time_that_was_lost_is_not_called_saved() -> None:
