@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable
 from fake_api import FakeCluster, Object
 
 from pipemorph_operator.cluster.client import path
+from pipemorph_operator.names import LABEL_LEADER
+
+INGEST = {"app.kubernetes.io/component": "ingest"}
 
 
 class Leases(FakeCluster):
@@ -48,6 +51,17 @@ class Leases(FakeCluster):
     def lose(self, name: str) -> None:
         """A Lease is deleted."""
         del self.objects[path("Lease", "system", name)]
+
+    def add(self, name: str, *, leads: bool = False, **labels: str) -> None:
+        """A pod, of the ingest unless it has other labels."""
+        found = (labels or INGEST) | ({LABEL_LEADER: "true"} if leads else {})
+        about = {"namespace": "system", "name": name, "labels": found}
+        self.put({"apiVersion": "v1", "kind": "Pod", "metadata": about})
+
+    def labelled(self) -> list[str]:
+        """Names of the pods that have the leader's label."""
+        pods = [each["metadata"] for url, each in sorted(self.objects.items()) if "/pods/" in url]
+        return [pod["name"] for pod in pods if LABEL_LEADER in pod["labels"]]
 
     def holders(self) -> dict[str, str]:
         """Names of all Leases that are held, and by whom."""

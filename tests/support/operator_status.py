@@ -64,6 +64,7 @@ class Shared:
         self.job["status"] = {"attempt": 0}
         self.breaks: list[Exception] = []
         """What writers are told of writes that got through."""
+        self.asked: list[str] = []
 
     def write(self, status: dict[str, Any]) -> None:
         self.job["status"] |= status
@@ -76,6 +77,7 @@ class Shared:
         self.job["status"]["replacements"] = [record]
 
     async def get(self, url: str) -> dict[str, Any] | None:
+        self.asked.append("get")
         assert url == path(names.KIND, *KEY)
         return copy.deepcopy(self.job)
 
@@ -83,6 +85,7 @@ class Shared:
         return obj
 
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        self.asked.append("apply")
         version = obj["metadata"].get("resourceVersion")
         if version not in (None, self.job["metadata"]["resourceVersion"]):
             raise ApiRefused(409, "Conflict", "the object has been modified")
@@ -90,3 +93,23 @@ class Shared:
         if self.breaks:
             raise self.breaks.pop(0)
         return copy.deepcopy(self.job)
+
+
+class StatusWrites:
+    """An API server that takes every status and event, after as many as it was given refusals."""
+
+    def __init__(self, *refusals: Exception) -> None:
+        self.taken: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.refusals = list(refusals)
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        assert (obj["kind"], owner) == ("Event", "pipemorph-ingest")
+        self.events.append(obj)
+        return obj
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.taken.append(obj["status"])
+        return obj

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from observing import report
 from pydantic import ValidationError
 from schedule_text import schedule_of
 
@@ -76,22 +77,6 @@ def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloa
     assert PlanMessage.of(without).device_limits == []
     assert PlanMessage.of(without).plan() == without
     assert not without.offloads
-
-
-def report(**changes: object) -> LinkHealthReport:
-    fields: dict[str, object] = {
-        "protocol": 6,
-        "job": "j",
-        "namespace": "n",
-        "attempt": 0,
-        "sequence": 1,
-        "sent_at": 1.0,
-        "state": "training",
-        "iteration": 0,
-        "observed_plan_version": 0,
-        "applied_plan_version": 0,
-    }
-    return LinkHealthReport.model_validate(fields | changes)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,17 @@ WAITS = "terminated: rank 0 (stage 0) waited 5.1 s for B of microbatch 0 from st
 IDLE = "terminated: rank 1 (stage 1) was not waiting for a message\n"
 
 
+def ranks_that_said(folder: Path, *texts: str) -> list[RankProcess]:
+    ranks = []
+    for rank, text in enumerate(texts):
+        log = folder / str(rank)
+        log.write_text("")
+        made = FileLog(log)
+        log.write_text(text)
+        ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, made))  # type: ignore[arg-type]
+    return ranks
+
+
 @pytest.mark.parametrize(
     ("log", "stopped", "said"),
     [
@@ -129,22 +140,13 @@ IDLE = "terminated: rank 1 (stage 1) was not waiting for a message\n"
 def test_the_one_that_the_others_wait_for_is_named(
     log: str, stopped: bool, said: str, tmp_path: Path
 ) -> None:
-    ranks = []
-    for rank, text in enumerate((STACK + WAITS, log)):
-        (tmp_path / str(rank)).write_text("")
-        made = FileLog(tmp_path / str(rank))
-        (tmp_path / str(rank)).write_text(text)
-        ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, made))  # type: ignore[arg-type]
+    ranks = ranks_that_said(tmp_path, STACK + WAITS, log)
     words, suspect = what_they_do(ranks, ranks[1:] if stopped else [])
     waits = "rank 0 (stage 0) waited 5.1 s for B of microbatch 0 from stage 1 on link 0"
     assert (words, suspect) == ([f"rank 1 (stage 1) {said}", waits], ranks[1])
 
 
 def test_one_that_is_stopped_is_meant_whatever_the_others_say(tmp_path: Path) -> None:
-    ranks = []
-    for rank in range(2):
-        made = FileLog(tmp_path / str(rank))
-        (tmp_path / str(rank)).write_text(STACK + IDLE)
-        ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, made))  # type: ignore[arg-type]
+    ranks = ranks_that_said(tmp_path, STACK + IDLE, STACK + IDLE)
     assert what_they_do(ranks, ranks[1:])[1] is ranks[1]
     assert what_they_do(ranks, [])[1] is None

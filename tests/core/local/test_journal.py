@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from observing import report
 from run_records import job, sample
 
 from pipemorph.control.controller import JobController
 from pipemorph.control.record.history import Worth
 from pipemorph.local.results.history import Journal, View
-from pipemorph.wire import PROTOCOL, LinkHealthReport
 
 
 def test_what_other_ranks_had_finished_is_not_what_new_ranks_went_on_with() -> None:
@@ -17,20 +17,8 @@ def test_what_other_ranks_had_finished_is_not_what_new_ranks_went_on_with() -> N
     made = job()
     journal, controller = Journal(), JobController(made.spec)
     for number, (indices, now) in enumerate([((6,), 100.0), ((7, 8), 109.0)], start=1):
-        report = LinkHealthReport(
-            namespace="default",
-            job="j",
-            attempt=0,
-            sequence=number,
-            sent_at=now,
-            state="training",
-            iteration=indices[-1],
-            protocol=PROTOCOL,
-            observed_plan_version=0,
-            applied_plan_version=0,
-            iterations=[sample(index) for index in indices],
-        )
-        journal.take(report, controller, now)
+        done = [sample(index) for index in indices]
+        journal.take(report(number, iteration=indices[-1], iterations=done), controller, now)
     assert journal.first() == (6, 100.0)
     assert journal.first(7) == (7, 109.0 - sample(8).seconds)
     assert journal.first(9) is None
@@ -44,17 +32,5 @@ def test_a_view_has_the_plan_that_the_ranks_run_and_the_one_that_they_should() -
     made = job()
     journal, controller = Journal(), JobController(made.spec)
     controller._plans.wanted = replace(controller.wanted, version=2)
-    report = LinkHealthReport(
-        namespace="default",
-        job="j",
-        attempt=0,
-        sequence=1,
-        sent_at=1.0,
-        state="training",
-        iteration=3,
-        protocol=PROTOCOL,
-        observed_plan_version=0,
-        applied_plan_version=0,
-    )
-    journal.take(report, controller, 1.0)
+    journal.take(report(iteration=3), controller, 1.0)
     assert (journal.view.applied_plan_version, journal.view.wanted_plan_version) == (0, 2)

@@ -11,34 +11,17 @@ from waiting import until_async
 from pipemorph_operator.cluster import election
 from pipemorph_operator.cluster.client import path
 from pipemorph_operator.cluster.election import LeaderLabel
-from pipemorph_operator.names import LABEL_LEADER
 
-INGEST = {"app.kubernetes.io/component": "ingest"}
 SELECTOR = "app.kubernetes.io/component=ingest"
 PATIENCE = 15.0
 
 
-class Pods(Leases):
-    """Pods of namespace ``system``."""
-
-    def add(self, name: str, *, leads: bool = False, **labels: str) -> None:
-        found = (labels or INGEST) | ({LABEL_LEADER: "true"} if leads else {})
-        about = {"namespace": "system", "name": name, "labels": found}
-        self.put({"apiVersion": "v1", "kind": "Pod", "metadata": about})
-
-    def labelled(self) -> list[str]:
-        pods = [each for url, each in sorted(self.objects.items()) if "/pods/" in url]
-        return [
-            pod["metadata"]["name"] for pod in pods if LABEL_LEADER in pod["metadata"]["labels"]
-        ]
-
-
-def label_of(api: Pods, pod: str) -> LeaderLabel:
+def label_of(api: Leases, pod: str) -> LeaderLabel:
     return LeaderLabel(api, "system", pod, SELECTOR, owner="ingest")
 
 
 async def test_a_new_leader_takes_the_label_of_a_dead_one_before_it_has_its_own() -> None:
-    api = Pods()
+    api = Leases()
     api.add("dead", leads=True)
     api.add("next")
     api.add("stranger", leads=True, app="another")
@@ -60,7 +43,7 @@ async def test_labels_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None
     """Someone edits them, or a write of a former leader arrives late."""
     monkeypatch.setattr(election, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(election, "RETRY_SECONDS", 0.01)
-    api = Pods()
+    api = Leases()
     api.add("former")
     api.add("leader")
     holding = asyncio.create_task(label_of(api, "leader").hold(api))
@@ -81,7 +64,7 @@ async def test_a_leader_that_stops_removes_its_label_within_a_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(election, "REMOVE_SECONDS", 0.02)
-    api = Pods()
+    api = Leases()
     api.add("a", leads=True)
     label = label_of(api, "a")
     await label.remove()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from observing import report, tell
 from operator_objects import body
-from operator_status import Shared, known, spec_of
+from operator_status import Shared, StatusWrites, known, spec_of
 from plant_support import Plant
 from prometheus_client import REGISTRY
 
@@ -192,20 +192,6 @@ def test_status_tells_since_when_each_link_is_slow_after_a_new_ingest_too() -> N
         ]
 
 
-class StatusWrites:
-    """An API server that takes every status, after as many as it was given refusals."""
-
-    def __init__(self, *refusals: Exception) -> None:
-        self.taken: list[dict[str, Any]] = []
-        self.refusals = list(refusals)
-
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
-        if self.refusals:
-            raise self.refusals.pop(0)
-        self.taken.append(obj["status"])
-        return obj
-
-
 @pytest.mark.parametrize("there", [True, False], ids=["seen", "while no ingest was there"])
 async def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
     """Also if it ended while no ingest was there."""
@@ -318,25 +304,10 @@ async def test_other_writers_than_an_ingest_are_written_after(got_through: bool)
     assert store.lookup("team", "gpt") is controller
 
 
-class Counted(Shared):
-    """An API server that says what it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    async def get(self, url: str) -> dict[str, Any] | None:
-        self.asked.append("get")
-        return await super().get(url)
-
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
-        self.asked.append("apply")
-        return await super().apply(obj, owner, subresource=subresource)
-
-
 async def test_a_write_after_the_operators_is_one_request() -> None:
-    api = Counted()
+    api = Shared()
     store, controller = await ingest_of(api)
+    api.asked.clear()
     for plan_version in (3, 5, 8):
         controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
         await store.persist("team", "gpt")

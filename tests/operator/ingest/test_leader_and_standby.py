@@ -19,7 +19,6 @@ from pipemorph_operator.cluster.client import path
 from pipemorph_operator.ingest import __main__ as ingest
 from pipemorph_operator.names import LABEL_LEADER
 
-INGEST = {"app.kubernetes.io/component": "ingest"}
 KEY = ("team", "gpt")
 REPORTS = "/v1/jobs/team/gpt/reports"
 
@@ -39,8 +38,7 @@ class Api(Leases):
         self.history: list[str] = []
         """Writes of labels and of the Lease's holder."""
         for name in pods:
-            about = {"namespace": "system", "name": name, "labels": dict(INGEST)}
-            self.put({"apiVersion": "v1", "kind": "Pod", "metadata": about})
+            self.add(name)
         self.put(body() | {"status": {"attempt": 0}})
 
     def _write(self, url: str, obj: Object) -> Object:
@@ -76,10 +74,6 @@ class Api(Leases):
                 yield "MODIFIED", await queue.get()
         finally:
             self.changes.discard(queue)
-
-    def labelled(self) -> list[str]:
-        pods = [each for url, each in sorted(self.objects.items()) if "/pods/" in url]
-        return [p["metadata"]["name"] for p in pods if LABEL_LEADER in p["metadata"]["labels"]]
 
 
 class Ingest:

@@ -9,6 +9,7 @@ import gc
 from typing import Any
 
 import pytest
+from observing import trained
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.first_plan import initial_schedule
@@ -202,12 +203,7 @@ JOB: dict[str, Any] = {
 
 def reported(sequence: int, **more: Any) -> LinkHealthReport:
     """A report of one iteration."""
-    about = {"protocol": 6, "job": "gpt", "namespace": "default", "attempt": 0}
-    about |= {"sequence": sequence, "sent_at": 1.0, "state": "training", "iteration": sequence}
-    about |= {"observed_plan_version": 0, "applied_plan_version": 0}
-    done = {"index": sequence, "seconds": 1.0, "loss": None, "plan_version": 0}
-    iterations = [done | {"bubble_fraction": 0.0}]
-    return LinkHealthReport.model_validate(about | {"iterations": iterations} | more)
+    return trained(sequence, sequence=sequence, iteration=sequence, job="gpt", **more)
 
 
 async def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 from observing import Agent, tell
 from operator_objects import body
-from operator_status import spec_of
+from operator_status import StatusWrites, spec_of
 from prometheus_client import REGISTRY
 
 from pipemorph.api.spec import JobSpec
@@ -21,7 +20,6 @@ from pipemorph.wire import RailSample, TransportSample
 from pipemorph_operator.ingest.status.write_schedule import key_state
 from pipemorph_operator.ingest.store import ClusterStore
 
-DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"
 QUIET = {"link_downed": 0, "symbol_error": 0}
 
 
@@ -207,28 +205,12 @@ def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
     assert key_state(source, controller.view(90.0), 90.0) != before
 
 
-class Writes:
-    """An API server that takes every status and event."""
-
-    def __init__(self) -> None:
-        self.taken: list[dict[str, Any]] = []
-        self.events: list[dict[str, Any]] = []
-
-    async def create(self, obj: dict[str, Any], owner: str) -> None:
-        assert (obj["kind"], owner) == ("Event", "pipemorph-ingest")
-        self.events.append(obj)
-
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
-        self.taken.append(obj["status"])
-        return obj
-
-
 def gauge(name: str) -> float | None:
     return REGISTRY.get_sample_value(f"pipemorph_job_{name}", {"namespace": "team", "name": "gpt"})
 
 
 async def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
-    api: Any = Writes()
+    api: Any = StatusWrites()
     job = body(stages=4)
     job["status"] = {"attempt": 0}
     key = ("team", "gpt")
