@@ -212,16 +212,6 @@ def test_files_are_made_for_their_owner_and_kept(served: Any, tmp_path: Path) ->
     assert (tmp_path / "token").read_text() == before
 
 
-@pytest.mark.full
-def test_an_address_that_is_taken_is_said(served: Any, tmp_path: Path) -> None:
-    address = served().environment()["PIPEMORPH_INGEST_URL"].removeprefix("http://")
-    (tmp_path / "two").mkdir()
-    second = Served(tmp_path / "two", manifest(), "--listen", address)
-    assert second.ended() == 2
-    assert f"--listen {address} cannot be used: " in second.output
-    assert "Traceback" not in second.output
-
-
 def test_a_deadline_ends_it(served: Any) -> None:
     host = served(activeDeadlineSeconds=1)
     assert host.ended() == 1

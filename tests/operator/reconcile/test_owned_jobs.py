@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from pipemorph_operator.reconcile.owned_jobs import OwnedJobs
@@ -33,7 +34,10 @@ async def test_jobs_are_known_by_their_owner_until_they_are_gone() -> None:
     changed("team", job("new"))
     assert owned.jobs("team", "uid-gpt") == []
     assert len(owned.jobs("team", "uid-new")) == 1
-    changed("team", None)
-    assert owned.jobs("team", "uid-new") == []
     asked = {await queue.get() for _ in range(3)}
     assert asked == {("team", "gpt"), ("other", "gpt"), ("team", "new")}
+    queue.done(("team", "new"))
+    changed("team", None)
+    assert owned.jobs("team", "uid-new") == []
+    async with asyncio.timeout(10):
+        assert await queue.get() == ("team", "new"), "its owner is not asked a turn for"
