@@ -17,6 +17,10 @@ Simulated is given twice. *Nominal*: the op times above and a network that takes
 delay. *Measured costs*: op, hop and boundary times as traced in the undisturbed zero-bubble
 iterations of this run (``calibrate.py``), from which all other cells are predicted.
 Exits 1 if a promise of docs/benchmarks.md is not kept.
+
+``--saved N``: seconds that N runs with drawn faults say they saved, against the same runs without
+adaptation. In every second run the plan outlives the last fault. Medians of each state and plan
+count: what disturbs the machine in one of two runs is no saving.
 """
 
 from __future__ import annotations
@@ -24,15 +28,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import yaml
 from calibrate import Costs, calibrate
-from goals import arguments, finish
+from goals import arguments, finish, tell
 from ranks import run_ranks
 
 from pipemorph.planning import (
@@ -58,6 +65,9 @@ GBPS, NARROW_BYTES = 2.5, 16_000_000
 and their rate in proportion."""
 IN_FLIGHT, RECOMPUTE_LIMIT = 8, 112
 """Of the variants with a limit: a microbatch's inputs take a sixteenth of its activations."""
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RUN = 28
+"""Iterations of a run with drawn faults."""
 DEADLINE_SECONDS = 600
 
 
@@ -287,8 +297,49 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def saved(seed: int, folder: Path) -> tuple[str, bool]:
+    """What a run says it saved, and whether the truth is within the stated interval."""
+    rng, ends = random.Random(seed), RUN - (2 if seed % 2 else 8)
+    faults, at = list[dict[str, float]](), rng.randint(6, 8)
+    while at < ends - 2:
+        until = min(at + rng.randint(5, 8), ends)
+        faults.append({"link": rng.randrange(3), "fromIteration": at, "toIteration": until,
+                       "delayMs": rng.choice([30.0, 50.0, 80.0])})  # fmt: skip
+        at = until + rng.randint(3, 6)
+    job = yaml.safe_load((EXAMPLES / "emulated-14b.yaml").read_text())
+    schedule, trainer = job["spec"]["schedule"], job["spec"]["trainer"] | {"iterations": RUN}
+    schedule |= {"microbatches": 12, "stageTimes": schedule["stageTimes"][:4]}
+    job["spec"] |= {"parallelism": {"stages": 4}, "trainer": trainer, "faults": faults}
+    reports, path = [], folder / f"{seed}.json"
+    for adapts in (True, False):
+        path.write_text(
+            json.dumps(job | {"spec": job["spec"] | {"adaptation": {"enabled": adapts}}})
+        )
+        command = [sys.executable, "-m", "pipemorph.cli", "run", path, "--out", f"{path}-{adapts}"]
+        subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_SECONDS)
+        reports.append(json.loads(Path(f"{path}-{adapts}", "report.json").read_text()))
+    groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for on, off in zip(*(report["iterations"] for report in reports), strict=True):
+        slow = [f["link"] for f in faults if f["fromIteration"] <= on["index"] < f["toIteration"]]
+        times = groups.setdefault((on["plan_version"], *slow), [])
+        times.append((on["seconds"], off["seconds"]))
+    median = {
+        k: [statistics.median(each) for each in zip(*g, strict=True)] for k, g in groups.items()
+    }
+    truth = sum(len(groups[k]) * (off - on) for k, (on, off) in median.items() if k[0])
+    well = median[0,][1]
+    cost = sum(len(groups[k]) * (off - well) for k, (_, off) in median.items() if k[1:])
+    says, error = reports[0]["saved"]["seconds"], reports[0]["saved"]["error"]
+    return (
+        f"run {seed}: saved {truth:.2f} s, said {says:.2f} ± {error:.2f}, which is"
+        f" {error / cost:.0%} of what faults cost (≤ 15%)",
+        abs(says - truth) <= error <= 0.15 * cost,
+    )
+
+
 def main() -> int:
     parser = arguments(__doc__)
+    parser.add_argument("--saved", type=int, default=0, metavar="N", help="runs of this kind only")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=4, help="per variant and round")
     parser.add_argument("--message-bytes", type=int, default=1 << 16)
@@ -298,6 +349,9 @@ def main() -> int:
     if args.rank:
         rank_main(args.rounds, args.iterations, args.message_bytes, args.traces)
         return 0
+    if args.saved:
+        with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
+            return 0 if tell(saved(seed, Path(scratch)) for seed in range(args.saved)) else 1
     with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
         found = measure(args.rounds, args.iterations, args.message_bytes, Path(scratch))
         costs = calibrate_all(Path(scratch), found[CALIBRATION, 0.0], args.iterations)

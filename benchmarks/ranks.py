@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 
 def run_ranks(
@@ -14,11 +13,8 @@ def run_ranks(
     world: int,
     arguments: list[str],
     deadline_seconds: float,
-    *,
-    python: Path | None = None,
 ) -> str:
     """Run ``python FILE --rank ARGUMENTS`` on ``world`` local ranks; what rank 0 printed.
-    ``python``: the interpreter; None: this one.
 
     Raises RuntimeError if a rank fails (its stderr is passed on) and
     :class:`subprocess.TimeoutExpired` after ``deadline_seconds``.
@@ -39,7 +35,7 @@ def run_ranks(
     }
     ranks = [
         subprocess.Popen(
-            [str(python or sys.executable), file, "--rank", *arguments],
+            [sys.executable, file, "--rank", *arguments],
             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             text=True,
