@@ -133,13 +133,18 @@ class StageState(WireModel):
     """Of a rank's report: its column."""
     profiles: Count = 0
     """Of a rank's report: iterations in the medians."""
+    recent: Seconds = 0.0
+    """Of a rank's report: F, B and W together, median of the newest three iterations."""
     clock: DeviceClock | None = None
     """Of a rank's report: of its device."""
 
     @property
     def pace(self) -> float:
-        """Seconds of F, B and W of one microbatch."""
-        return self.forward + self.backward_input + self.backward_weight
+        """Seconds of F, B and W of one microbatch, of late. Where ranks share processors, pauses of
+        several iterations are common: there the longer median counts, unless it is longer."""
+        usual = self.forward + self.backward_input + self.backward_weight
+        recent = self.recent or usual
+        return recent if self.crowding <= 1 else min(recent, usual)
 
 
 @dataclass(frozen=True)

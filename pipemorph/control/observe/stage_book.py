@@ -12,6 +12,8 @@ from pipemorph.wire import ObserverSettings, StageOps, StageProfile, StageState
 WINDOWS = 9
 """Profiles in a median: a few iterations, so that one pause has no effect. A profile has the mean
 of each op in an iteration, since an iteration takes their sum."""
+RECENT = 3
+"""Newest profiles that tell whether a stage is slow now: one pause among them has no effect."""
 INFLATED = 1.3
 """Ops that take so many times their shortest time of late are inflated."""
 FUSING_PAYS = 0.02
@@ -94,6 +96,7 @@ class StageProfiles:
             crowding=self._newest.crowding or 0.0,
             replica=self._replica,
             profiles=len(self._ops),
+            recent=median(map(sum, list(self._ops)[-RECENT:])),
             clock=self._newest.clock,
         )
 

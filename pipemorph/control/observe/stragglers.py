@@ -6,10 +6,10 @@ Two comparisons, since a stage's ops take as long as its layers need and stages 
 - *Against its own past*: a stage that takes longer than in its best iterations, while the others do
   not. If all take longer, the batch has changed, and nobody is slow.
 
-Both compare medians of several iterations, which ranks report, so that a pause names nobody. They
-do not arrive at the same moment: a stage is named if it is slow in comparisons some time apart. A
-straggler only informs people: no order of ops makes up for it. What helps is another device, or
-fewer layers there.
+Both compare medians of three iterations, which ranks report, so that a pause names nobody; where
+ranks share processors, of nine. They do not arrive at the same moment: a stage is named if it is
+slow in comparisons some time apart. A straggler only informs people: no order of ops makes up for
+it. What helps is another device, or fewer layers there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STARTS, ENDS = 1.2, 1.1
 """Times as long as the others or the past from which a stage is slow, and until which it stays so.
 A device at another clock, or one that throttles, differs by more; the speeds of healthy devices of
 one kind differ by a few percent."""
-CONFIRM_SECONDS, CONFIRM_ITERATIONS = 2.0, 2
+CONFIRM_SECONDS, CONFIRM_ITERATIONS = 1.0, 1
 """For which a stage must seem slow, or well again, in every comparison: the paces of an iteration
 come within less."""
 

@@ -25,7 +25,8 @@ assert CONFIRM >= CONFIRM_SECONDS, "an iteration takes a second here"
 class Job:
     """Stages 0 … 3 of 10, 11, 12 and 13 ms of F, B and W together, with 3% of noise."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, *, crowding: float = 0.0, **sizes: int) -> None:
+        self.crowding = crowding
         self.mesh = MeshShape(4, **sizes)
         self.events = Events()
         self.book = StragglerBook(4, self.mesh, self.events)
@@ -52,6 +53,7 @@ class Job:
                     took *= (slow or {}).get((stage, column), 1.0) / 1e3
                     profile = StageProfile(
                         stage=stage, replica=column, split="deferred", peak_memory=0,
+                        crowding=self.crowding,
                         forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
                         clock=(clocks or {}).get((stage, column)),
                     )  # fmt: skip
@@ -109,6 +111,23 @@ def test_a_stage_is_slower_than_before_in_all_columns(columns: int) -> None:
     assert split.layers == (5, 3, 4, 4)
     assert split.gain == pytest.approx(1 - 13 / 16.5, abs=0.05)
     assert job.run(WINDOWS + CONFIRM).count == 0
+
+
+def test_a_stage_is_named_two_iterations_after_it_became_slow_and_as_soon_as_it_is_well() -> None:
+    job = Job()
+    job.run(30)
+    slow = {(1, 0): 1.6}
+    assert [job.run(1, slow=slow).count for _ in range(3)] == [0, 0, 1]
+    job.run(10, slow=slow)
+    assert [job.run(1).count for _ in range(3)] == [1, 1, 0]
+
+
+def test_where_ranks_share_processors_a_run_of_pauses_names_nobody() -> None:
+    job = Job(crowding=2.0)
+    job.run(30)
+    assert job.run(4, slow={(1, 0): 3.0}).count == 0
+    job.run(10)
+    assert job.told == []
 
 
 def test_larger_batches_make_nobody_slow_and_hide_nobody() -> None:

@@ -20,6 +20,8 @@ MATERIAL = 1 / 16
 another plan, and it need not be since the last report."""
 NOTICEABLE, PLANNED = 0.05, 0.01
 """Relative changes of a time, and of one that plans are made of, that are worth telling at all."""
+OTHER_PACE = 0.1
+"""Relative change of the time of a stage's newest iterations that may make it slow, or well."""
 
 ENOUGH_PROFILES = 5, 9
 """Iterations in the medians of a rank from which it is compared with others, and with its past."""
@@ -184,6 +186,8 @@ def stage_differs(told: StageState, new: StageState) -> Change:
             return Change.LATER
     exact = ("activation_bytes", "input_bytes", "peak_memory", "crowding", "clock")
     if any(getattr(told, name) != getattr(new, name) for name in exact):
+        return Change.LATER
+    if abs(new.recent - told.recent) > OTHER_PACE * told.recent:
         return Change.LATER
     if any(told.profiles < enough <= new.profiles for enough in ENOUGH_PROFILES):
         return Change.LATER
