@@ -152,6 +152,8 @@ class DelayDetector:
         self._since: deque[Within] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._turned_at: int | None = None
+        self._against = 0
+        """Windows in a row that show the present level after one that showed the other."""
         """Mark of the first of the newest windows that all show the other level. A suspicion may be
         older, since it starts at half the threshold and single windows do not end it."""
         self._slow_for = 0
@@ -583,7 +585,7 @@ class DelayDetector:
             if step < 0 and self.recent:
                 step *= PAUSE  # Or pauses would add up to a recovery.
             self._sum = max(0.0, self._sum + step)
-            self._turn(value <= line, mark)
+            self._turn(value <= line, mark, patience=1)
         if self._sum == 0.0:
             self._suspected_at = None
         elif self._suspected_at is None:
@@ -652,11 +654,13 @@ class DelayDetector:
         if self.level is Level.SLOW or self._memory:
             self._memory.add(Within(within.low - base, within.high - base))
 
-    def _turn(self, shows_other_level: bool, mark: int) -> None:
-        """Update :attr:`_turned_at` after a window."""
-        if not shows_other_level:
+    def _turn(self, shows_other_level: bool, mark: int, patience: int = 0) -> None:
+        """Update :attr:`_turned_at` after a window. ``patience``: windows in a row that may show
+        the present level without putting the turn off: on a busy machine single ones are late."""
+        self._against = 0 if shows_other_level else self._against + 1
+        if self._against > patience:
             self._turned_at = None
-        elif self._turned_at is None:
+        elif shows_other_level and self._turned_at is None:
             self._turned_at = mark
 
     def _become(self, level: Level, mark: int | None) -> None:

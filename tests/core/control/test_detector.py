@@ -95,8 +95,8 @@ def test_a_change_begins_after_the_last_window_that_shows_none() -> None:
     doubtful = [BASE, BASE, BASE, BASE + 0.030, BASE + 0.030]
     fell = run.window + len(doubtful)
     assert run.feed(doubtful) == 0, "nothing yet is a recovery"
-    assert run.feed([BASE] * 30) > 0
-    assert run.detector.changed_at == fell
+    assert run.feed([BASE, BASE + 0.030, *[BASE] * 30]) > 0
+    assert run.detector.changed_at == fell, "one late window is the machine's"
 
 
 def test_messages_from_before_the_change_do_not_shorten_the_delay() -> None:
