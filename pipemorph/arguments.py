@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from pipemorph.errors import one_line
+from pipemorph.errors import InputError, one_line
 
 LONGEST_SECONDS = 1e9
 """Upper limit of a duration that needs no other: 31 years."""
+_DEVICE = r"[A-Za-z0-9_.-]{1,63}(:\d{1,2})?"
 _DECIMAL = re.compile(r"\d{1,18}(\.\d{0,18})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 
 
@@ -52,3 +53,28 @@ duration = number(0.0, LONGEST_SECONDS)
 """A number of seconds."""
 port = whole_number(0, 65535)
 """A port to listen on; 0 for any that is free."""
+
+
+def add_port_arguments(parser: argparse._ActionsContainer, what: str, default: str) -> None:
+    """Add ``--device`` and ``--gid-index``, for ports of RDMA devices. ``what``: a device is named
+    for, and the ``default`` if none is."""
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE[:PORT]",
+        action="append",
+        default=[],
+        help=f"{what}, such as mlx5_0 or mlx5_0:2; repeatable (default: {default})",
+    )
+    parser.add_argument(
+        "--gid-index",
+        type=whole_number(0, 255),
+        metavar="N",
+        help="index in the GID table (default: a routable RoCE v2 entry)",
+    )
+
+
+def check_devices(devices: Iterable[str]) -> None:
+    """Raise :class:`InputError` for a name that no device can have."""
+    for device in devices:
+        if not re.fullmatch(_DEVICE, device):
+            raise InputError(f"--device: {device!r} is not a device such as mlx5_0 or mlx5_0:2")

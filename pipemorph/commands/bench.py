@@ -11,7 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipemorph.arguments import LONGEST_SECONDS, number, whole_number
+from pipemorph.arguments import (
+    LONGEST_SECONDS,
+    add_port_arguments,
+    check_devices,
+    number,
+    whole_number,
+)
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError, one_line
 from pipemorph.extras import require_trainer
@@ -19,7 +25,6 @@ from pipemorph.extras import require_trainer
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 TRANSPORTS = ("tcp", "shm", "rdma", "gloo")
 PORT = 29600
-DEVICE = r"[A-Za-z0-9_.-]{1,63}(:\d{1,2})?"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -78,20 +83,7 @@ def add_parser(subparsers: Any) -> None:
         "--output", choices=["text", "json"], default="text", help="default: %(default)s"
     )
     rails = link.add_argument_group("rdma", "For this end only.")
-    rails.add_argument(
-        "--device",
-        metavar="DEVICE[:PORT]",
-        action="append",
-        default=[],
-        help="rail to use, such as mlx5_0 or mlx5_0:2; repeatable (default: one active port of "
-        "every card)",
-    )
-    rails.add_argument(
-        "--gid-index",
-        type=whole_number(0, 255),
-        metavar="N",
-        help="index in the GID table (default: a routable RoCE v2 entry)",
-    )
+    add_port_arguments(rails, "rail to use", "one active port of every card")
     rails.add_argument(
         "--traffic-class", type=whole_number(0, 255), default=0, help="default: %(default)s"
     )
@@ -124,9 +116,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
             f"--window and --sizes: {args.window} messages of {max(sizes)} bytes, sent and "
             f"received, do not fit into this host's memory of {memory_bytes()} bytes"
         )
-    for device in args.device:
-        if not re.fullmatch(DEVICE, device):
-            raise InputError(f"--device: {device!r} is not a device such as mlx5_0 or mlx5_0:2")
+    check_devices(args.device)
     named = bool(args.device) or args.gid_index is not None
     if named and asked and "rdma" not in asked:
         raise InputError("--device and --gid-index are for rdma, which --transports excludes")

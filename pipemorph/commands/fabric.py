@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipemorph.arguments import whole_number
+from pipemorph.arguments import add_port_arguments, check_devices
 from pipemorph.commands.emit import add_output_arguments, emit, format_of
 from pipemorph.errors import InputError, one_line
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pipemorph.fabric.hosts import Host
     from pipemorph.fabric.measurement import CheckResult
 
-DEVICE = r"[A-Za-z0-9_.-]{1,63}(:\d{1,2})?"
 HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@:/%-]{0,252}"
 """No first character of an option of the remote shell."""
 SHELL = "ssh -o BatchMode=yes {host}"
@@ -51,19 +50,7 @@ def add_parser(subparsers: Any) -> None:
         default=SHELL,
         help="the remote shell (default: '%(default)s'; for pods 'kubectl exec -i {host} --')",
     )
-    check.add_argument(
-        "--device",
-        metavar="DEVICE[:PORT]",
-        action="append",
-        default=[],
-        help="RDMA device to check, on all hosts; repeatable (default: all)",
-    )
-    check.add_argument(
-        "--gid-index",
-        type=whole_number(0, 255),
-        metavar="N",
-        help="index in the hosts' GID tables (default: a routable RoCE v2 entry)",
-    )
+    add_port_arguments(check, "RDMA device to check, on all hosts", "all")
     add_output_arguments(check, FORMATS, "text")
 
 
@@ -90,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> None:
     if "{host}" not in args.shell:
         raise InputError(f"--shell: {one_line(args.shell)!r} has no {{host}}")
-    for device in args.device:
-        if not re.fullmatch(DEVICE, device):
-            raise InputError(f"--device: {device!r} is not a device such as mlx5_0 or mlx5_0:2")
+    check_devices(args.device)
 
 
 def _check(args: argparse.Namespace) -> CheckResult:

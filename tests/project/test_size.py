@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 95_400,
-    "product code lines": 69_800,
+    "product lines": 95_200,
+    "product code lines": 69_600,
     "test lines": 101_600,
     "benchmark lines": 6_240,
-    "public classes": 694,
-    "modules": 401,
+    "public classes": 688,
+    "modules": 383,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -45,7 +45,7 @@ class Ingest:
         self.api, self.now, self.done = api, 1000.0, done
         self.store = ClusterStore(api, monotonic=lambda: self.now)  # type: ignore[arg-type]
         self.desk = GenerationDesk(self.store)
-        self.layouts = LayoutMoves(self.store, self.desk)
+        self.layouts = LayoutMoves(self.store.moving, self.desk)
 
     async def begin(self) -> Ingest:
         await known(self.store, self.api.job)

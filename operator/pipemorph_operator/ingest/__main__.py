@@ -184,7 +184,7 @@ async def serve(options: argparse.Namespace, cluster: Cluster, stop: asyncio.Eve
     PLANS_WAITING.set_function(lambda: planner.waiting)
     leads = False
     desk = GenerationDesk(store)
-    layouts = LayoutMoves(store, desk, planner.search)
+    layouts = LayoutMoves(store.moving, desk, planner.search)
     server = IngestServer(
         store,
         PodTokenAuthenticator(cluster, store.expected, store.arrival, store.may_come),

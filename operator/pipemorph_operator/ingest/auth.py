@@ -18,11 +18,11 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pipemorph.ingest import Identity, Refused
 from pipemorph_operator import names
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, path, reason_of
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, reason_of
 from pipemorph_operator.cluster.facts import made_by
 from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
@@ -54,14 +54,6 @@ POD_UID = "authentication.kubernetes.io/pod-uid"
 
 
 T = TypeVar("T")
-
-
-class Api(Protocol):
-    """The API requests that authentication needs."""
-
-    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]: ...
-
-    async def get(self, url: str) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class PodTokenAuthenticator:
 
     def __init__(
         self,
-        api: Api,
+        cluster: Cluster,
         expected: Callable[[str, str], Expected | None],
         arrival: Callable[[str, str], Awaitable[None]] | None = None,
         may_come: Callable[[str, str], bool] = lambda *_: False,
@@ -109,7 +101,7 @@ class PodTokenAuthenticator:
     ) -> None:
         """``expected``: what a job's tokens must match; None if there is no such job. ``arrival``
         waits a moment if it may be known soon; ``may_come``: whether it still may."""
-        self._api = api
+        self._cluster = cluster
         self._expected = expected
         self._arrival, self._may_come = arrival, may_come
         self._clock = clock
@@ -225,7 +217,7 @@ class PodTokenAuthenticator:
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [expected.audience]},
         }
-        status = (await self._api.post(REVIEW_PATH, review)).get("status") or {}
+        status = (await self._cluster.post(REVIEW_PATH, review)).get("status") or {}
         if not status.get("authenticated") or expected.audience not in (
             status.get("audiences") or ()
         ):
@@ -240,7 +232,7 @@ class PodTokenAuthenticator:
             raise _Refusal(403, "pod", "the token is of another namespace", KEPT_BAD_SECONDS)
         if known is not None:
             return known.identity
-        found = await self._api.get(path("Pod", namespace, pod))
+        found = await self._cluster.get(path("Pod", namespace, pod))
         problem = "is gone" if found is None else misplaced(found, uid, expected)
         if problem:
             raise _Refusal(403, "pod", f"pod {pod} {problem}", KEPT_MISPLACED_SECONDS)

@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 from pipemorph.control import JobController
 from pipemorph.control.decide.layouts.moves import Move, Moves, Question
 from pipemorph.control.generations import Generations
 from pipemorph.errors import InputError
 from pipemorph.ingest import GenerationDesk, PlannerLost, Search, search_here
+from pipemorph_operator.ingest.status.tracked import Key, TrackedJob
 
 log = logging.getLogger("pipemorph.ingest")
-
-Key = tuple[str, str]
 
 START_SECONDS = 60.0
 """What a change is expected to take where no start of the ranks was seen, as by an ingest that has
@@ -41,40 +40,24 @@ def follow(moves: Moves, controller: JobController, generations: Generations) ->
         controller.change_layout(slow, generations.layout.layers)
 
 
-class MovingJob(Protocol):
-    """A job of the host. ``moves``: None if its layout cannot change."""
-
-    @property
-    def controller(self) -> JobController: ...
-
-    @property
-    def generations(self) -> Generations: ...
-
-    @property
-    def moves(self) -> Moves | None: ...
-
-
-class MovingStore(Protocol):
-    """Has the jobs of a host."""
-
-    def moving(self, namespace: str, job: str) -> MovingJob | None:
-        """A job; None if the host has no such job."""
-
-
 class LayoutMoves:
-    """Decides for all jobs of a host. For use in one event loop. ``search``: in other processes, so
-    that it does not block the loop."""
+    """Decides for all jobs of a host. For use in one event loop. ``find``: returns the job of a
+    namespace and name; None if the host has no such job. ``search``: in other processes, so that it
+    does not block the loop."""
 
     def __init__(
-        self, store: MovingStore, desk: GenerationDesk, search: Search = search_here
+        self,
+        find: Callable[[str, str], TrackedJob | None],
+        desk: GenerationDesk,
+        search: Search = search_here,
     ) -> None:
-        self._store, self._desk, self._search = store, desk, search
+        self._find, self._desk, self._search = find, desk, search
         self.under_way: dict[Key, asyncio.Task[None]] = {}
         """Searches, and what follows them."""
 
     def reported(self, namespace: str, name: str) -> None:
         """Look at a job of which a report was taken."""
-        key, job = (namespace, name), self._store.moving(namespace, name)
+        key, job = (namespace, name), self._find(namespace, name)
         if job is None or job.moves is None or key in self.under_way:
             return
         moves, controller, generations = job.moves, job.controller, job.generations
@@ -103,7 +86,7 @@ class LayoutMoves:
     async def _move(
         self,
         key: Key,
-        job: MovingJob,
+        job: TrackedJob,
         moves: Moves,
         move: Move | None,
         questions: list[Question],
@@ -112,7 +95,7 @@ class LayoutMoves:
         try:
             for question in questions:
                 found = await self._search(key, question)
-                if self._store.moving(*key) is not job:
+                if self._find(*key) is not job:
                     return
                 follow(moves, job.controller, job.generations)
                 if (move := moves.answer(question, found)) is not None:

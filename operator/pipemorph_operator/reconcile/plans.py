@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.first_plan import initial_schedule, is_quick
 from pipemorph.errors import InputError
-from pipemorph.ingest import PlannerLost
+from pipemorph.ingest import FirstPlanner, PlannerLost
 
 log = logging.getLogger("pipemorph.operator")
 
@@ -35,12 +34,6 @@ class Plannable:
 
     known: bool
     problem: str = ""
-
-
-class FirstPlanner(Protocol):
-    """The interface of :class:`pipemorph.ingest.FirstPlanner`."""
-
-    def __call__(self, spec: JobSpec, *, wanted: bool) -> Awaitable[Any]: ...
 
 
 def at_once(spec: JobSpec) -> Plannable | None:

@@ -104,7 +104,7 @@ async def test_a_rank_is_let_in_and_asked_about_once_a_minute() -> None:
 
 async def test_a_token_in_use_is_reviewed_again_and_no_request_waits_for_it() -> None:
     door = Door()
-    slow = door.api = door.authenticator._api = Slow()
+    slow = door.api = door.authenticator._cluster = Slow()
     slow.go.set()
     assert await door.knock(slow.known) == 200
     slow.go.clear()
@@ -308,7 +308,7 @@ def flood(door: Door, sources: list[str], job: str = "gpt") -> list[asyncio.Task
 
 async def test_forged_tokens_of_one_address_leave_questions_to_the_others() -> None:
     door = Door()
-    slow = door.api = door.authenticator._api = Slow()
+    slow = door.api = door.authenticator._cluster = Slow()
     door.known["team", "other"] = door.known["team", "gpt"]
     door.known["team", "gpt"] = Expected("another-uid", AUDIENCE, 1, "job-1")
     storm = flood(door, ["10.0.0.66"] * 1000)
@@ -331,7 +331,7 @@ async def test_forged_tokens_of_many_addresses_keep_no_rank_out_that_was_in(pods
     """Launchers of all pods may ask at once."""
     door = Door()
     door.known["team", "gpt"] = replace(door.known["team", "gpt"], pods=pods)
-    slow = door.api = door.authenticator._api = Slow()
+    slow = door.api = door.authenticator._cluster = Slow()
     slow.go.set()
     assert await door.knock(slow.known) == 200
     door.now += KEPT_SECONDS + 1
@@ -352,7 +352,7 @@ async def test_what_is_bad_pushes_out_nothing_that_is_good(monkeypatch: pytest.M
     monkeypatch.setattr(auth, "MOST_KEPT", 5)
     monkeypatch.setattr(auth, "MOST_KEPT_BAD", 5)
     door = Door()
-    slow = door.api = door.authenticator._api = Slow()
+    slow = door.api = door.authenticator._cluster = Slow()
     slow.go.set()
     assert await door.knock(slow.known) == 200
     assert {await door.knock(forged(i)) for i in range(20)} == {401}
