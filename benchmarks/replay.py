@@ -14,7 +14,8 @@ what an oracle gains over schedule and routes that never change; the oracle know
 changes at once, to the best plan for the mean delay of the iteration that begins. Beside it is the
 share of what an oracle gets that learns of a fault from the iteration in which it begins.
 *From the first iteration on*: :data:`STATES`, among them links that are slow from the start, alone
-or all alike, with what is lost at worst against doing nothing: over all, and over 20 iterations.
+or all alike, and a stage that is slow or pauses, with what is lost at worst against doing nothing:
+over all, and over 20 iterations.
 *Random*: N traces of each kind of delay that varies (:data:`RANDOM`), with each dispatch, with and
 without an in-flight limit; 0: none.
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, get_args
@@ -189,8 +190,8 @@ def run_random(seeds: int) -> tuple[list[str], list[dict[str, object]]]:
 # --- from the first iteration on, and without an end ----------------------------------------------
 
 ALL, END = range(7), 130
-States = Callable[[random.Random], Iterator[tuple[int, dict[int, float]]]]
-"""Iterations from which links have these delays, milliseconds."""
+States = Callable[[random.Random], Iterator[tuple[int, Mapping[int, float | dict[str, float]]]]]
+"""Iterations from which links have these delays, milliseconds, or stages these states."""
 
 
 def steady(begins: int, *links: int, delay: float, until: int = 90) -> States:
@@ -222,10 +223,21 @@ STATES: dict[str, States] = {
     "walking link": lambda rng: ((20 + 8 * k, {k % 7: 40}) for k in range(13)),
     "heavy tail": each_iteration(3, draw=pareto),
     "heavy tails": each_iteration(*ALL, draw=pareto),
+    "stage 3 is slow": lambda _: iter([(20, {3: {"slowdown": 1.6}}), (90, {})]),
+    "stage 3 pauses": lambda _: (
+        (k, {3: {"pause_ms": 300}} if k % 10 == 0 else {}) for k in range(20, 120)
+    ),
 }
 SHARES: dict[Telemetry, float] = {"exact": 0.95, "python": 0.9, "device": 0.9}
 HARM, SPAN, HARM_IN_SPAN = 0.01, 20, 0.05
 """Goals: most that is lost against doing nothing over a trace, and over any SPAN iterations."""
+
+
+def state_lines(kind: str) -> Iterator[dict[str, object]]:
+    what = "stages" if kind.startswith("stage ") else "links"
+    for at, states in STATES[kind](random.Random(0)):
+        each = {str(i): s if isinstance(s, dict) else {"delay_ms": s} for i, s in states.items()}
+        yield {"at_iteration": at, "links": {}} | {what: each}
 
 
 def run_states(only: str) -> tuple[list[str], list[dict[str, object]]]:
@@ -234,11 +246,7 @@ def run_states(only: str) -> tuple[list[str], list[dict[str, object]]]:
     heads = "".join(f"{each:>30}" for each in get_args(Telemetry))
     print(f"{'share; harm over all, over any 20; changes':32} {'limit':>5}{heads}")
     for kind, cap in ((k, c) for k in STATES if only in k for c in (None, CAP)):
-        lines = (
-            {"at_iteration": at, "links": {str(i): {"delay_ms": ms} for i, ms in links.items()}}
-            for at, links in STATES[kind](random.Random(0))
-        )
-        trace = parse_trace("\n".join(map(json.dumps, lines)), 7)
+        trace = parse_trace("\n".join(map(json.dumps, state_lines(kind))), 7)
         found, cells = None, []
         for telemetry in get_args(Telemetry):
             found = replay(
