@@ -22,17 +22,16 @@ from pipemorph.wire import (
     TransportSample,
     WireTime,
 )
-from pipemorph.wire.ranks import RankAnswer
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.telemetry.metrics import (
     MOST_PORTS,
-    MeteredControl,
     RankMetrics,
-    metered,
+    open_metrics,
     serve,
 )
+from pipemorph_trainer.telemetry.reporter import Reporter
 
 PROFILE = StageProfile(
     stage=1,
@@ -118,38 +117,23 @@ def test_what_went_to_host_memory_adds_up() -> None:
     assert read(metrics, "offload_host_memory_bytes") == 4096
 
 
-def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effect() -> None:
-    heard: list[RankTelemetry] = []
-
-    class Inner:
-        closed = False
-        ops_asked, connections, acknowledges = 7, 1, True
-
+def test_the_agent_and_metrics_get_what_a_rank_reports() -> None:
+    class Control(NoControl):
         def publish(self, telemetry: RankTelemetry) -> None:
-            heard.append(telemetry)
+            sent.append(telemetry.iteration)
 
-        def answers(self) -> list[RankAnswer]:
-            return [RankAnswer(answered=5)]
-
-        def newest_plan(self) -> RankPlan | None:
-            return plan_of(2, 3)
-
-        def close(self) -> None:
-            self.closed = True
-
-    inner, metrics = Inner(), RankMetrics("gpt", 1, 0)
-    control = MeteredControl(inner, metrics, plan_of(0, 1))
-    control.publish(telemetry(1, plan_version=0))
-    assert control.newest_plan() == plan_of(2, 3)
-    assert (control.ops_asked, control.connections, control.acknowledges) == (7, 1, True)
-    assert control.answers() == [RankAnswer(answered=5)]
-    control.publish(telemetry(2, plan_version=0))
-    assert read(metrics, "in_flight_peak") == 1, "a plan that is only prepared"
-    control.publish(telemetry(3, plan_version=2))
-    assert read(metrics, "in_flight_peak") == 3
-    assert [t.iteration for t in heard] == [1, 2, 3]
-    control.close()
-    assert inner.closed
+    sent: list[int] = []
+    metrics = RankMetrics("gpt", 1, 0)
+    metrics.plan(plan_of(0, 1))
+    reporter = Reporter(MeshShape(2).coordinate(1), Control(), [], metrics=metrics)
+    for iteration, plan, peak in ((1, plan_of(0, 1), 1), (2, plan_of(2, 3), 3)):
+        reporter.prepared = 2
+        reporter.begin_iteration(iteration, plan)
+        reporter.publish()
+        assert read(metrics, "in_flight_peak") == peak
+        assert read(metrics, "iteration") == iteration
+        assert read(metrics, "prepared_plan_version") == 2
+    assert sent == [1, 2]
 
 
 def end(**fields: Any) -> TransportSample:
@@ -218,9 +202,8 @@ def test_a_host_with_hundreds_of_ports_has_series_for_some() -> None:
 
 
 def test_without_a_port_nothing_is_measured() -> None:
-    control, coordinate = NoControl(), MeshShape().coordinate(0)
     context = TrainerContext.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"})
-    assert metered(control, context, coordinate, plan_of(0, 1)) is control
+    assert open_metrics(context, MeshShape().coordinate(0), plan_of(0, 1)) is None
 
 
 def test_they_are_served_over_http_and_a_taken_port_is_a_warning(
@@ -244,8 +227,9 @@ def test_a_column_has_its_name_beside_its_index() -> None:
         "RANK": "6", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PIPEMORPH_METRICS_PORT": str(port),
     }  # fmt: skip
     place = mesh.coordinate(6)
-    control = metered(NoControl(), TrainerContext.from_env(variables), place, plan_of(0, 1))
-    control.publish(telemetry(9))
+    metrics = open_metrics(TrainerContext.from_env(variables), place, plan_of(0, 1))
+    assert metrics is not None
+    metrics.hear(telemetry(9))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     assert f'column="{mesh.column_name(place.column)}",name="job",replica="2",stage="1"' in text

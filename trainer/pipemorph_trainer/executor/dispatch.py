@@ -100,7 +100,7 @@ class Outcome:
 
 
 class LastOp(Protocol):
-    """Is told of the op of an iteration that is the last to write gradients, W or BW."""
+    """Is told of the op of a stage that is the last to write gradients, W or BW."""
 
     def begin_last_op(self, kind: OpKind) -> None:
         """It begins."""

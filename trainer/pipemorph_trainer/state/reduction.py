@@ -212,9 +212,11 @@ class Reducer:
         sizes = (local(p).numel() * grad_dtype(p).itemsize for p, _ in self._all)
         return sum(sizes)
 
-    def begin(self, iteration: int) -> None:
-        """Begin an iteration whose gradients are averaged."""
+    def begin(self, iteration: int, *, stages: int = 1) -> None:
+        """Begin an iteration whose gradients are averaged. ``stages``: each has a last op, and the
+        last of these is that of the rank."""
         self._active, self._ended, self._iteration = True, False, iteration
+        self._stages_left = stages
         self._sent, self._votes, self._extra_seconds = 0, {}, 0.0
         self._where = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for bucket in self._buckets:
@@ -234,7 +236,7 @@ class Reducer:
     def begin_last_op(self, kind: OpKind) -> None:
         """The last op of the iteration, W or BW, begins. Gradients that it does not write, as far
         as known, are final."""
-        if not self._active or self._late:
+        if not self._active or self._late or self._stages_left > 1:
             return
         self._kind, self._counted, self._open = kind, {}, False
         known = self._writes_of.get(kind)
@@ -250,6 +252,9 @@ class Reducer:
         """The last op has ended: all gradients are final but those that another collective still
         changes."""
         if not self._active:
+            return
+        self._stages_left -= 1
+        if self._stages_left:
             return
         self._ended = True
         if self._late:

@@ -40,7 +40,7 @@ from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.tied import Tied
-from pipemorph_trainer.steps.turns import Call, LastOpOfRank, Turns
+from pipemorph_trainer.steps.turns import Call, Turns
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.rounds import IterationReports
 from pipemorph_trainer.telemetry.trace import TraceWriter
@@ -213,9 +213,6 @@ class Iterations:
             links.ends, poller=rank.poller, waiting=rank.wait.waiting, deadline=rank.deadline,
             between=self._between_ops,
         )  # fmt: skip
-        self._last_op = None
-        if rank.reducer is not None:
-            self._last_op = LastOpOfRank(rank.reducer, len(rank.stages))
         self._turns, agreements = self._prepare_turns(first)
         self.reports = IterationReports(
             world=world, wait=rank.wait, reporter=rank.reporter, listeners=rank.listeners
@@ -244,7 +241,7 @@ class Iterations:
         shared = OpContext(
             mail=self._mail, op_clock=rank.op_clock, boundary=self._between_ops,
             on_last_forward=self._loss.post, reserve=rank.plans.shapes_known,
-            device_times=self._device_times, all_raise=self._all_raise, last_op=self._last_op,
+            device_times=self._device_times, all_raise=self._all_raise, last_op=self._reducer,
             slowed=rank.slowed,
         )  # fmt: skip
         executors: dict[int, Executor] = {}
@@ -326,9 +323,7 @@ class Iterations:
         if self._tied is not None:
             self._tied.begin()
         if self._reducer is not None and self.synchronizes:
-            self._reducer.begin(iteration)
-        if self._last_op is not None:
-            self._last_op.begin()
+            self._reducer.begin(iteration, stages=len(self._stages))
         self._turns.run(plan)
         self._reduce_shards(iteration)
         # Usually here already: it was sent after the last F.
@@ -497,7 +492,7 @@ class Iterations:
             own.prepare(plan)
         self._reporter.state = "training"
         if self._reports:
-            self._reporter.begin_iteration(iteration, plan.version)
+            self._reporter.begin_iteration(iteration, plan)
         return plan
 
     def _end(self, iteration: int, origin: float, loss: float, *, again: bool) -> None:

@@ -55,7 +55,7 @@ from pipemorph_trainer.state.ring import RingProbe
 from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.steps.iteration import Iterations, RankContext
-from pipemorph_trainer.telemetry.metrics import metered
+from pipemorph_trainer.telemetry.metrics import open_metrics
 from pipemorph_trainer.telemetry.processors import crowding
 from pipemorph_trainer.telemetry.progress import leave_note
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
@@ -181,7 +181,7 @@ class Parts:
         self.agent: AgentHandle | None = None
         if control is None:
             control, self.agent = join_agent(context, self.world)
-        self.control = metered(control, context, self.coordinate, prepared.plan)
+        self.control = control
         config = self._link_config(prepared, op_clock, faults)
         self.links = meet(
             self.coordinate, config, master_addr=context.master_addr, groups=self.world.groups,
@@ -210,7 +210,7 @@ class Parts:
         self.reporter = Reporter(
             self.coordinate, self.control, ends, rails=rails,
             crowding=crowding(context.local_world_size) if computes else None,
-            load=self.load,
+            load=self.load, metrics=open_metrics(context, self.coordinate, prepared.plan),
         )  # fmt: skip
         folder = context.trace_dir
         self.traces = {

@@ -29,7 +29,6 @@ from pipemorph_trainer.executor.dispatch import (
     NEVER,
     Executor,
     Inputs,
-    LastOp,
     Outcome,
     StageIteration,
     Start,
@@ -38,26 +37,6 @@ from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 from pipemorph_trainer.plans.token import TokenPass
-
-
-class LastOpOfRank:
-    """Tells of the op that is the last to write gradients on this rank, of all its stages."""
-
-    def __init__(self, inner: LastOp, stages: int) -> None:
-        self._inner, self._stages, self._left = inner, stages, stages
-
-    def begin(self) -> None:
-        """Begin an iteration."""
-        self._left = self._stages
-
-    def begin_last_op(self, kind: OpKind) -> None:
-        if self._left == 1:
-            self._inner.begin_last_op(kind)
-
-    def end_last_op(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._inner.end_last_op()
 
 
 @dataclass

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipemorph.planning.ir import in_flight_peak
 from pipemorph.wire import RailSample, TransportSample
-from pipemorph.wire.ranks import RankAnswer
-from pipemorph_trainer.agent.messages import ControlClient, RankTelemetry
+from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.topology.addresses import everywhere, own_address
@@ -156,7 +155,7 @@ class RankMetrics:
         self._known_ports: set[tuple[str, int]] = set()
 
     def plan(self, plan: RankPlan) -> None:
-        """Record a plan that takes effect with the next iteration."""
+        """Record a plan that takes effect."""
         self._microbatches = plan.microbatches
         self._in_flight.labels(**self._who).set(max(map(in_flight_peak, plan.orders.values())))
 
@@ -255,61 +254,20 @@ def _forget(metric: Counter | Gauge, labels: list[str]) -> None:
         return  # It had no series.
 
 
-class MeteredControl:
-    """A :class:`~.messages.ControlClient` that also updates metrics with its messages.
-
-    ``first``: the first plan of the rank.
-    """
-
-    def __init__(self, inner: ControlClient, metrics: RankMetrics, first: RankPlan) -> None:
-        self._inner = inner
-        self.acknowledges = inner.acknowledges
-        self._metrics = metrics
-        self._plans = {first.version: first}
-        self._metrics.plan(first)
-
-    def publish(self, telemetry: RankTelemetry) -> None:
-        plan = self._plans.get(telemetry.applied_plan_version)
-        if plan is not None and len(self._plans) > 1:
-            self._metrics.plan(plan)
-            # Older plans do not return; newer ones may still take effect.
-            self._plans = {v: p for v, p in self._plans.items() if v >= plan.version}
-        self._metrics.hear(telemetry)
-        self._inner.publish(telemetry)
-
-    def newest_plan(self) -> RankPlan | None:
-        plan = self._inner.newest_plan()
-        if plan is not None:
-            self._plans[plan.version] = plan
-        return plan
-
-    def answers(self) -> list[RankAnswer]:
-        return self._inner.answers()
-
-    @property
-    def connections(self) -> int:
-        return self._inner.connections
-
-    @property
-    def ops_asked(self) -> int:
-        return self._inner.ops_asked
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def metered(
-    control: ControlClient, context: TrainerContext, coordinate: Coordinate, plan: RankPlan
-) -> ControlClient:
-    """``control``, with metrics if the host has set a port for them."""
+def open_metrics(
+    context: TrainerContext, coordinate: Coordinate, plan: RankPlan
+) -> RankMetrics | None:
+    """Metrics of a rank that begins with ``plan``, served if the host has set a port for them."""
     if not context.metrics_port:
-        return control
+        return None
     job = context.job.metadata.name if context.job is not None else "job"
     host = everywhere(own_address(context.master_addr))
     at, column = context.metrics_port, coordinate.column
     named = coordinate.mesh.column_name(column)
     metrics = serve(job, coordinate.stage, column, at, host, named=named)
-    return control if metrics is None else MeteredControl(control, metrics, plan)
+    if metrics is not None:
+        metrics.plan(plan)
+    return metrics
 
 
 def serve(

@@ -20,9 +20,11 @@ from pipemorph.wire import (
 from pipemorph.wire.ranks import RankReport, State
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import Direction, SenderLoad
+from pipemorph_trainer.telemetry.metrics import RankMetrics
 from pipemorph_trainer.telemetry.processors import RunQueue
 from pipemorph_trainer.telemetry.rails import RailWatch
 from pipemorph_trainer.topology.world import World
@@ -95,7 +97,7 @@ class TransportWatch:
 
 class Reporter:
     """Judges the link samples of one rank, and sends its agent what has changed, with profiles and
-    finished iterations.
+    finished iterations. Updates the rank's ``metrics``, if it has any.
 
     ``rails``: of the engine, such as ``rxe0 port 1``; None without an engine. ``crowding``: of this
     host's processors, see :class:`~pipemorph.wire.StageProfile`. ``load``: what notes say of this
@@ -111,10 +113,12 @@ class Reporter:
         rails: Collection[str] | None = None,
         crowding: float | None = None,
         load: SenderLoad | None = None,
+        metrics: RankMetrics | None = None,
     ) -> None:
+        self._metrics = metrics
         self._coordinate, self._control, self._ends = coordinate, control, ends
         # Not under torchrun alone, with no metrics either: to make reports would only take time.
-        self.listened_to = type(control) is not NoControl
+        self.listened_to = metrics is not None or type(control) is not NoControl
         for end in ends:
             end.recorder.paused = not self.listened_to
         self._monitor = RankMonitor(coordinate.mesh, coordinate.rank)
@@ -134,9 +138,11 @@ class Reporter:
         self.applied = 0
         self.prepared = 0
 
-    def begin_iteration(self, iteration: int, applied: int) -> None:
+    def begin_iteration(self, iteration: int, plan: RankPlan) -> None:
         """Begin an iteration: later samples have its index and the links' current routes."""
-        self.iteration, self.applied = iteration, applied
+        if self._metrics is not None and plan.version != self.applied:
+            self._metrics.plan(plan)
+        self.iteration, self.applied = iteration, plan.version
         for end in self._ends:
             self.reroute(end)
 
@@ -248,6 +254,8 @@ class Reporter:
             )  # fmt: skip
             self._control.publish(replace(telemetry, report=bare))
         self._control.publish(telemetry)
+        if self._metrics is not None:
+            self._metrics.hear(telemetry)
 
 
 def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, AgentHandle | None]:
