@@ -21,7 +21,7 @@ NAMES_IMAGES = (
     "docs/operations.md",
     "examples/kubernetes/eight-gpus.yaml",
     "examples/kubernetes/gpt.yaml",
-    "examples/kubernetes/hf-gpt2.yaml",
+    "examples/kubernetes/hf-llama.yaml",
     "examples/kubeflow/runtime.yaml",
     "tests/cluster/node_support.py",
 )
