@@ -99,10 +99,6 @@ class MeshShape:
         inner = self.order[self.order.index("dp_replicate") + 1 :]
         return prod(self.sizes[name] for name in inner)
 
-    def replica_of(self, column: int) -> int:
-        """The replica that a column is part of."""
-        return column // self.lockstep
-
     def described(self) -> str:
         """Sizes and order, the same for meshes that number their ranks in the same way."""
         several = [name for name in self.order if self.sizes[name] > 1]

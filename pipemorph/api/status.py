@@ -14,7 +14,7 @@ Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -42,8 +42,7 @@ MAX_SLOW_STAGES = 32
 MAX_ATTEMPTS_KEPT = 16
 MAX_NODES_KEPT = 64
 MAX_REPLACEMENTS_KEPT = 16
-MAX_PLANS = 8
-"""Most different plans of a job's replicas at a time."""
+
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 JobState = Literal[
@@ -208,12 +207,7 @@ class TrainingStatus(StatusModel):
     warmup: list[int] = at_most(MAX_STAGES, "Warm-up per stage, by the newest plan.")
     routes: list[str] = at_most(
         MAX_STAGES,
-        "Route per link, by the newest plan: delegated if it is in any replica.",
-    )
-    own_plans: list[Annotated[str, Field(max_length=512)]] = at_most(
-        MAX_PLANS - 1,
-        "Replicas that run another plan than warmup tells, and for what delays; empty if all "
-        "run one.",
+        "Route per link, by the newest plan.",
     )
     offloaded_microbatches: list[int] = at_most(
         MAX_STAGES,

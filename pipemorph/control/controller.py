@@ -36,10 +36,10 @@ from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observed.reports import Observed, WrongAttempt, check
 from pipemorph.control.observed.stages import Footprint
 from pipemorph.control.record.history import Decision, Finished, Ledger, Worth
-from pipemorph.control.snapshot import DECIDED, OwnLinks, Snapshot, rounded, without
+from pipemorph.control.snapshot import DECIDED, Snapshot, rounded, without
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
-from pipemorph.planning.offload import most_left
+from pipemorph.planning.offload import left
 from pipemorph.wire import (
     AdaptationRecord,
     Directive,
@@ -85,14 +85,12 @@ class JobView:
     """Of every data-parallel group that has observed."""
     worth: Worth = field(default_factory=Worth)
     """What all changes of plan were worth so far."""
-    own_plans: tuple[str, ...] = ()
-    """Replicas that run another plan than ``warmup`` tells, and for what delays; one text each."""
 
     @staticmethod
     def of(observed: Observed, ledger: Ledger, wanted: Plan, now: float) -> JobView:
         """Make the view. ``now``: wall clock, seconds."""
         newest = ledger.newest()
-        away = most_left(wanted)
+        away = left(wanted.schedule, wanted.device_limits, wanted.recompute)
         return JobView(
             state=observed.state,
             message=observed.message,
@@ -102,7 +100,7 @@ class JobView:
             loss=newest.loss if newest else None,
             links=observed.links.states(now),
             warmup=wanted.warmup,
-            routes=wanted.all_routes,
+            routes=wanted.routes,
             offloaded=tuple(away.offloaded),
             recomputed=tuple(away.recomputed),
             wanted_plan_version=wanted.version,
@@ -114,7 +112,6 @@ class JobView:
             stragglers=observed.stragglers,
             reductions=observed.reductions(),
             worth=ledger.worth,
-            own_plans=tuple(own.text for own in ledger.own_plans(wanted.version)),
         )
 
 
@@ -308,16 +305,12 @@ class JobController:
     def resized(self, spec: JobSpec) -> JobController:
         """A controller that goes on for this one with the replicas of ``spec``, which are numbered
         anew: links, reductions and stages have to be measured again. The plan in force stays,
-        unless it differs between replicas or is for other microbatches: then ranks begin with that
-        of the spec."""
+        unless it is for other microbatches: then ranks begin with that of the spec."""
         saved = self.snapshot()
-        for each in ("own_links", "slow_directions", "slow_since"):
+        for each in ("slow_directions", "slow_since"):
             del saved[each]
-        directive = self._plans.directive
         if spec.schedule.microbatches != self.spec.schedule.microbatches:
             saved = without(saved, *DECIDED, "baseline")
-        elif directive is not None and directive.plan.own:
-            saved = without(saved, *DECIDED)
         made = JobController.restore(spec, saved, on_report=self._on_report)
         made._versions.adopt(self._versions)
         made._events = self._events
@@ -480,15 +473,6 @@ class JobController:
             wire_times=list(judged.wire_times),
             delays=list(judged.delays),
             slow=list(judged.slow),
-            own_links=[
-                OwnLinks(
-                    replicas=list(each.replicas),
-                    wire_times=list(each.wire_times),
-                    delays=list(each.delays),
-                    slow=list(each.slow),
-                )
-                for each in judged.own
-            ],
             profiled_at=last.profiled_at,
             stages=[] if last.profiled_at is None else list(map(rounded, judged.stages)),
             barrier=last.barrier,

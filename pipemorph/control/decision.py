@@ -108,7 +108,7 @@ def measured(
         barrier=barrier(state),
         route_cost=state.route_costs.now,
     )
-    return seen(expected, links, state.observed.links.own_states(now))
+    return seen(expected, links)
 
 
 def _believed(
@@ -175,7 +175,7 @@ def _take_reference(state: DecisionState, now: float) -> None:
     if stages is None or state.plans.unknown:
         return
     situation = _believed(state, stages, state.observed.links.states(now), now)
-    if not situation.slow_as(state.last.situation):
+    if situation.slow != state.last.situation.slow:
         return
     iterations = state.ledger.under(plan.version)[1:]
     seconds = [f.seconds for f in iterations if f.index >= state.reference_from][:MOST]
@@ -298,7 +298,7 @@ def _missed(state: DecisionState, now: Situation) -> float:
     if state.missed is None:
         return 0.0
     seconds, then = state.missed
-    return 0.0 if times_differ(now, then) or not now.slow_as(then) else seconds
+    return 0.0 if times_differ(now, then) or now.slow != then.slow else seconds
 
 
 def _detectable_at(state: DecisionState, now: Situation, links: Sequence[LinkState]) -> int:
@@ -385,7 +385,7 @@ def find_cause(state: DecisionState, now: Situation) -> Cause | None:
         return change
     if last.after is not None and not last.steadied and any(now.slow):
         waited = _finished(state) - last.after >= STEADY * max(HOLD, hold_iterations(state))
-        if waited and plan.all_routes != state.plans.baseline.all_routes:
+        if waited and plan.routes != state.plans.baseline.routes:
             return "steady"
     if now.barrier != last.barrier and not any(now.slow):
         return "barrier"

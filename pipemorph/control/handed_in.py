@@ -8,7 +8,6 @@ never seen.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -71,11 +70,7 @@ def _check_lists(saved: Snapshot, spec: JobSpec) -> None:
         ("layers", len(saved.layers), stages),
         ("beside", len(saved.beside), stages),
     ]
-    for where, rows in (("", saved), *(("own_links.", own) for own in saved.own_links)):
-        lists += [
-            (f"{where}{name}", len(getattr(rows, name)), links)
-            for name in ("wire_times", "delays", "slow")
-        ]
+    lists += [(name, len(getattr(saved, name)), links) for name in ("wire_times", "delays", "slow")]
     for name, found, expected in lists:
         if found not in (0, expected):
             raise InputError(f"snapshot.{name} has {found} items; expected {expected}")
@@ -102,23 +97,16 @@ def _check_directive(directive: Directive, newest: int, spec: JobSpec) -> None:
 
 def _check_plan(name: str, sent: PlanMessage, spec: JobSpec) -> None:
     name = f"snapshot.{name}"
-    every = range(spec.parallelism.mesh.replicas)
-    others = list(chain.from_iterable(own.replicas for own in sent.own))
-    if len(set(others)) < len(others) or not set(others) <= set(every):
-        raise InputError(f"{name}.own: replicas {others[:8]} are not some of {every.stop}")
-    for part in (sent, *(own.plan for own in sent.own)):
-        _check_shape(name, part, spec)
+    _check_shape(name, sent, spec)
     plan, placed = sent.plan(), spec.parallelism.mesh.placed
-    for each in plan.each:
-        if each.schedule.placement != placed:
-            raise InputError(
-                f"{name}: the stages are on ranks {dashed(each.schedule.placement)}; the job has"
-                f" them on {dashed(placed)}"
-            )
+    if plan.schedule.placement != placed:
+        raise InputError(
+            f"{name}: the stages are on ranks {dashed(plan.schedule.placement)}; the job has"
+            f" them on {dashed(placed)}"
+        )
     if broken := runnable(plan):
         raise InputError(one_line(f"{name}: {broken}"))
-    for each_plan in plan.each:
-        _check_limits(name, each_plan, spec)
+    _check_limits(name, plan, spec)
 
 
 def _check_record(record: AdaptationRecord, version: int, spec: JobSpec) -> None:
@@ -157,8 +145,6 @@ def _check_shape(where: str, sent: PlanMessage, spec: JobSpec) -> None:
         raise InputError(f"{where} has {sent.microbatches} microbatches; expected {expected}")
     if sent.policy is not schedule.policy_kind:
         raise InputError(f"{where}.policy is {sent.policy}; expected {schedule.policy_kind}")
-    if any(own.own for own in (each.plan for each in sent.own)):
-        raise InputError(f"{where}.own: a plan of some replicas has plans of its own")
 
 
 def _check_limits(where: str, plan: Plan, spec: JobSpec) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipemorph.control.decide.situation import ReplicaLinks, Situation
+from pipemorph.control.decide.situation import Situation
 from pipemorph.control.record.history import KEPT_RECORDS
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, StageTimes
@@ -72,23 +72,12 @@ def rounded(stage: StageTimes) -> StageTimes:
     return stage.model_copy(update=times)
 
 
-DECIDED = ("directive", "wire_times", "delays", "slow", "own_links")
+DECIDED = ("directive", "wire_times", "delays", "slow")
 """The plan of the newest decision in a snapshot, and the links that it was made for."""
 
 
 def without(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name not in names}
-
-
-class OwnLinks(BaseModel):
-    """The links of some replicas at the last decision."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    replicas: list[Count] = Field(min_length=1)
-    wire_times: list[Seconds]
-    delays: list[Seconds]
-    slow: list[bool]
 
 
 class Snapshot(BaseModel):
@@ -97,7 +86,7 @@ class Snapshot(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     attempt: Count
     plan_version: PlanVersion
     sequence: Annotated[int, Field(ge=0, le=MAX_SEQUENCE)]
@@ -105,8 +94,6 @@ class Snapshot(BaseModel):
     wire_times: list[Seconds] = Field(default_factory=list)
     delays: list[Seconds] = Field(default_factory=list)
     slow: list[bool] = Field(default_factory=list)
-    own_links: list[OwnLinks] = Field(default_factory=list)
-    """Of every replica, where some links are slow; the three above are the worst of each link."""
     profiled_at: Annotated[int, Field(ge=-1, le=2**53)] | None = None
     """The newest finished iteration when op times were last decided on; None: never."""
     stages: list[StageTimes] = Field(default_factory=list)
@@ -161,32 +148,16 @@ class Snapshot(BaseModel):
         directive = self.directive.plan if self.directive else None
         found = [saved.plan() if saved else first for saved in (directive, self.baseline)]
         stages = first.schedule.stage_count
-        each = (plan for saved in found for plan in saved.each)
-        if any((p.schedule.stage_count, len(p.routes)) != (stages, stages - 1) for p in each):
+        if any((p.schedule.stage_count, len(p.routes)) != (stages, stages - 1) for p in found):
             raise InputError("the saved state is of a job with another number of stages")
         return found[0], found[1]
 
     def judged(self, stages: tuple[StageTimes, ...]) -> Situation | None:
         """The situation of the last decision, with the given op times; None if none is saved."""
         links = len(stages) - 1
-        rows: list[list[float] | list[bool]] = [self.slow, self.wire_times, self.delays]
-        for each in self.own_links:
-            rows += [each.slow, each.wire_times, each.delays]
-        if any(len(row) != links for row in rows):
+        if any(len(row) != links for row in (self.slow, self.wire_times, self.delays)):
             return None
-        own = (
-            ReplicaLinks(
-                replicas=tuple(row.replicas),
-                wire_times=tuple(row.wire_times),
-                delays=tuple(row.delays),
-                slow=tuple(row.slow),
-                unknown=(True,) * links,
-                transfers=(0.0,) * links,
-            )
-            for row in self.own_links
-        )
         return Situation(
-            own=tuple(own),
             stages=stages,
             wire_times=tuple(self.wire_times),
             delays=tuple(self.delays),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -363,9 +363,7 @@ class Plan:
     activations may be on the device of stage *i* at a time; the others are in host memory
     (:mod:`pipemorph.planning.offload`), or dropped and computed again if ``recompute[i]``; None:
     neither. ``waits[r]``: for guided dispatch, positions of ops of rank
-    *r* before which nothing runs in their turn; empty: there are none. ``own``: data-parallel
-    replicas that run another plan under this version, and that plan; all other replicas run this
-    one. Only these run without ``own``.
+    *r* before which nothing runs in their turn; empty: there are none.
     """
 
     version: int
@@ -378,7 +376,6 @@ class Plan:
     device_limits: tuple[int | None, ...] = field(default=())
     recompute: tuple[bool, ...] = field(default=())
     waits: tuple[tuple[int, ...], ...] = ()
-    own: tuple[tuple[tuple[int, ...], Plan], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.warmup:
@@ -391,20 +388,8 @@ class Plan:
             object.__setattr__(self, "waits", ())
 
     @property
-    def each(self) -> tuple[Plan, ...]:
-        """The different plans of the replicas: this one, and those of ``own``."""
-        return (self, *(plan for _, plan in self.own))
-
-    def of_replica(self, replica: int) -> Plan:
-        """The plan of one replica."""
-        if not self.own:
-            return self
-        found = next((plan for replicas, plan in self.own if replica in replicas), self)
-        return replace(found, version=self.version, own=())
-
-    @property
     def offloading(self) -> tuple[int, ...]:
-        """Stages that may move activations to host memory, in any replica."""
+        """Stages that may move activations to host memory."""
         return self._limited(recompute=False)
 
     @property
@@ -414,37 +399,20 @@ class Plan:
 
     @property
     def recomputing(self) -> tuple[int, ...]:
-        """Stages that may drop activations and run the forward again, in any replica."""
+        """Stages that may drop activations and run the forward again."""
         return self._limited(recompute=True)
 
     def _limited(self, *, recompute: bool) -> tuple[int, ...]:
-        return _any(
+        return tuple(
             i
-            for plan in self.each
-            for i, limit in enumerate(plan.device_limits)
-            if limit is not None and plan.recompute[i] is recompute
+            for i, limit in enumerate(self.device_limits)
+            if limit is not None and self.recompute[i] is recompute
         )
 
     @property
     def delegated(self) -> tuple[int, ...]:
-        """Links whose bytes the engine carries, in any replica."""
-        return _any(
-            i
-            for plan in self.each
-            for i, route in enumerate(plan.routes)
-            if route is Route.DELEGATED
-        )
-
-    @property
-    def all_routes(self) -> tuple[Route, ...]:
-        """Route of each link: delegated if it is in any replica."""
-        moved = self.delegated
-        return tuple(Route.DELEGATED if i in moved else r for i, r in enumerate(self.routes))
-
-    @property
-    def fused(self) -> tuple[int, ...]:
-        """Stages with fused backwards, in any replica."""
-        return _any(i for plan in self.each for i in plan.schedule.fused)
+        """Links whose bytes the engine carries."""
+        return tuple(i for i, route in enumerate(self.routes) if route is Route.DELEGATED)
 
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
@@ -455,9 +423,4 @@ class Plan:
                 plan.device_limits, plan.recompute,
             )  # fmt: skip
 
-        mine, theirs = (list(map(acts, plan.each)) for plan in (self, other))
-        return mine == theirs and [r for r, _ in self.own] == [r for r, _ in other.own]
-
-
-def _any(indices: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(indices)))
+        return acts(self) == acts(other)

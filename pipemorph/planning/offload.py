@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pipemorph.planning.ir import Op, OpKind, Plan, Schedule
+from pipemorph.planning.ir import Op, OpKind, Schedule
 
 
 class Residency:
@@ -102,14 +102,6 @@ def left(schedule: Schedule, limits: Sequence[int | None], recompute: Sequence[b
     return Left(
         [0 if drops else n for n, drops in zip(found, again, strict=True)],
         [n if drops else 0 for n, drops in zip(found, again, strict=True)],
-    )
-
-
-def most_left(plan: Plan) -> Left:
-    """:func:`left` of a plan, of the replica of which most leave."""
-    each = [left(own.schedule, own.device_limits, own.recompute) for own in plan.each]
-    return Left(
-        *([max(stage) for stage in zip(*kind, strict=True)] for kind in zip(*each, strict=True))
     )
 
 

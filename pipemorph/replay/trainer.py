@@ -92,10 +92,7 @@ class AdaptiveTrainer:
         while self._prepared and began >= self._prepared[0][0]:
             self._plan = self._prepared.pop(0)[1]
         # As a link whose direct route broke stays delegated, whatever plans say.
-        plans = [
-            failed_over(self._plan.of_replica(replica), gone)
-            for replica, gone in enumerate(self._gone)
-        ]
+        plans = [failed_over(self._plan, gone) for gone in self._gone]
         ran = [
             links.run(plan, index, began, self._pace.before, gone)
             for plan, links, gone in zip(plans, self._links, self._gone, strict=True)

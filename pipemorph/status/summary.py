@@ -111,7 +111,6 @@ def _summarize(
         loss=view.loss if view.loss is not None and isfinite(view.loss) else None,
         warmup=list(view.warmup),
         routes=[route.value for route in view.routes],
-        own_plans=list(view.own_plans),
         offloaded_microbatches=list(view.offloaded),
         recomputed_microbatches=list(view.recomputed),
         wanted_plan_version=view.wanted_plan_version,

@@ -161,7 +161,7 @@ def _measured(traces: Sequence[StageTrace], known: Watched, mesh: MeshShape) -> 
     ran = [sorted(ranks[rank], key=lambda each: each[1].start) for rank in numbers]
     iteration = traces[0].iteration
     seconds = next((s.seconds for s in reversed(known.samples) if s.index == iteration), None)
-    plan = _plan(known, traces[0].plan_version, traces[0].replica, mesh)
+    plan = _plan(known, traces[0].plan_version)
     return picture(
         ran, iteration=iteration, plan_version=traces[0].plan_version, seconds=seconds,
         room=Room.of(plan, known, mesh), numbers=numbers, measured=True,
@@ -177,16 +177,10 @@ def _alternative(
     outlook = known.outlook
     if outlook is None:
         return None, "op times are not known yet"
-    links = known.lanes.at(measured.iteration)
-    everywhere = outlook.situation
-    situation = everywhere.of((mesh.replica_of(column),))
+    situation, start = outlook.situation, outlook.start
     if measured.iteration != known.available[-1]:
-        if mesh.replicas > 1 and any(link.health is Health.SLOW for link in links):
-            # The lanes have the worst column of each link.
-            return None, "a link was slow in this iteration, and in which replicas is not kept"
-        situation = everywhere = _with_links(situation, links)
+        situation = _with_links(situation, known.lanes.at(measured.iteration))
     forecast = Forecast(outlook.rules, situation)
-    start = outlook.start.of_replica(mesh.replica_of(column))
     try:
         made = picture(
             forecast.simulated(start), iteration=measured.iteration, plan_version=0, seconds=None,
@@ -195,10 +189,8 @@ def _alternative(
         )  # fmt: skip
         if measured.seconds is None or outlook.running.version != measured.plan_version:
             return made, ""
-        # Errors of the model are in both predictions, and mostly cancel in the difference. That of
-        # all replicas: whatever is drawn, they wait for the slowest one.
-        whole = Forecast(outlook.rules, everywhere)
-        more = whole.of(outlook.start).seconds - whole.of(outlook.running).seconds
+        # Errors of the model are in both predictions, and mostly cancel in the difference.
+        more = forecast.of(start).seconds - forecast.of(outlook.running).seconds
     except InputError as error:
         return None, f"it cannot be simulated: {one_line(str(error))}"
     return made.model_copy(update={"seconds": measured.seconds + more}), ""
@@ -224,7 +216,6 @@ def _with_links(situation: Situation, links: Sequence[LinkState]) -> Situation:
         if any(link.failed_over for link in links)
         else (),
         recent=(),
-        own=(),
     )
 
 
@@ -238,13 +229,12 @@ def _record(changes: Sequence[AdaptationRecord], version: int) -> AdaptationReco
     return next((each for each in reversed(changes) if each.plan_version == version), None)
 
 
-def _plan(known: Watched, version: int, column: int, mesh: MeshShape) -> Plan | None:
-    """The plan of that version in a column; None if it is not known."""
+def _plan(known: Watched, version: int) -> Plan | None:
+    """The plan of that version; None if it is not known."""
     outlook = known.outlook
     if outlook is None:
         return None
-    found = next((p for p in (outlook.running, outlook.start) if p.version == version), None)
-    return None if found is None else found.of_replica(mesh.replica_of(column))
+    return next((p for p in (outlook.running, outlook.start) if p.version == version), None)
 
 
 @dataclass(frozen=True)

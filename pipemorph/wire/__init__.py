@@ -31,7 +31,6 @@ from pipemorph.wire.messages import (
     HandIn,
     LinkHealthReport,
     ObserverSettings,
-    OwnPlan,
     PlanMessage,
     StageOps,
     revision_of,
@@ -39,7 +38,7 @@ from pipemorph.wire.messages import (
 from pipemorph.wire.ops import (
     OpsTrace,
 )
-from pipemorph.wire.records import AdaptationRecord, OwnPlanRecord
+from pipemorph.wire.records import AdaptationRecord
 from pipemorph.wire.samples import (
     DeviceClock,
     IterationSample,
@@ -96,8 +95,6 @@ __all__ = [
     "ObjectName",
     "ObserverSettings",
     "OpsTrace",
-    "OwnPlan",
-    "OwnPlanRecord",
     "PlanMessage",
     "PlanVersion",
     "PodReport",

@@ -27,7 +27,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 from pipemorph.wire.base import (
     Answer,
@@ -125,13 +124,6 @@ class LinkHealthReport(WireModel):
         return not any(states) and views == (None,) * len(views)
 
 
-class OwnPlan(WireModel):
-    """Replicas (dp_replicate) that run another plan than the others, and that plan."""
-
-    replicas: Annotated[list[Count], Field(min_length=1)]
-    plan: PlanMessage
-
-
 class PlanMessage(WireModel):
     """A :class:`~pipemorph.planning.ir.Plan` on the wire; one op string per rank."""
 
@@ -153,8 +145,6 @@ class PlanMessage(WireModel):
     waits: list[list[Count]] = Field(default_factory=list)
     """For guided dispatch, per rank the positions of ops before which nothing runs in their turn;
     empty if there are none."""
-    own: list[OwnPlan] = Field(default_factory=list, max_length=MAX_PLANS - 1)
-    """Replicas with a plan of their own; empty: all run this one."""
 
     @staticmethod
     def of(plan: Plan) -> PlanMessage:
@@ -171,18 +161,7 @@ class PlanMessage(WireModel):
             recompute=list(plan.recompute) if plan.recomputing else [],
             placement=[] if plan.schedule.one_stage_each else list(plan.schedule.placement),
             waits=[list(positions) for positions in plan.waits] if any(plan.waits) else [],
-            own=[
-                OwnPlan(replicas=list(replicas), plan=PlanMessage.of(each))
-                for replicas, each in plan.own
-            ],
         )
-
-    def of_replica(self, replica: int) -> PlanMessage:
-        """The plan of one replica, for its ranks."""
-        if not self.own:
-            return self
-        found = next((each.plan for each in self.own if replica in each.replicas), self)
-        return found.model_copy(update={"version": self.version, "own": []})
 
     def plan(self) -> Plan:
         return Plan(
@@ -196,13 +175,11 @@ class PlanMessage(WireModel):
             device_limits=tuple(self.device_limits),
             recompute=tuple(self.recompute),
             waits=tuple(map(tuple, self.waits)),
-            own=tuple((tuple(each.replicas), each.plan.plan()) for each in self.own),
         )
 
 
 class Directive(WireModel):
-    """A plan for the ranks to apply. ``plan_version`` equals ``plan.version`` and only grows: it
-    names the plans of all replicas, which may differ."""
+    """A plan for the ranks to apply. ``plan_version`` equals ``plan.version`` and only grows."""
 
     plan_version: Annotated[int, Field(ge=1)]
     issued_at: WallClock

@@ -7,19 +7,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipemorph.planning.ir import Route
-from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock, WireModel
+from pipemorph.wire.base import Count, PlanVersion, Seconds, WallClock
 from pipemorph.wire.states import PRINTABLE, LinkState
 
 Text = Annotated[str, Field(max_length=32768), PRINTABLE]
-
-
-class OwnPlanRecord(WireModel):
-    """A plan that only some replicas run. ``text``: which, and for what delays."""
-
-    replicas: list[Count]
-    text: Text
-    warmup: list[int]
-    routes: list[Route]
 
 
 class AdaptationRecord(BaseModel):
@@ -85,6 +76,3 @@ class AdaptationRecord(BaseModel):
     """The sum of ``fault_cost`` over the iterations under this plan."""
     saved_until: Count | None = None
     """The newest of these iterations."""
-    own_plans: list[OwnPlanRecord] = Field(default_factory=list)
-    """Replicas that run another plan under this version; the other fields are those of the others,
-    ``routes`` delegated where any replica's are."""

@@ -149,7 +149,7 @@ def make_plan(
 def part(plan: Plan, rank: int, mesh: MeshShape) -> RankPlan:
     """What one rank of a mesh runs of a plan."""
     at = mesh.coordinate(rank)
-    return cut(plan.of_replica(at.replica), mesh, [at.along("pp")])[0]
+    return cut(plan, mesh, [at.along("pp")])[0]
 
 
 @dataclass

@@ -12,8 +12,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import JobState, TrainingStatus
 from pipemorph.api.status_links import SlowLink
 from pipemorph.control.decide.forecast import Forecast, Outlook
-from pipemorph.control.decide.replan import together
-from pipemorph.control.decide.situation import ReplicaLinks, Situation
+from pipemorph.control.decide.situation import Situation
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.local.service import ControlState
 from pipemorph.planning import Plan, Route, StageTimes
@@ -46,34 +45,18 @@ def job(stages: int, microbatches: int, iterations: int = 100, replicas: int = 1
     )
 
 
-def situation_of(
-    stages: int, delays: dict[int, float], replicas: int = 1, replica: int = 0
-) -> Situation:
-    """``replica``: the only one of them in which these links are late."""
+def situation_of(stages: int, delays: dict[int, float]) -> Situation:
     links = range(stages - 1)
     times = StageTimes(
         forward=0.01, backward_input=0.0105, backward_weight=0.0055, activation_bytes=ACTIVATIONS
     )
 
-    def of(late: dict[int, float], whose: tuple[int, ...]) -> ReplicaLinks:
-        return ReplicaLinks(
-            whose,
-            wire_times=tuple(WIRE + late.get(i, 0.0) for i in links),
-            delays=tuple(late.get(i, 0.0) for i in links),
-            slow=tuple(i in late for i in links),
-            unknown=(False,) * len(links),
-            transfers=(0.0,) * len(links),
-        )
-
-    worst = of(delays, (replica,))
-    others = tuple(i for i in range(replicas) if i != replica)
     return Situation(
         stages=(times,) * stages,
-        wire_times=worst.wire_times,
-        delays=worst.delays,
-        slow=worst.slow,
-        unknown=worst.unknown,
-        own=(worst, of({}, others)) if others and delays else (),
+        wire_times=tuple(WIRE + delays.get(i, 0.0) for i in links),
+        delays=tuple(delays.get(i, 0.0) for i in links),
+        slow=tuple(i in delays for i in links),
+        unknown=(False,) * len(links),
     )
 
 
@@ -122,23 +105,18 @@ def watched(
     replicas: int = 1,
 ) -> tuple[Watched, list[StageTrace]]:
     """A job in the iteration before which the case has come about, and the ops of that. Of several
-    replicas the one in the middle has the slow link, and a plan of its own."""
+    replicas the one in the middle has the slow link."""
     made = job(stages, microbatches, replicas=replicas)
     mesh = made.spec.parallelism.mesh
     rules, first = planning_rules(made.spec), initial_plan(made.spec)
     link = stages // 2 - 1 if stages > 2 else 0
     slow, replica = {link: LATE}, replicas // 2
-    ill, well = situation_of(stages, slow, replicas, replica), situation_of(stages, {})
+    ill, well = situation_of(stages, slow), situation_of(stages, {})
     routes = tuple(
         Route.DELEGATED if delegated and i == link else Route.DIRECT for i in range(stages - 1)
     )
     hurt = Forecast(rules, ill)
-    alone = Forecast(rules, ill.of((replica,)))
-    better = alone.best(alone.fresh(routes)).plan
-    others = tuple(i for i in range(replicas) if i != replica)
-    if others:
-        better = together([((replica,), better), (others, first)])
-    better = replace(better, version=1)
+    better = replace(hurt.best(hurt.fresh(routes)).plan, version=1)
     usual, late, after = (
         Forecast(rules, well).of(first).seconds,
         hurt.of(first).seconds,
@@ -175,7 +153,7 @@ def watched(
             measured=1.02 * (1 - after / late), iteration_seconds_before=late,
             reason=f"link {link} is slow by {1e3 * LATE:.0f} ms one way",
             routes=list(routes), warmup_before=list(first.warmup),
-            warmup_after=list(better.of_replica(replica).warmup),
+            warmup_after=list(better.warmup),
             iteration_seconds_after=after, saving=late - after, saved=25 * (late - after),
             links=[{"link": link, "health": "slow", "delay": LATE, "wire_time": WIRE + LATE,
                     "confidence": 0.99, "replica": replica}],
@@ -225,13 +203,11 @@ def watched(
         outlook=Outlook(rules, situation, first, running),
     )
     traces: list[StageTrace] = []
-    for columns in ((replica,), others):
-        if not columns:
-            continue
-        plan = running.of_replica(columns[0])
+    others = tuple(i for i in range(replicas) if i != replica)
+    for columns, links in (((replica,), situation), (others, well)):
         rows = [
             tuple(op._replace(start=NOW + op.start, end=NOW + op.end) for _, op in row)
-            for row in Forecast(rules, situation.of(columns)).simulated(plan)
+            for row in Forecast(rules, links).simulated(running)
         ]
         traces += (
             StageTrace(mesh.rank(stage, column), stage, column, samples[-1].index, version, ops)

@@ -182,7 +182,7 @@ def prepare(
         }
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
-        (mine,) = cut(plan.of_replica(coordinate.replica), settings.mesh, [coordinate.along("pp")])
+        (mine,) = cut(plan, settings.mesh, [coordinate.along("pp")])
         microbatches = mine.microbatches
         if settings.microbatches not in (None, microbatches):
             raise InputError(

@@ -6,17 +6,14 @@ cancel in the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from heapq import heapify, heappop, heappush
 from math import inf
 from operator import or_
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import MAX_PLANS
-from pipemorph.control.decide.situation import ReplicaLinks, Situation
+from pipemorph.control.decide.situation import Situation
 from pipemorph.control.decide.varying import Varying
 from pipemorph.control.observed.stages import Excess, excess
 from pipemorph.errors import InputError
@@ -35,7 +32,6 @@ from pipemorph.planning import (
     validate,
     validate_waits,
 )
-from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
 from pipemorph.planning.simulation.core import as_fast_guided, planned_waits, tight_lower_bound
 from pipemorph.planning.simulation.simulator import TimedOp
@@ -50,26 +46,6 @@ NEAR = 0.005
 """More effort ends where a plan is so near to the lower bound, as a fraction."""
 PROOF_EFFORT = 400_000
 """Of the lower bound that is looked for before that, about 4 ms."""
-
-
-def folded(own: Iterable[ReplicaLinks], *, least: float, most: int) -> list[ReplicaLinks]:
-    """Replicas that are to run one plan, the most delayed first: those with equal delays, and of
-    more than ``most`` groups those that are delayed least. ``least``: seconds of delay that do not
-    matter."""
-    groups: list[ReplicaLinks] = []
-    for each in sorted(own, key=lambda links: (-links.late, links.replicas)):
-        for i, group in enumerate(groups):
-            if group.alike(each, least):
-                groups[i] = group.joined(each)
-                break
-        else:
-            groups.append(each)
-    queue = [(group.late, group.replicas, group) for group in groups]
-    heapify(queue)
-    while len(queue) > most:
-        joined = heappop(queue)[2].joined(heappop(queue)[2])
-        heappush(queue, (joined.late, joined.replicas, joined))
-    return [group for _, _, group in sorted(queue, key=lambda row: (-row[0], row[1]))]
 
 
 class Option(NamedTuple):
@@ -142,28 +118,6 @@ class Forecast:
             return self
         return Forecast(self._spec, situation, self._dispatch, beside=self)
 
-    @cached_property
-    def parts(self) -> tuple[tuple[tuple[int, ...], Situation], ...]:
-        """Replicas that may run one plan, and their situation, the most delayed first; empty if all
-        are alike. As many as a directive may have plans: fewer where plans are large."""
-        schedule, cut = self._spec.schedule, self._spec.parallelism
-        most = min(MAX_PLANS, MAX_CELLS // (cut.stages * schedule.microbatches))
-        least = self._spec.adaptation.min_delay_ms / 1e3
-        groups = folded(self._situation.own, least=least, most=max(1, most))
-        if len(groups) < 2:
-            return ()
-        return tuple((links.replicas, self._situation.at(links)) for links in groups)
-
-    def shared_out(self, plan: Plan) -> Iterator[tuple[Plan, Situation]]:
-        """The different plans of the replicas, each with their situation."""
-        if not self.parts:
-            yield from ((each, self._situation) for each in plan.each)
-            return
-        numbers = {replica: i for i, (own, _) in enumerate(plan.own, 1) for replica in own}
-        for replicas, part in self.parts:
-            for number in dict.fromkeys(numbers.get(replica, 0) for replica in replicas):
-                yield plan.each[number], part
-
     def problem(self, routes: tuple[Route, ...]) -> Problem:
         """The planning problem with links on ``routes``."""
         routes = self._situation.carried(routes)
@@ -191,23 +145,7 @@ class Forecast:
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
     def of(self, plan: Plan) -> Option:
-        """Predicted time of a valid plan, under the plan's own limits: that of the slowest replica,
-        for which the others wait."""
-        shared = self.shared_out(plan)
-        return Option(plan, max(self.under(part)._seconds(each) for each, part in shared))
-
-    def simulated(self, plan: Plan) -> list[list[tuple[int, TimedOp]]]:
-        """The ops of one iteration by rank, each with its stage; seconds. For a valid plan of
-        replicas that are alike. Delays that vary are their mean."""
-        ran = simulate(plan.schedule, self._within(plan), plan.dispatch, waits=plan.waits)
-        stages_of = plan.schedule.stages_of
-        return [
-            [(mine[op.chunk], op) for op in ops]
-            for mine, ops in zip(stages_of, ran.ranks, strict=True)
-        ]
-
-    def _seconds(self, plan: Plan) -> float:
-        """Of the replicas that run this plan, without those that run another."""
+        """Predicted time of a valid plan, under the plan's own limits."""
         # All that the prediction depends on: each kind of op runs in microbatch order.
         runs = (
             plan.schedule.codes, plan.dispatch, plan.waits, plan.routes,
@@ -216,7 +154,17 @@ class Forecast:
         known = self._known.seconds
         if runs not in known:
             known[runs] = self._predicted(plan)
-        return known[runs]
+        return Option(plan, known[runs])
+
+    def simulated(self, plan: Plan) -> list[list[tuple[int, TimedOp]]]:
+        """The ops of one iteration by rank, each with its stage; seconds. For a valid plan.
+        Delays that vary are their mean."""
+        ran = simulate(plan.schedule, self._within(plan), plan.dispatch, waits=plan.waits)
+        stages_of = plan.schedule.stages_of
+        return [
+            [(mine[op.chunk], op) for op in ops]
+            for mine, ops in zip(stages_of, ran.ranks, strict=True)
+        ]
 
     def _predicted(self, plan: Plan) -> float:
         problem = self._within(plan)
@@ -316,10 +264,8 @@ class Forecast:
 
     @property
     def _is_simple(self) -> bool:
-        """Whether an iteration is one of the problem: no delay varies, and replicas are alike."""
-        return (
-            self._varying is None and not self.parts and self._spec.parallelism.stages_per_rank == 1
-        )
+        """Whether an iteration is one of the problem: no delay varies."""
+        return self._varying is None and self._spec.parallelism.stages_per_rank == 1
 
     def _may_go_guided(self, routes: tuple[Route, ...]) -> bool:
         """Only while links are slow and delegated. On a direct route a late send holds up whatever
@@ -353,14 +299,12 @@ class Forecast:
     def _as_planned(self, plan: Plan) -> bool:
         """Whether a new plan for this situation takes as long as the planner says: guided dispatch
         keeps to its order, too, while messages come as planned."""
-        return self._varying is None and not self.parts and self._situation.barrier
+        return self._varying is None and self._situation.barrier
 
     def excess(self, plan: Plan) -> Excess | None:
         """The first stage on which the plan exceeds its limits; None if there is none."""
         rooms = self._situation.rooms
-        if not rooms:
-            return None
-        return next((e for each in plan.each if (e := excess(each, rooms)) is not None), None)
+        return excess(plan, rooms) if rooms else None
 
     def route_choices(
         self, current: tuple[Route, ...], initial: tuple[Route, ...]
@@ -402,10 +346,6 @@ def _guided(plan: Plan, problem: Problem) -> Plan:
 
 def runnable(plan: Plan) -> str | None:
     """None if ranks may run the plan, else the reason why not, in one line."""
-    return next((why for each in plan.each if (why := _broken(each)) is not None), None)
-
-
-def _broken(plan: Plan) -> str | None:
     try:
         validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
         validate_waits(plan.schedule, plan.waits)

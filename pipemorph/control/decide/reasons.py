@@ -11,20 +11,18 @@ from typing import Literal
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import replan
 from pipemorph.control.decide.forecast import Option
-from pipemorph.control.decide.replan import Proposal, Replan, own_links
+from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.observed.stages import Excess
-from pipemorph.planning import Plan, Policy
+from pipemorph.planning import Policy
 from pipemorph.planning.ir import dashed
-from pipemorph.planning.offload import most_left
-from pipemorph.wire import AdaptationRecord, Directive, Health, LinkState, OwnPlanRecord
+from pipemorph.planning.offload import left
+from pipemorph.wire import AdaptationRecord, Directive, Health, LinkState
 
 COLUMNS = 110
 """Most columns of :func:`short`."""
 NAMED = 3
-"""Most delegated links that :func:`short` names, and most slow ones of a plan of some replicas."""
-FEW_RUNS = 4
-"""Most runs of replicas that a text names."""
+"""Most delegated links that :func:`short` names."""
 SURE = 0.5
 """Confidence from which a link in doubt is said to be slow."""
 FULL_WARMUP = 8
@@ -228,26 +226,10 @@ def _sentence(finding: replan.Finding) -> str:
         case replan.MemoryBinds(stages, least, most):
             counts = str(least) if least == most else f"{least} to {most}"
             return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
-        case replan.OwnPlans():
-            return ", ".join(_own_plans(finding))
 
 
 def _iterations(count: int) -> str:
     return f"{count} iteration{'s' * (count != 1)}"
-
-
-def _own_plans(found: replan.OwnPlans) -> list[str]:
-    """``replica 2: own plan for link 3 +30.0 ms``, for each plan that only some replicas run."""
-    return [
-        f"{shown_replicas(replicas)}: own plan for {_late(slow) or 'links that are well'}"
-        for replicas, slow in found.rows
-    ]
-
-
-def _late(slow: Sequence[tuple[int, float]]) -> str:
-    worst = sorted(slow, key=lambda row: -row[1])
-    more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
-    return ", ".join(f"link {i} {1e3 * delay:+.1f} ms" for i, delay in worst[:NAMED]) + more
 
 
 def too_much(excess: Excess) -> str:
@@ -348,16 +330,13 @@ def _short_plan(current: Option | None, chosen: Option) -> list[str]:
     if len(counts) > FULL_WARMUP:
         counts = [*counts[:2], "…", counts[-1]]
     warmup = f"warm-up {'-'.join(counts)}"
-    own = f", {len(plan.own)} own plan{'s' * (len(plan.own) > 1)}" if plan.own else ""
-    more = f"{own}{_new_dispatch(current, chosen)}"
+    more = _new_dispatch(current, chosen)
     if not moved:
         return [f"{warmup}, direct{more}"]
     plural = "s" * (len(moved) > 1)
     named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated{more}"
     few = f"{warmup}, {len(moved)} link{plural} delegated{more}"
     forms = [named, few] if len(moved) <= NAMED else [few]
-    if own:
-        return [forms[0], f"{warmup}{more}"]
     return [*forms, few.removesuffix(more)] if more else forms
 
 
@@ -383,7 +362,7 @@ def record_of(
         kind = "revert"
     elif asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline):
         kind = "return"
-    away = most_left(plan)
+    away = left(plan.schedule, plan.device_limits, plan.recompute)
     return AdaptationRecord(
         plan_version=version,
         kind=kind,
@@ -394,7 +373,7 @@ def record_of(
         links=[link.without_windows() for link in links if link.health is not Health.HEALTHY],
         warmup_before=list(asked.current.warmup),
         warmup_after=list(plan.warmup),
-        routes=list(plan.all_routes),
+        routes=list(plan.routes),
         predicted_seconds_before=before,
         predicted_seconds_after=after,
         promised=1 - after / before if before else None,
@@ -403,23 +382,10 @@ def record_of(
         device_limits_after=list(plan.device_limits),
         offloaded=away.offloaded,
         recomputed=away.recomputed,
-        fused_stages=list(plan.fused),
+        fused_stages=list(plan.schedule.fused),
         saving=None if proposal.start is None else proposal.start - chosen.seconds,
         fault_cost=proposal.fault_cost,
-        own_plans=_own_plan_records(plan, asked.situation),
     )
-
-
-def _own_plan_records(plan: Plan, situation: Situation) -> list[OwnPlanRecord]:
-    """The plans that only some replicas run."""
-    return [
-        OwnPlanRecord(
-            replicas=list(replicas), text=text, warmup=list(own.warmup), routes=list(own.routes)
-        )
-        for (replicas, own), text in zip(
-            plan.own, _own_plans(own_links(situation, plan)), strict=True
-        )
-    ]
 
 
 # --- words --------------------------------------------------------------------------------
@@ -427,28 +393,16 @@ def _own_plan_records(plan: Plan, situation: Situation) -> list[OwnPlanRecord]:
 
 def shown_stages(stages: Sequence[int]) -> str:
     """Stages for a text: ``stages 0-5, 8``. ``stages`` in ascending order."""
-    return _shown("stage", stages)
-
-
-def shown_replicas(replicas: Sequence[int]) -> str:
-    """The same for replicas, of which it names only the first ones."""
-    return _shown("replica", replicas, FEW_RUNS)
-
-
-def _shown(what: str, numbers: Sequence[int], most: int | None = None) -> str:
     runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+    for stage in stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
         else:
-            runs.append([number])
+            runs.append([stage])
     parts: list[str] = []
-    for run in runs[:most]:
+    for run in runs:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    more = sum(map(len, runs[most:])) if most is not None else 0
-    return (
-        f"{what}{'s' * (len(numbers) > 1)} {', '.join(parts)}{f' and {more} more' if more else ''}"
-    )
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(parts)}"
 
 
 def shown_time(seconds: float) -> str:

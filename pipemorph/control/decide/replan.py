@@ -169,14 +169,6 @@ class MemoryBinds:
     most: int
 
 
-@dataclass(frozen=True)
-class OwnPlans:
-    """Replicas of the chosen plan that have one of their own, each with its delayed links: pairs of
-    link and delay."""
-
-    rows: tuple[tuple[tuple[int, ...], tuple[tuple[int, float], ...]], ...]
-
-
 Finding = (
     NoPlan
     | MustNotRun
@@ -192,7 +184,6 @@ Finding = (
     | RecomputeWeighed
     | FusedWeighed
     | MemoryBinds
-    | OwnPlans
 )
 
 
@@ -293,7 +284,6 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
         if asked.previous is not None and current is not None:
             return _go_back(asked, asked.previous, forecast, current)
         options = _options(asked, forecast, current)
-        options += _own_plans(asked, forecast, options)
         chosen, why = _choose(asked, forecast, options, current)
     except InputError as error:
         return Proposal(None, None, (NoPlan(str(error)),))
@@ -301,8 +291,6 @@ def _propose(asked: Replan, forecast: Forecast) -> Proposal:
     if chosen is None:
         return Proposal(None, current, found)
     hurries = _returns_at_once(asked, forecast, chosen)
-    if chosen.plan.own:
-        found = (*found, own_links(asked.situation, chosen.plan))
     broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
         return Proposal(None, current, (MustNotRun(broken),))
@@ -372,11 +360,8 @@ def _go_back(asked: Replan, previous: Plan, forecast: Forecast, current: Option)
     return Proposal(None if slower else option, current, (GoesBack(slower),))
 
 
-def _options(
-    asked: Replan, forecast: Forecast, current: Option | None, enough: float = 0.0
-) -> list[Option]:
-    """All plans that could run and be chosen. ``enough``: seconds for which no shorter plan needs
-    to be looked for. Raises :class:`InputError` if there is no plan."""
+def _options(asked: Replan, forecast: Forecast, current: Option | None) -> list[Option]:
+    """All plans that could run and be chosen. Raises :class:`InputError` if there is no plan."""
     options: list[Option] = []
     choices = forecast.route_choices(asked.current.routes, asked.baseline.routes)
     # Mostly the fastest first: where no plan comes near it, none is looked for.
@@ -387,50 +372,8 @@ def _options(
         if current is not None and asked.cause in MAY_EASE:
             within = max(within, current.seconds)
         options += forecast.fresh(routes, within)
-    best = forecast.best(options)
-    if best.seconds <= enough:
-        return options
     # First, since the first of equals is chosen.
-    return [*forecast.longer_searched(best), *options]
-
-
-def _own_plans(asked: Replan, forecast: Forecast, options: Sequence[Option]) -> list[Option]:
-    """A plan for each group of replicas with equal delays, if this is faster than the best of the
-    ``options``, one plan for all of them, by the required gain; else nothing.
-
-    An iteration takes as long as its slowest replica. So a replica gets a plan of its own only if
-    neither the plan for healthy links nor that of a slower one is as fast.
-    """
-    if not forecast.parts:
-        return []
-    limit = forecast.best(options).seconds * (1 - asked.spec.adaptation.min_gain)
-    known = [asked.baseline] if forecast.excess(asked.baseline) is None else []
-    longest, found = 0.0, []
-    for replicas, situation in forecast.parts:
-        here, strained = forecast.under(situation), forecast.under(situation.strained())
-        plan = next((each for each in known if strained.of(each).seconds <= longest), None)
-        if plan is None:
-            own = replace(asked, current=asked.current.of_replica(replicas[0]))
-            quickest = here.best(_options(own, here, None, enough=longest))
-            longest, plan = max(longest, quickest.seconds), quickest.plan
-            if longest > limit:
-                return []
-            known.append(plan)
-        found.append((replicas, plan))
-    plan = together(found)
-    return [forecast.of(plan)] if plan.own else []
-
-
-def own_links(situation: Situation, plan: Plan) -> OwnPlans:
-    """Which replicas have a plan of their own, and their delays."""
-    rows = []
-    for replicas, _ in plan.own:
-        wanted = frozenset(replicas)
-        delays = [each.delays for each in situation.own if not wanted.isdisjoint(each.replicas)]
-        worst = tuple(map(max, *delays)) if len(delays) > 1 else delays[0] if delays else ()
-        slow = tuple((link, delay) for link, delay in enumerate(worst) if delay > 0)
-        rows.append((replicas, slow))
-    return OwnPlans(tuple(rows))
+    return [*forecast.longer_searched(forecast.best(options)), *options]
 
 
 def _choose(
@@ -462,7 +405,7 @@ def _choose(
         if may_ease
         and len(option.plan.delegated) < len(current.plan.delegated)
         and forecast.stays_as_fast(option, current)
-        and (asked.cause == "steady" or _keeps_slow(option, forecast))
+        and (asked.cause == "steady" or _keeps_slow(option, situation))
     ]
     if lighter:
         return forecast.best(lighter), Eases()
@@ -528,11 +471,11 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[Findin
         runs = sum(left(drawn.schedule, drawn.device_limits, drawn.recompute).recomputed)
         saves = None if others is None else others - quickest.seconds
         yield RecomputeWeighed(drawn.recomputing, runs, saves)
-    fused = [option for option in here if option.plan.fused]
-    split = [option.seconds for option in here if not option.plan.fused]
+    fused = [option for option in here if option.plan.schedule.fused]
+    split = [option.seconds for option in here if not option.plan.schedule.fused]
     if fused and split:
         quickest = min(fused, key=lambda option: option.seconds)
-        yield FusedWeighed(quickest.plan.fused, min(split) - quickest.seconds)
+        yield FusedWeighed(quickest.plan.schedule.fused, min(split) - quickest.seconds)
     binds = tuple(
         i
         for i, room in enumerate(situation.rooms)
@@ -548,27 +491,10 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[Findin
         yield MemoryBinds(binds, min(counts), max(counts))
 
 
-def _keeps_slow(option: Option, forecast: Forecast) -> bool:
+def _keeps_slow(option: Option, situation: Situation) -> bool:
     """Whether every slow link is delegated."""
     return all(
         route is Route.DELEGATED
-        for plan, part in forecast.shared_out(option.plan)
-        for route, slow in zip(part.carried(plan.routes), part.slow, strict=True)
+        for route, slow in zip(situation.carried(option.plan.routes), situation.slow, strict=True)
         if slow
     )
-
-
-def together(found: Sequence[tuple[tuple[int, ...], Plan]]) -> Plan:
-    """One plan from those of the ``replicas``, the most delayed first. The plan of most replicas,
-    and among equals of the less delayed ones, is that of all that have no other."""
-    groups: list[tuple[tuple[int, ...], Plan]] = []
-    for replicas, plan in found:
-        for i, (others, other) in enumerate(groups):
-            if plan.runs_as(other) and plan.dispatch is other.dispatch:
-                groups[i] = (tuple(sorted(others + replicas)), other)
-                break
-        else:
-            groups.append((replicas, plan))
-    main = max(range(len(groups)), key=lambda i: (len(groups[i][0]), i))
-    own = (group for i, group in enumerate(groups) if i != main)
-    return replace(groups[main][1], own=tuple(sorted(own, key=lambda group: group[0])))

@@ -1,15 +1,13 @@
 """Measurements for a decision, and how they differ from those of the one before.
 
-Links fail in one place, so most replicas of a large job have no slow link. An iteration takes as
-long as its slowest replica, and a plan for the delays of all of them together is slower than one
-for each.
+All replicas run one plan, for the worst of each link: an iteration takes as long as its slowest
+replica, which a plan of its own would not make shorter unless different links are slow in several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from statistics import median
 from typing import Literal
 
@@ -48,8 +46,6 @@ their numbers."""
 Sources = frozenset[int]
 """Evidence that a decision is based on: links, :data:`OPS` or :data:`BARRIER`."""
 
-ALIKE = 0.25
-"""Delays that differ by less, as a fraction, are planned as one."""
 STRAIN = 0.15
 """By how much more a delay may turn out to be than it was measured to be, as a fraction."""
 MATERIAL = 0.25
@@ -58,8 +54,6 @@ MATERIAL_OP = 0.2
 """Relative change of an op time that requires another decision."""
 FAR = 0.5
 """Part of the longest op from which a wire time makes a link one that is far away."""
-_LINK_CAUSES: tuple[Cause, ...] = ("slow", "recovered", "worse", "eased", "varies")
-"""Of several replicas, the first of these counts."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +127,12 @@ class RouteCosts:
         failed_over: bool = False,
     ) -> None:
         """Note op times. ``iterations``: how many have run under this plan; ``last``: the index of
-        the newest. Replicas with plans of their own have other routes, and teach nothing; nor do
-        routes that are others than the plan's, since a direct one broke (``failed_over``).
+        the newest. Routes that are others than the plan's, since a direct one broke
+        (``failed_over``), teach nothing.
 
         Only op times from shortly before a change and from shortly after it are compared: what
         makes a stage slow later is not what delegating takes."""
-        if plan.own or failed_over:
+        if failed_over:
             self._measured_on = ()
             return
         if iterations < MOSTLY:
@@ -181,66 +175,6 @@ def _ends(routes: Sequence[Route]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ReplicaLinks:
-    """The links of some ``replicas``, see :class:`Situation`. Seconds, one entry per link."""
-
-    replicas: tuple[int, ...]
-    wire_times: tuple[float, ...]
-    delays: tuple[float, ...]
-    slow: tuple[bool, ...]
-    unknown: tuple[bool, ...]
-    transfers: tuple[float, ...]
-    recent: tuple[tuple[float, ...], ...] = ()
-    failed_over: tuple[bool, ...] = ()
-
-    @property
-    def late(self) -> float:
-        """All delays together."""
-        return sum(self.delays)
-
-    def alike(self, other: ReplicaLinks, least: float) -> bool:
-        """Whether one plan suits both as it suits each. ``least``: seconds that do not matter."""
-        return self.slow == other.slow and all(
-            abs(a - b) <= max(least, ALIKE * delay)
-            for mine, theirs in (
-                (self.wire_times, other.wire_times),
-                (self.transfers, other.transfers),
-            )
-            for a, b, delay in zip(mine, theirs, self.delays, strict=True)
-        )
-
-    def joined(self, other: ReplicaLinks) -> ReplicaLinks:
-        """The replicas of both, with the worst of each link."""
-        return ReplicaLinks(
-            replicas=tuple(sorted(self.replicas + other.replicas)),
-            wire_times=tuple(map(max, self.wire_times, other.wire_times)),
-            delays=tuple(map(max, self.delays, other.delays)),
-            slow=tuple(a or b for a, b in zip(self.slow, other.slow, strict=True)),
-            unknown=tuple(a and b for a, b in zip(self.unknown, other.unknown, strict=True)),
-            transfers=tuple(map(max, self.transfers, other.transfers)),
-            recent=self._recent_of_worst(other),
-            failed_over=either(self.failed_over, other.failed_over),
-        )
-
-    def _recent_of_worst(self, other: ReplicaLinks) -> tuple[tuple[float, ...], ...]:
-        if not self.recent and not other.recent:
-            return ()
-        steady = ((),) * len(self.delays)
-        pairs = zip(self.recent or steady, other.recent or steady, strict=True)
-        return tuple(
-            mine if self.delays[i] >= other.delays[i] else theirs
-            for i, (mine, theirs) in enumerate(pairs)
-        )
-
-
-def either(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Per link, whether one of two holds. An empty one holds for none."""
-    if not one or not other:
-        return one or other
-    return tuple(a or b for a, b in zip(one, other, strict=True))
-
-
-@dataclass(frozen=True)
 class Situation:
     """Measurements for a decision. Seconds; one entry per stage or link.
 
@@ -248,8 +182,8 @@ class Situation:
     normal; ``delays``: by how much; ``transfers``: which part of them a message occupies the link,
     alone. ``rooms``: memory limits of the stages, from which the limits
     in ``stages`` follow; empty if nothing is limited. ``barrier``: whether stages wait for each
-    other between iterations, so that the makespan counts, and not the period. ``own``: the links of
-    every replica, where some are slow; the other fields have the worst of each link.
+    other between iterations, so that the makespan counts, and not the period. Links are the worst
+    of all replicas.
     """
 
     stages: tuple[StageTimes, ...]
@@ -264,8 +198,6 @@ class Situation:
     recent: tuple[tuple[float, ...], ...] = ()
     """Per link, the newest delays, of windows, oldest first, if they vary so much that their mean
     says little; else empty, as the whole is if none does."""
-    own: tuple[ReplicaLinks, ...] = ()
-    """Empty if there is one replica, or all links are well."""
     route_cost: RouteCost = field(default_factory=RouteCost)
     """What delegating takes of the op times in ``stages``."""
     failed_over: tuple[bool, ...] = ()
@@ -311,98 +243,24 @@ class Situation:
             slow=(False,) * len(self.slow),
             transfers=tuple(0.0 if self.slow[i] else self.transfer(i) for i in links),
             recent=(),
-            own=(),
         )
 
     def strained(self) -> Situation:
         """The situation with all delays longer by :data:`STRAIN`."""
-        own = (replace(each, wire_times=_strained(each)) for each in self.own)
-        return replace(self, wire_times=_strained(self), own=tuple(own))
+        strained = (w + STRAIN * d for w, d in zip(self.wire_times, self.delays, strict=True))
+        return replace(self, wire_times=tuple(strained))
 
     def longer(self, by: Iterable[float]) -> Situation:
-        """The situation of replicas that are alike, with longer delays."""
+        """The situation with longer delays."""
         wires = [wire + each for wire, each in zip(self.wire_times, by, strict=True)]
-        return replace(self, wire_times=tuple(wires), own=())
-
-    def at(self, links: ReplicaLinks) -> Situation:
-        """The situation with the links of some replicas."""
-        return replace(
-            self,
-            wire_times=links.wire_times,
-            delays=links.delays,
-            slow=links.slow,
-            unknown=links.unknown,
-            transfers=links.transfers,
-            recent=links.recent,
-            failed_over=links.failed_over,
-            own=(),
-        )
-
-    def links_of(self, replicas: tuple[int, ...]) -> ReplicaLinks:
-        """The links, as those of some replicas: the inverse of :meth:`at`."""
-        return ReplicaLinks(
-            replicas=replicas,
-            wire_times=self.wire_times,
-            delays=self.delays,
-            slow=self.slow,
-            unknown=self.unknown,
-            transfers=self.transfers or (0.0,) * len(self.delays),
-            recent=self.recent,
-            failed_over=self.failed_over,
-        )
-
-    def of(self, replicas: Sequence[int]) -> Situation:
-        """The situation of some replicas: of those that are named together, the least delayed
-        ones."""
-        rows = {row for replica in replicas if (row := self._rows.get(replica)) is not None}
-        if not rows:
-            return self
-        return self.at(min((self.own[row] for row in sorted(rows)), key=lambda each: each.late))
-
-    def beside(self, other: Situation) -> Iterator[tuple[Situation, Situation]]:
-        """The situations of the same replicas, here and in ``other``."""
-        if not self.own and not other.own:
-            yield self, other
-            return
-        mine, theirs = self._rows, other._rows
-        pairs = dict.fromkeys(
-            (mine.get(replica, -1), theirs.get(replica, -1)) for replica in mine or theirs
-        )
-        for i, k in pairs:
-            here = self if i < 0 else self.at(self.own[i])
-            yield here, other if k < 0 else other.at(other.own[k])
-
-    @cached_property
-    def _rows(self) -> dict[int, int]:
-        """Index in ``own`` of each replica."""
-        return {replica: row for row, each in enumerate(self.own) for replica in each.replicas}
-
-    def slow_as(self, other: Situation) -> bool:
-        """Whether the same links of the same replicas are slow."""
-        return all(here.slow == there.slow for here, there in self.beside(other))
-
-
-def _strained(links: Situation | ReplicaLinks) -> tuple[float, ...]:
-    return tuple(w + STRAIN * d for w, d in zip(links.wire_times, links.delays, strict=True))
+        return replace(self, wire_times=tuple(wires))
 
 
 # --- differences ------------------------------------------------------------------------------
 
 
-def seen(
-    expected: Situation,
-    links: Sequence[LinkState],
-    own: Sequence[tuple[tuple[int, ...], Sequence[LinkState]]] = (),
-) -> Situation:
-    """``expected`` with the present state of its links. What is unknown or in doubt stays.
-
-    ``own``: the links of every replica, where some are slow.
-    """
-    each = (_seen(expected.of(replicas), row).links_of(replicas) for replicas, row in own)
-    return replace(_seen(expected, links), own=tuple(each))
-
-
-def _seen(before: Situation, links: Sequence[LinkState]) -> Situation:
+def seen(before: Situation, links: Sequence[LinkState]) -> Situation:
+    """``before`` with the present state of its links. What is unknown or in doubt stays."""
     known = [
         link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])
         for i, link in enumerate(links)
@@ -438,11 +296,6 @@ def change_of_links(
 ) -> Cause | None:
     """How links have changed; None if not enough to matter. ``least``: seconds of delay that never
     do; ``part``: fraction of it from which a change does."""
-    changes = [_change(here, earlier, least, part) for here, earlier in now.beside(before)]
-    return next((cause for cause in _LINK_CAUSES if cause in changes), None)
-
-
-def _change(now: Situation, before: Situation, least: float, part: float) -> Cause | None:
     links = range(len(now.slow))
     if any(now.slow[i] and not before.slow[i] for i in links):
         return "slow"
@@ -468,16 +321,12 @@ def sources_of(cause: Cause, now: Situation, before: Situation, least: float) ->
         return frozenset({BARRIER})
     changed = {
         i
-        for here, earlier in now.beside(before)
-        for i, is_slow in enumerate(here.slow)
+        for i, is_slow in enumerate(now.slow)
         if is_slow
         and (
-            not earlier.slow[i]
-            or max(
-                abs(here.delays[i] - earlier.delays[i]),
-                abs(here.transfer(i) - earlier.transfer(i)),
-            )
-            > max(least, MATERIAL * earlier.delays[i])
+            not before.slow[i]
+            or max(abs(now.delays[i] - before.delays[i]), abs(now.transfer(i) - before.transfer(i)))
+            > max(least, MATERIAL * before.delays[i])
         )
     }
     return frozenset(changed or (i for i, is_slow in enumerate(now.slow) if is_slow))
@@ -530,10 +379,6 @@ def limits_differ(now: Situation, before: Situation) -> bool:
 def without(situation: Situation, sources: Iterable[int], before: Situation) -> Situation:
     """``situation``, but with what is in ``sources`` as it was ``before``."""
     sources = tuple(sources)
-    own = tuple(
-        without(situation.at(each), sources, before.of(each.replicas)).links_of(each.replicas)
-        for each in situation.own
-    )
     wires, delays = list(situation.wire_times), list(situation.delays)
     slow = list(situation.slow)
     transfers = [situation.transfer(i) for i in range(len(slow))]
@@ -574,7 +419,6 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         transfers=tuple(transfers),
         barrier=barrier,
         recent=tuple(recent),
-        own=own,
     )
 
 

@@ -2,8 +2,7 @@
 
 A plan has one one-way delay per link. So a link is as slow as its slowest direction in its slowest
 column: an activation and its gradient cross the link once each way, and the slower way determines
-the slackness that is needed. Replicas may have plans of their own, so each of them with a slow link
-has such states, too.
+the slackness that is needed.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ a delay with some windows more in one direction than in the other."""
 
 States = tuple[LinkState, ...]
 """One state per link."""
-OwnStates = list[tuple[tuple[int, ...], States]]
-"""Replicas, and the states of their links."""
 Slow = dict[tuple[int, str], LinkState]
 """The slow directions of one link, by column and direction."""
 RAILS_SILENT_SECONDS = 200.0
@@ -53,7 +50,7 @@ RAILS_SILENT_SECONDS = 200.0
 
 class LinkTable:
     """The links of one attempt. A report costs what it has; reading costs nothing while it is
-    unchanged, else the number of links, times that of replicas with a slow link."""
+    unchanged, else the number of links."""
 
     def __init__(self, mesh: MeshShape, *, stale_after: float) -> None:
         self._mesh, self._stale_after = mesh, stale_after
@@ -65,7 +62,6 @@ class LinkTable:
         self._unknown = tuple(self._merged(i, (), None) for i in range(len(self._rest)))
         self._states: list[LinkState] = list(self._unknown)
         self._all: States | None = self._unknown
-        self._own: OwnStates | None = []
         self._heard_at = float("-inf")
         self._remembered: list[LinkState] = []
         self._since: dict[int, float] = {}
@@ -104,7 +100,7 @@ class LinkTable:
                 state = replace(state, since=self._since.get(link))
             self._states[link] = state
         if links:
-            self._all = self._own = None
+            self._all = None
 
     def begin(self) -> list[LinkState]:
         """The slow directions, for an agent that has just started: what it is told of them is all
@@ -148,47 +144,17 @@ class LinkTable:
             self._all = tuple(self._states)
         return self._all
 
-    def own_states(self, now: float) -> OwnStates:
-        """Replicas, and one state per link of these: each that has a slow link, and all others
-        together. Empty if there is one replica, or no link is slow.
-
-        Links that are well are as in any replica.
-        """
-        if self._mesh.replicas == 1 or not self._count:
-            return []
-        if self.is_silent(now):
-            return [(tuple(range(self._mesh.replicas)), self._unknown)]
-        if self._own is None:
-            self._own = self._owned()
-        return self._own
-
-    def _owned(self) -> OwnStates:
-        by_replica: dict[int, dict[int, list[LinkState]]] = {}
-        usual = list(self._states)
-        for link, slow in enumerate(self._slow):
-            if slow:
-                usual[link] = self._merged(link, (), self._rest[link])
-            for (column, _), row in slow.items():
-                found = by_replica.setdefault(self._mesh.replica_of(column), {})
-                found.setdefault(link, []).append(row)
-        own: OwnStates = []
-        for replica, links in sorted(by_replica.items()):
-            states = list(usual)
-            for link, rows in links.items():
-                states[link] = self._merged(link, rows, None)
-            own.append(((replica,), tuple(states)))
-        others = tuple(r for r in range(self._mesh.replicas) if r not in by_replica)
-        return [*own, (others, tuple(usual))] if others else own
-
     def _merged(
         self, link: int, directions: Iterable[LinkState], rest: LinkState | None
     ) -> LinkState:
-        """The state of a link from those of its directions: of the slow ones, if there are any."""
+        """The state of a link from those of its directions: of the slow ones, if there are any.
+        Unknown if one that was slow is silent now, whatever the others say."""
         if self._inside[link]:
             return LinkState(link, Health.HEALTHY)
-        slow = [row for row in directions if row.health is Health.SLOW]
+        known = list(directions)
+        slow = [row for row in known if row.health is Health.SLOW]
         if not slow:
-            if rest is None or rest.health is Health.UNKNOWN:
+            if known or rest is None or rest.health is Health.UNKNOWN:
                 return LinkState(link, Health.UNKNOWN)
             return replace(rest, column=self._mesh.column_name(rest.replica))
         longest = max(row.wire_time for row in slow)

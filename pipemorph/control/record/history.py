@@ -22,7 +22,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from pipemorph.wire import AdaptationRecord, IterationSample, OwnPlanRecord
+from pipemorph.wire import AdaptationRecord, IterationSample
 
 LEAST_ERROR = 0.12
 """Part of what slow links would have cost, or of what was saved if that is more, that is never
@@ -215,11 +215,6 @@ class Ledger:
         """Iterations that ran under a plan version, as far as they are kept, in order."""
         kept = (self._iterations[i] for i in sorted(self._iterations))
         return [each for each in kept if each.plan_version == plan_version]
-
-    def own_plans(self, plan_version: int) -> list[OwnPlanRecord]:
-        """The plans that only some replicas run under a plan version."""
-        found = (each for each in self.records if each.plan_version == plan_version)
-        return [own for record in found for own in record.own_plans]
 
     def newest_iterations(self) -> list[Finished]:
         """Those that are kept, in order."""

@@ -67,7 +67,7 @@ class Journal:
             # Ranks that start do not know yet with which iteration they go on.
             starting = report.state == "starting"
             iteration = max(report.iteration, self._done) if starting else report.iteration
-            self._lanes.take(iteration, view.links, controller.running.all_routes, fallen)
+            self._lanes.take(iteration, view.links, controller.running.routes, fallen)
             self._changes.update((each.plan_version, each) for each in view.adaptations)
             for number, sample in enumerate(report.iterations, start=1):
                 if len(self._arrived) < FIRST_ITERATIONS:

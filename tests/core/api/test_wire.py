@@ -25,7 +25,6 @@ from pipemorph.wire import (
     StageProfile,
 )
 from pipemorph.wire.generations import Loss
-from pipemorph.wire.records import OwnPlanRecord
 
 
 @given(
@@ -133,7 +132,7 @@ def leaves(value: Any) -> list[str]:
 
 
 def test_no_text_of_a_peer_adds_a_line_to_a_terminal() -> None:
-    """Of reports, records that are handed in, and what launchers report."""
+    """Of reports, and what launchers report."""
     port = {"stage": 0, "replica": 0, "device": EVIL, "port": 1, "state": EVIL, "what": EVIL}
     end = {"link": 0, "replica": 0, "direction": "forward", "agreed": "rdma", "fallbacks": 1}
     sent = report(
@@ -143,9 +142,8 @@ def test_no_text_of_a_peer_adds_a_line_to_a_terminal() -> None:
         transports={"links": [EVIL], "fallen": [end | {"transport": EVIL, "trouble": EVIL}]},
     )
     loss = {"reason": EVIL, "at": 1.0, "error": EVIL, "waits": [EVIL]}
-    own = {"replicas": [0], "text": EVIL, "warmup": [1], "routes": []}
-    read = (sent, Loss.model_validate(loss), OwnPlanRecord.model_validate(own))
+    read = (sent, Loss.model_validate(loss))
     shown = [text for each in read for text in leaves(each.model_dump(mode="json"))]
     found = [text for text in shown if "completed" in text]
-    assert len(found) == 12 and all(text.isprintable() for text in found), found
+    assert len(found) == 11 and all(text.isprintable() for text in found), found
     assert report(message="two  spaces: \u00e9").message == "two  spaces: \u00e9"

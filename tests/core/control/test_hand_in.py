@@ -176,7 +176,6 @@ def version(number: int) -> Callable[[Message], None]:
 
 PLAN = ("directive", "plan")
 RECORD = ("directive", "record")
-OTHER = {"replicas": [0], "wire_times": [], "delays": [], "slow": [True]}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,6 @@ OTHER = {"replicas": [0], "wire_times": [], "delays": [], "slow": [True]}
         (change("plan_version", to=0), "a record is of plan v1; expected 1 to 0"),
         (change("delays", to=[1e300] * 3), "snapshot.delays.0"),
         (change("delays", to=[0.0] * 4), "snapshot.delays has 4 items; expected 3"),
-        (change("own_links", to=[OTHER]), "snapshot.own_links.slow has 1 items"),
         (change("footprints", to=[[-1, None, None]] * 4), "snapshot.footprints.0.0"),
         (change("layers", to=[1] * 4), "snapshot.layers are 4; the job has None"),
         (change("flaps", to=10**9), "snapshot.flaps"),
@@ -267,17 +265,6 @@ def test_what_is_no_snapshot_is_refused(
     with pytest.raises(InputError) as refused:
         read(bytes_of(handed, **fields), JOB)
     assert words in str(refused.value)
-
-
-def test_plans_of_single_replicas_are_checked_too(handed: Message) -> None:
-    snapshot = json.loads(json.dumps(handed))
-    plan = snapshot["directive"]["plan"]
-    plan["own"] = [{"replicas": [0], "plan": plan | {"own": [], "stages": ["FIW" * 11] * 4}}]
-    with pytest.raises(InputError, match=r"directive\.plan"):
-        read(bytes_of(snapshot), JOB)
-    plan["own"] = [{"replicas": [1], "plan": dict(plan) | {"own": []}}]
-    with pytest.raises(InputError, match=r"replicas \[1\] are not some of 1"):
-        read(bytes_of(snapshot), JOB)
 
 
 def test_a_delegated_link_is_refused_where_the_spec_has_none(handed: Message) -> None:

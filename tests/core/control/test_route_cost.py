@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,14 +92,6 @@ def test_op_times_are_looked_at_every_few_iterations() -> None:
     assert [costs.due(last) for last in range(2 * LOOK_EVERY)] == [
         not last % LOOK_EVERY for last in range(2 * LOOK_EVERY)
     ]
-
-
-def test_replicas_with_plans_of_their_own_teach_nothing() -> None:
-    costs, longer = RouteCosts(), RouteCost(0.05, DIRECT).on(STAGES, AWAY)
-    costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
-    own = replace(plan_on(AWAY), own=(((1,), plan_on(DIRECT)),))
-    costs.observe(longer, own, iterations=SETTLED, last=3 * SETTLED)
-    assert costs.now == RouteCost()
 
 
 @pytest.mark.parametrize("before", [0, 3 * SETTLED])

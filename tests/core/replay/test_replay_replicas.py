@@ -24,22 +24,24 @@ FAULTS = (
 LATE = '{"at_iteration": 12, "links": {}, "reductions": {"2": {"delay_ms": 90}}}'
 
 
-def test_each_replica_gets_a_plan_for_its_own_slow_link() -> None:
+def test_one_plan_is_made_for_the_slow_links_of_all_replicas() -> None:
     found = replay(PROBLEM, parse_trace(FAULTS, 3, replicas=2), replicas=2)
     change = found.changes[0]
     assert change.iteration == 13
     assert "link 1 of replica 0 is slow" in change.reason
     assert "link 2 of replica 1 is slow" in change.reason
-    assert "own plan for link" in change.reason
-    assert change.measured == pytest.approx(change.promised, abs=0.02)
+    # No pipeline has both of them, as predicted.
+    assert change.promised is not None and change.measured is not None
+    assert change.measured >= change.promised - 0.02
     share = found.share("adaptive")
-    assert share is not None and share > 0.9
+    assert share is not None and share > 0.7
     # The iteration is that of the slowest replica, so that one replica's fault costs no less.
     alone = '{"at_iteration": 12, "links": {"2@1": {"delay_ms": 40}}}\n' + FAULTS.splitlines()[1]
     one = replay(PROBLEM, parse_trace(alone, 3, replicas=2), replicas=2)
     assert one.seconds["static"] <= found.seconds["static"]
     same = replay(PROBLEM, parse_trace(alone.replace("@1", ""), 3))
-    assert one.seconds["static"] == pytest.approx(same.seconds["static"])
+    for name in ("static", "adaptive", "oracle"):
+        assert one.seconds[name] == pytest.approx(same.seconds[name], rel=0.005), name
 
 
 def test_a_late_reduction_is_measured_and_costs_all_replicas() -> None:

@@ -339,16 +339,6 @@ def test_a_link_is_slow_since_it_was_found_to_be_however_often_its_delay_changes
     assert [each[1] for each in slow_times(log)] == [11]
 
 
-def test_with_replicas_an_older_iteration_has_no_alternative_if_a_link_was_slow() -> None:
-    known, traces = watched(4, 12)
-    spec = known.job.spec
-    cut = type(spec.parallelism).model_validate({"stages": 4, "replicas": 2})
-    job = known.job.model_copy(update={"spec": spec.model_copy(update={"parallelism": cut})})
-    traces = [replace(trace, iteration=known.available[-5]) for trace in traces]
-    view = watch_view(replace(known, job=job), traces, column=0)
-    assert view.alternative is None and "in which replicas is not kept" in view.no_alternative
-
-
 def test_a_lane_is_bounded() -> None:
     log = LaneLog()
     for i in range(3000):

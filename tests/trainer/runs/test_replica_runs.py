@@ -1,4 +1,4 @@
-"""``pipemorph run`` with slow links in different replicas, each with its own plan. Emulated."""
+"""``pipemorph run`` with slow links in different replicas. Emulated."""
 
 from __future__ import annotations
 
@@ -49,28 +49,18 @@ def warmup(events: list[dict[str, Any]], replica: int, stage: int, iteration: in
     return kinds.index("B")
 
 
-def test_each_replica_runs_the_plan_for_its_own_slow_link(tmp_path: Path) -> None:
+def test_all_replicas_run_the_plan_for_the_slow_links_of_each(tmp_path: Path) -> None:
     report = report_of(tmp_path, job())
-    own = [
-        record
-        for record in report["adaptations"]
-        if record["own_plans"] and record["applied_at_iteration"] is not None
-    ]
-    assert own, f"no replica had a plan of its own\n{report['said']}{report['adaptations']}"
-    record = own[-1]
-    (other,) = record["own_plans"]
-    (replica,) = other["replicas"]
-    assert other["text"].startswith(f"replica {replica}: own plan for link {SLOW[replica]} +")
-    assert other["text"] in record["reason"]
-    assert other["routes"][SLOW[replica]] == "delegated"
-    assert other["routes"][SLOW[1 - replica]] == "direct"
-    assert record["routes"] == ["delegated", "direct", "delegated"], "of any replica"
+    ran = [each for each in report["adaptations"] if each["applied_at_iteration"] is not None]
+    assert ran, f"no plan was changed\n{report['said']}{report['adaptations']}"
+    record = ran[-1]
+    assert record["routes"] == ["delegated", "direct", "delegated"]
     assert record["kind"] == "adapt"
 
     # What ran is what is told, in both replicas, under one version.
     trace = json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
     versions = {i["index"]: i["plan_version"] for i in report["iterations"]}
     last = max(index for index, version in versions.items() if version == record["plan_version"])
-    for place, expected in ((replica, other["warmup"]), (1 - replica, record["warmup_after"])):
-        assert [warmup(trace, place, s, last) for s in range(STAGES)] == expected, place
-    assert other["warmup"] != record["warmup_after"]
+    for replica in range(REPLICAS):
+        found = [warmup(trace, replica, stage, last) for stage in range(STAGES)]
+        assert found == record["warmup_after"], replica

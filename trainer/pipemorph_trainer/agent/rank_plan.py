@@ -157,8 +157,7 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
 def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> list[RankPlan]:
     """The parts of a plan for the ranks at ``places`` along ``pp``; None: for all of a pipeline.
 
-    ``plan`` has no plans of single replicas (:meth:`~pipemorph.planning.Plan.of_replica`). Raises
-    :class:`InputError` if the pipelines of ``mesh`` cannot run it.
+    Raises :class:`InputError` if the pipelines of ``mesh`` cannot run it.
     """
     check_plan(plan, mesh)
     message = PlanMessage.of(plan)

@@ -108,21 +108,11 @@ class RankServer:
             "reason": directive.reason,
             "promised": record.promised if record is not None else None,
         }
-        first = b""
-        others = {replica for replicas, _ in plan.own for replica in replicas}
-        most = [replica for replica in range(self._mesh.replicas) if replica not in others]
-        found: dict[tuple[int, int], bytes] = {}
-        for replicas in (most, *(replicas for replicas, _ in plan.own)):
-            if not replicas:
-                continue
-            for place, mine in enumerate(cut(plan.of_replica(replicas[0]), self._mesh)):
-                data = mine.body()
-                if 0 in replicas and place == 0:
-                    first = mine.model_copy(update=told).body()
-                found.update({(replica, place): data for replica in replicas})
+        parts = cut(plan, self._mesh)
+        bodies = [mine.body() for mine in parts]
         places = map(self._mesh.coordinate, range(self._mesh.world_size))
-        parts = {at.rank: found[at.replica, at.along("pp")] for at in places}
-        return {**parts, 0: first}
+        found = {at.rank: bodies[at.along("pp")] for at in places}
+        return {**found, 0: parts[0].model_copy(update=told).body()}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None

@@ -52,7 +52,7 @@ class ArrivingPlans:
         """Prepare a plan on this rank, between two iterations. Raises :class:`InputError` if it
         does not fit this job."""
         at = self._coordinate
-        (mine,) = cut(plan.of_replica(at.replica), at.mesh, [at.along("pp")])
+        (mine,) = cut(plan, at.mesh, [at.along("pp")])
         self._prepare(mine, page_lock=True)
 
     def take(self, *, page_lock: bool) -> None:

@@ -10,9 +10,8 @@ during iteration t runs from iteration t+1 on.
 Ranks receive plans at different times, and may miss one that was soon replaced. So what counts is
 whether all stages hold exactly that version, not the oldest of their newest ones.
 
-A version names a directive, which may have another plan for some replicas: a rank holds that of
-its own. Replicas may change their version in different iterations, since sums of gradients do not
-depend on the plan. Columns of one replica share collectives inside ops, such as those of a tensor
+Replicas may change their version in different iterations, since sums of gradients do not depend on
+the plan. Columns of one replica share collectives inside ops, such as those of a tensor
 parallel group: they run one plan and must change it together. Their first stages agree in a small
 collective at the beginning of every iteration.
 
