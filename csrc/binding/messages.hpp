@@ -194,10 +194,8 @@ inline PyType_Slot message_slots[] = {
 // Memory for a payload. Views of it keep it, also after it was sent.
 class PyLease {
   public:
-    PyLease(PyLink link, const Key& key, uint64_t bytes)
-        : link_(std::move(link)),
-          key_(key),
-          lease_(link_.link->lease(static_cast<int>(key.direction), bytes)) {}
+    PyLease(PyLink link, const Key& key, Link::Lease lease)
+        : link_(std::move(link)), key_(key), lease_(std::move(lease)) {}
     ~PyLease() {
         release();
         // What it goes back to is not here.
@@ -208,7 +206,6 @@ class PyLease {
     PyLease& operator=(const PyLease&) = delete;
 
     uint64_t bytes() const { return lease_.bytes; }
-    bool in_place() const { return lease_.in_place; }
 
     uint64_t send(const nb::bytes& note) {
         check();
@@ -216,8 +213,8 @@ class PyLease {
         info.key = key_;
         info.note = checked(note);
         info.bytes = lease_.bytes;
-        const uint8_t* data = lease_.memory();
-        const uint64_t ticket = link_.link->send(std::move(info), data, lease_.hold, lease_.slot);
+        const uint64_t ticket =
+            link_.link->send(std::move(info), lease_.data, lease_.hold, lease_.slot);
         over_ = "sent";
         return ticket;
     }
@@ -230,14 +227,9 @@ class PyLease {
 
     static int buffer(PyObject* self, Py_buffer* view, int flags) {
         auto* lease = nb::inst_ptr<PyLease>(self);
-        uint8_t* data = nullptr;
-        if (!may_show(view, [&] {
-                lease->check();
-                data = lease->lease_.memory();
-            }))
-            return -1;
-        return PyBuffer_FillInfo(view, self, data, static_cast<Py_ssize_t>(lease->lease_.bytes), 0,
-                                 flags);
+        if (!may_show(view, [lease] { lease->check(); })) return -1;
+        return PyBuffer_FillInfo(view, self, lease->lease_.data,
+                                 static_cast<Py_ssize_t>(lease->lease_.bytes), 0, flags);
     }
 
   private:

@@ -45,11 +45,13 @@ int64_t deadline_after(double timeout) {
 }
 
 nb::object lease(const PyLink& self, const KeyTuple& key, int64_t bytes) {
-    self.use();
+    Link& link = self.use();
     if (bytes < 0 || bytes > (int64_t{1} << 40))
         throw nb::value_error("nbytes must be between 0 and 2**40");
-    return nb::cast(new PyLease(self, to_key(key), static_cast<uint64_t>(bytes)),
-                    nb::rv_policy::take_ownership);
+    const Key k = to_key(key);
+    auto found = link.lease(static_cast<int>(k.direction), static_cast<uint64_t>(bytes));
+    if (!found) return nb::none();
+    return nb::cast(new PyLease(self, k, std::move(*found)), nb::rv_policy::take_ownership);
 }
 
 nb::object wrap(const PyLink& link, std::optional<Arrived> arrived) {
@@ -315,7 +317,6 @@ NB_MODULE(_engine, m) {
 
     nb::class_<PyLease>(m, "Lease", nb::is_final(), nb::type_slots(lease_slots))
         .def_prop_ro("nbytes", &PyLease::bytes)
-        .def_prop_ro("in_place", &PyLease::in_place)
         .def("send", &PyLease::send, "note"_a = nb::bytes("", 0))
         .def("release", &PyLease::release);
 

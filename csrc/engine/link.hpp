@@ -94,7 +94,9 @@ class Link final : public std::enable_shared_from_this<Link> {
     uint64_t send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold,
                   const std::optional<SlotGrant>& leased = std::nullopt);
     using Lease = LinkPaths::Lease;
-    Lease lease(int direction, uint64_t bytes) { return paths_.lease(direction, bytes); }
+    std::optional<Lease> lease(int direction, uint64_t bytes) {
+        return paths_.lease(direction, bytes);
+    }
     void end_lease(const Lease& lease) { paths_.end_lease(lease); }
     std::vector<std::shared_ptr<Memory>> lease_memory() const { return paths_.lease_memory(); }
     bool sent(uint64_t ticket);

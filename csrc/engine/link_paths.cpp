@@ -45,50 +45,33 @@ void LinkPaths::protocol_error(const std::string& why) {
               " broke the protocol: " + why);
 }
 
-uint8_t* LinkPaths::Lease::memory() {
-    if (data == nullptr) {
-        auto own = std::make_shared_for_overwrite<uint8_t[]>(bytes);
-        data = own.get();
-        hold = std::move(own);
-    }
-    return data;
-}
-
-LinkPaths::Lease LinkPaths::lease(int direction, uint64_t bytes) {
-    Lease out;
-    out.bytes = bytes;
+std::optional<LinkPaths::Lease> LinkPaths::lease(int direction, uint64_t bytes) {
     const Lock lock(mu_);
     if (link_.ended()) link_.throw_over();
-    if (bytes > 0 && link_.terms_.transport == Transport::rdma) {
-        if (auto piece = lease_pool_->take(bytes)) {
-            out.data = piece->data;
-            out.hold = std::move(piece->hold);
-            out.in_place = true;
-        } else if (const uint64_t more = lease_pool_->to_add(bytes)) {
+    if (bytes == 0) return std::nullopt;
+    if (link_.terms_.transport == Transport::rdma) {
+        if (auto piece = lease_pool_->take(bytes))
+            return Lease{piece->data, bytes, std::move(piece->hold), std::nullopt};
+        if (const uint64_t more = lease_pool_->to_add(bytes))
             aside().post([this, self = link_.shared_from_this(), more] { grow_leases(more); });
-        }
-        return out;
+        return std::nullopt;
     }
     // What is proved has to be kept here: of a slot, whoever can write there would have a changed
     // payload proved anew when it is sent again.
-    if (bytes > 0 && link_.terms_.transport == Transport::shm &&
-        runtime_.config.integrity == Integrity::crc)
-        out.slot = core_.lease(direction, bytes);
-    if (!out.slot) return out;
-    const auto segment = peer_segments_.find(out.slot->segment);
+    if (link_.terms_.transport != Transport::shm || runtime_.config.integrity != Integrity::crc)
+        return std::nullopt;
+    const auto slot = core_.lease(direction, bytes);
+    if (!slot) return std::nullopt;
+    const auto segment = peer_segments_.find(slot->segment);
     const uint64_t size = segment != peer_segments_.end() ? segment->second->size() : 0;
-    if (out.slot->offset < size && out.slot->bytes <= size - out.slot->offset) {
-        out.data = segment->second->data() + out.slot->offset;
-        out.hold = segment->second;
-        out.in_place = true;
-        return out;
-    }
+    if (slot->offset < size && slot->bytes <= size - slot->offset)
+        return Lease{segment->second->data() + slot->offset, bytes, segment->second, slot};
     // Whoever sends into it says so: a broken promise of the peer's.
     link_.or_die([&] {
-        core_.end_lease(*std::exchange(out.slot, std::nullopt));
+        core_.end_lease(*slot);
         link_.act();
     });
-    return out;
+    return std::nullopt;
 }
 
 void LinkPaths::end_lease(const Lease& lease) {

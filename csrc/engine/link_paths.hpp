@@ -25,19 +25,15 @@ class LinkPaths final : public PathHost {
     explicit LinkPaths(Link& link);
 
     // --- Memory. Any thread. ---
-    // Memory for a payload, to be filled and then sent.
+    // Memory for a payload, to be filled and then sent: nothing has to be copied any more.
     struct Lease {
-        // Where it is not in place, memory of our own, sent as any other. There is none before it
-        // is asked for: who does not want it has not paid for it.
-        uint8_t* memory();
-
         uint8_t* data = nullptr;
         uint64_t bytes = 0;
-        bool in_place = false;          // nothing has to be copied any more
         std::shared_ptr<void> hold;     // keeps `data` mapped, and over rails from others
         std::optional<SlotGrant> slot;  // the peer's, that it is in over shared memory
     };
-    Lease lease(int direction, uint64_t bytes);
+    // Nothing: none is free, or the link has none.
+    std::optional<Lease> lease(int direction, uint64_t bytes);
     // It is not sent after all.
     void end_lease(const Lease& lease);
     // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or

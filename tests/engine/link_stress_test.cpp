@@ -38,19 +38,9 @@ void send_many(Link& link, int direction, int64_t count, uint64_t seed) {
     for (int64_t i = 0; i < count; ++i) {
         const Key key = key_of(i, direction);
         const size_t bytes = size_of(i);
-        if (dice(3) != 0 || bytes == 0) {
-            under_way.push_back(send(link, key, bytes));
-        } else {
-            Link::Lease lease = link.lease(direction, bytes);
-            const auto content = payload(key.microbatch * 2 + key.direction, bytes);
-            std::memcpy(lease.memory(), content.data(), bytes);
-            MessageInfo info;
-            info.key = key;
-            info.bytes = bytes;
-            info.note = "note " + std::to_string(i);
-            const uint8_t* at = lease.data;
-            under_way.push_back(link.send(std::move(info), at, lease.hold, lease.slot));
-        }
+        auto lease = dice(3) == 0 ? link.lease(direction, bytes) : std::nullopt;
+        under_way.push_back(lease ? send_leased(link, std::move(*lease), key)
+                                  : send(link, key, bytes));
         for (; under_way.size() > 16 * kSlots; under_way.pop_front())
             wait_sent(link, under_way.front());
     }

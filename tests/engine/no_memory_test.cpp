@@ -104,11 +104,12 @@ TEST(link_that_finds_no_memory_to_send_has_not_sent_or_ends) {
             Two two(Transport::shm);
             Link& link = *two.dialled;
             two.accepted->reserve(0, 3, 4096);
-            Link::Lease lease;
+            std::optional<Link::Lease> found;
             until("memory to be leased", [&] {
-                lease = link.lease(0, 4096);
-                return lease.in_place;
+                found = link.lease(0, 4096);
+                return found.has_value();
             });
+            const Link::Lease& lease = *found;
             const auto content = std::make_shared<std::vector<uint8_t>>(payload(0, 4096));
             std::copy(content->begin(), content->end(), lease.data);
             if (!leased) link.end_lease(lease);

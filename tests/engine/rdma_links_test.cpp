@@ -31,7 +31,8 @@ Config config(uint32_t rank, std::vector<std::string> devices) {
 
 // From leased memory, as far as there is some.
 uint64_t send_leased(Link& link, const Key& key, size_t bytes) {
-    return pipemorph::send_leased(link, link.lease(static_cast<int>(key.direction), bytes), key);
+    auto lease = link.lease(static_cast<int>(key.direction), bytes);
+    return lease ? pipemorph::send_leased(link, std::move(*lease), key) : send(link, key, bytes);
 }
 
 void receive_right(Link& link, const Key& key, size_t bytes) {
@@ -145,12 +146,12 @@ TEST(rdma_link_carries_all_sizes_both_ways) {
 
 // Memory comes a moment after it was first asked for.
 Link::Lease leased_in_place(Link& link, size_t bytes) {
-    Link::Lease lease;
+    std::optional<Link::Lease> lease;
     until("memory to be leased", [&] {
         lease = link.lease(0, bytes);
-        return lease.in_place;
+        return lease.has_value();
     });
-    return lease;
+    return std::move(*lease);
 }
 
 bool within(const Link& link, const uint8_t* data) {
@@ -164,8 +165,7 @@ TEST(rdma_link_copies_nothing_of_what_is_leased) {
     Pair two(2, 2, 2);
     two.linked();
     two.accepted->reserve(0, 3, kBytes);
-    // The first is only asked for, and would be memory as any other.
-    CHECK(!two.dialled->lease(0, kBytes).in_place);
+    CHECK(!two.dialled->lease(0, kBytes));  // it is only asked for
     const Link::Lease unsent = leased_in_place(*two.dialled, kBytes);
     CHECK(within(*two.dialled, unsent.data) && !unsent.slot);
     two.dialled->end_lease(unsent);
@@ -208,11 +208,10 @@ TEST(rdma_link_leases_no_more_memory_than_it_may_have) {
     Pair two(1, 1, 1, 3 * kBytes);
     two.linked();
     two.accepted->reserve(0, 6, kBytes);
-    CHECK(!two.dialled->lease(0, 4 * kBytes).in_place && two.dialled->lease_memory().empty());
+    CHECK(!two.dialled->lease(0, 4 * kBytes) && two.dialled->lease_memory().empty());
     std::vector<Link::Lease> leases;
     for (int i = 0; i < 3; ++i) leases.push_back(leased_in_place(*two.dialled, kBytes - 100));
-    Link::Lease more = two.dialled->lease(0, 1);
-    CHECK(!more.in_place && two.dialled->lease_memory().size() <= 3);
+    CHECK(!two.dialled->lease(0, 1) && two.dialled->lease_memory().size() <= 3);
     send_leased(*two.dialled, key(0), kBytes);
     receive_right(*two.accepted, key(0), kBytes);
     CHECK(two.dialled->stats().bytes_copied_out == kBytes);
@@ -258,11 +257,10 @@ TEST(rdma_link_stages_what_is_leased_for_a_rail_that_cannot_reach_it) {
             return call.name == "reg_mr" && (none || call.device == "fake0") ? ENOMEM : 0;
         });
         if (none) {
-            CHECK(!two.dialled->lease(0, 1 << 20).in_place);
+            CHECK(!two.dialled->lease(0, 1 << 20));
             // Nobody asks for it any more, once that is known.
             until("known", [&] {
-                return !two.dialled->lease(0, 1 << 20).in_place &&
-                       two.dialled->lease_memory().empty();
+                return !two.dialled->lease(0, 1 << 20) && two.dialled->lease_memory().empty();
             });
         }
         int64_t i = 0;

@@ -70,11 +70,12 @@ print("trained on")
 """
 
 USE = """
-with pairs.in_process() as pair:
-    pair.accepted.reserve(0, 2, 1 << 20)
+with pairs.in_process(transport="shm") as pair:
+    pair.accepted.reserve(0, 3, 1 << 20)
     key, parent = (0, 0, 0, 0, 0), os.getpid()
     pair.dialled.send(key, b"x")
     message = pair.accepted.receive(key, pairs.TIMEOUT)
+    pairs.eventually(lambda: pair.dialled.send_slots(0) == 2)
     lease = pair.dialled.lease((0, 1, 0, 0, 0), 1)
 
     def use():

@@ -70,7 +70,7 @@ inline uint64_t send(Link& link, const Key& key, size_t bytes) {
 // From memory of the engine that the test fills.
 inline uint64_t send_leased(Link& link, Link::Lease lease, const Key& key) {
     const auto content = payload(key.microbatch * 2 + key.direction, lease.bytes);
-    std::copy(content.begin(), content.end(), lease.memory());
+    std::copy(content.begin(), content.end(), lease.data);
     MessageInfo info;
     info.key = key;
     info.bytes = lease.bytes;

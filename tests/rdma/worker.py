@@ -112,7 +112,7 @@ class Worker:
         """Each from memory of the engine's, when there is some."""
         for i in range(first, first + count):
             end = time.monotonic() + 120.0
-            while not (lease := self.link.lease((0, 0, i, direction, 0), size)).in_place:
+            while (lease := self.link.lease((0, 0, i, direction, 0), size)) is None:
                 if time.monotonic() > end:
                     raise TimeoutError(f"no memory to lease for message {i}")
                 os.sched_yield()

@@ -70,10 +70,6 @@ class Lease(Buffer):
 
     @property
     def nbytes(self) -> int: ...
-    @property
-    def in_place(self) -> bool:
-        """Whether the engine has nothing to copy, since the memory is the receiver's slot, or is
-        registered with the rails."""
     def send(self, note: bytes = b"") -> int:
         """Send the content under the key of the lease. Returns a ticket, as :meth:`Link.send`."""
     def release(self) -> None:
@@ -188,17 +184,15 @@ class Link:
         ``payload`` until the receiver has acknowledged it. ``note`` (at most 64 bytes) is delivered
         with the message. Messages use the K queues in turn.
         """
-    def lease(self, key: tuple[int, int, int, int, int], nbytes: int) -> Lease:
-        """Memory for a message of ``nbytes`` bytes, to be filled in place of a tensor of one's own.
+    def lease(self, key: tuple[int, int, int, int, int], nbytes: int) -> Lease | None:
+        """Memory for a message of ``nbytes`` bytes, from which it is sent without a copy. None if
+        none is free, or if the link has none (TCP, ``mac`` and ``aead``).
 
-        Over shared memory it is a slot of the receiver's, if one is free: the message is sent
-        without a copy, and ``Message.view`` shows it there. The lease uses the slot until it is
-        sent or released, but never the last free one of its size, so other messages still go
-        through. Over RDMA it is memory of the link that its rails read, if so much is free of it;
+        Over shared memory it is a slot of the receiver's, and ``Message.view`` shows it there. The
+        lease uses the slot until it is sent or released, but never the last free one of its size,
+        so other messages still go through. Over RDMA it is memory of the link that its rails read;
         a lease that finds none has more registered for the next one. It is used until the lease and
-        its views are gone and a sent message is acknowledged. Otherwise (``in_place`` is false) it
-        is memory of this process, allocated when it is first shown, which is sent as any other
-        payload.
+        its views are gone and a sent message is acknowledged.
         """
     def send_memory(
         self,

@@ -269,10 +269,9 @@ class StagedOutgoing(DelegatedOutgoing):
         if not self._leases or not nbytes:
             return None
         try:
-            lease = self.link.lease(key, nbytes)
+            return self.link.lease(key, nbytes)
         except RuntimeError as error:
             raise PipelineError(str(error)) from error
-        return lease if lease.in_place else None
 
     def close(self) -> None:
         """Wait until the engine has all messages. It flushes when it is closed."""
