@@ -7,9 +7,8 @@ What is counted. The bytes of the payloads, over the time from the moment the re
 until the last message is delivered to it. *Delivered* means: in a torch tensor of the user's own.
 The engine is used as the trainer does on a CPU: through its own ends of a delegated link, whose
 receiver has a tensor in the slot, for ops to read it there. The rows called "copied" copy it from
-there into the tensor (`copy_into`). gloo names that tensor ahead (`irecv`), and so do the rows
-called "posted" (`post_receive`, which the trainer does not use). The sender's tensors are the
-user's as well: nobody gets to place or register them. Every payload byte over TCP carries a
+there into the tensor (`copy_into`). gloo names that tensor ahead (`irecv`). The sender's tensors
+are the user's as well: nobody gets to place or register them. Every payload byte over TCP carries a
 CRC32C, checked on arrival; gloo has none. Rows called "mac" have a MAC in its place (AES-256-GCM),
 also in shared memory, and "aead" is encrypted by it as well.
 

@@ -145,12 +145,10 @@ CONTENDERS: dict[str, tuple[str, bool, str]] = {
     "gloo": ("gloo", False, ""),
     "tcp": ("tcp", False, "trainer"),
     "tcp, copied": ("tcp", False, "copied"),
-    "tcp, posted": ("tcp", False, "posted"),
     "tcp, mac": ("tcp mac", False, "trainer"),
     "tcp, aead": ("tcp aead", False, "trainer"),
     "shm": ("shm", False, "trainer"),
     "shm, copied": ("shm", False, "copied"),
-    "shm, posted": ("shm", False, "posted"),
     "shm, mac": ("shm mac", False, "trainer"),
     "gloo, one at a time": ("gloo", True, ""),
     "tcp, one at a time": ("tcp", True, "trainer"),
@@ -177,28 +175,8 @@ def play(side: Side, contender: str) -> None:
         play_by_trainer(side, kind, single=single)
     elif side.rank == 0:
         transfers.engine_send(link, side.round, side.tensors, side.count, window)
-    elif way == "copied":
-        transfers.engine_receive(link, side.round, side.tensors, side.count, window)
     else:
-        receive_posted(link, side.round, side.tensors, side.count)
-
-
-def receive_posted(link: Link, run: int, tensors: list[torch.Tensor], count: int) -> None:
-    """The other end of ``transfers.engine_send``: messages go straight into the tensors that are
-    named ahead."""
-    ahead = iter(range(count))
-
-    def post() -> None:
-        i = next(ahead, None)
-        if i is not None:
-            into = transfers.memory(tensors[i % len(tensors)])
-            link.post_receive((0, run, i, transfers.FORWARD, 0), into)
-
-    for _ in tensors:
-        post()
-    for i in range(count):
-        link.receive((0, run, i, transfers.FORWARD, 0), TIMEOUT).release()
-        post()
+        transfers.engine_receive(link, side.round, side.tensors, side.count, window)
 
 
 def play_by_trainer(side: Side, kind: str, *, single: bool) -> Times:

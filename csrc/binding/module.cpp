@@ -104,23 +104,7 @@ nb::object receive(const PyLink& self, const KeyTuple& key, double timeout) {
 nb::object try_receive(const PyLink& self, const KeyTuple& key) {
     Link& link = self.use();
     const Key k = to_key(key);
-    std::optional<Arrived> arrived;
-    {
-        std::optional<Calls::WithoutGil> no_gil;
-        arrived = link.try_receive(k, [&no_gil](uint64_t bytes) {
-            if (bytes >= kCopyWithoutGil) no_gil.emplace();
-        });
-    }
-    return wrap(self, std::move(arrived));
-}
-
-void post_receive(const PyLink& self, const KeyTuple& key, nb::handle destination) {
-    Link& link = self.use();
-    const Key k = to_key(key);
-    Buffer buffer(destination, PyBUF_WRITABLE);
-    Destination to{buffer.data(), buffer.size(), nullptr};
-    to.hold = hold(self.graveyard, buffer.take());
-    link.post_receive(k, std::move(to));
+    return wrap(self, link.try_receive(k));
 }
 
 void reserve(const PyLink& self, int direction, int64_t slots, int64_t slot_bytes) {
@@ -372,7 +356,6 @@ NB_MODULE(_engine, m) {
         .def("wait_sent", &wait_sent, "ticket"_a, "timeout"_a)
         .def("try_receive", &try_receive, "key"_a)
         .def("receive", &receive, "key"_a, "timeout"_a)
-        .def("post_receive", &post_receive, "key"_a, "destination"_a)
         .def(
             "arrived",
             [](const PyLink& self, const KeyTuple& key) { return self.use().arrived(to_key(key)); },
@@ -416,12 +399,6 @@ NB_MODULE(_engine, m) {
              "integrity"_a = "crc", "queue_pairs"_a = 1,
              "flight_bytes"_a = static_cast<int64_t>(Config().flight_bytes))
         .def_prop_ro("rails", [](const PyEngine& self) { return self.use().rails(); })
-        .def("rail_counters",
-             [](const PyEngine& self) {
-                 Engine& engine = self.use();
-                 const Calls::WithoutGil no_gil;
-                 return engine.rail_counters();
-             })
         .def_prop_ro("rails_trouble",
                      [](const PyEngine& self) -> std::optional<std::string> {
                          std::string trouble = self.use().rails_trouble();

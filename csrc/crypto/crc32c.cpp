@@ -1,10 +1,7 @@
 #include "crypto/crc32c.hpp"
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
-
-#include "os/copy.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -181,31 +178,18 @@ PIPEMORPH_WIDE inline __m512i fold(__m512i block, __m512i by, __m512i onto) {
     return _mm512_xor_si512(_mm512_xor_si512(first, second), onto);
 }
 
-// What was loaded for the sum can be stored at the same time; `to` lies on a cache line then.
-template <bool Store>
-PIPEMORPH_WIDE inline __m512i take(const uint8_t* p, [[maybe_unused]] uint8_t* to) {
-    const __m512i block = _mm512_loadu_si512(p);
-    if constexpr (Store) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), block);
-    return block;
-}
-
-template <bool Store>
-PIPEMORPH_WIDE uint32_t advance_wide(uint32_t r, const uint8_t* p, size_t n, uint8_t* to) {
+PIPEMORPH_WIDE uint32_t advance_wide(uint32_t r, const uint8_t* p, size_t n) {
     static const Fold by_2048(2048), by_512(512), by_128(128);
     if (n >= 512) {
         __m512i a[4];
-        for (int i = 0; i < 4; ++i) a[i] = take<Store>(p + 64 * i, to + 64 * i);
+        for (int i = 0; i < 4; ++i) a[i] = _mm512_loadu_si512(p + 64 * i);
         a[0] =
             _mm512_xor_si512(a[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(r))));
         p += 256;
-        to += Store ? 256 : 0;
         n -= 256;
         const __m512i far = constant(by_2048);
-        for (; n >= 256; p += 256, to += Store ? 256 : 0, n -= 256)
-            for (int i = 0; i < 4; ++i)
-                a[i] = fold(a[i], far, take<Store>(p + 64 * i, to + 64 * i));
-        // Streamed stores are ordered with nothing by themselves.
-        if constexpr (Store) _mm_sfence();
+        for (; n >= 256; p += 256, n -= 256)
+            for (int i = 0; i < 4; ++i) a[i] = fold(a[i], far, _mm512_loadu_si512(p + 64 * i));
         const __m512i near = constant(by_512);
         for (int i = 1; i < 4; ++i) a[i] = fold(a[i - 1], near, a[i]);
         alignas(64) uint64_t lanes[8];
@@ -223,7 +207,6 @@ PIPEMORPH_WIDE uint32_t advance_wide(uint32_t r, const uint8_t* p, size_t n, uin
         const auto second = static_cast<uint64_t>(_mm_extract_epi64(last, 1));
         r = static_cast<uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, first), second));
     }
-    if constexpr (Store) std::memcpy(to, p, n);
     return advance_hardware(r, p, n);
 }
 
@@ -259,28 +242,9 @@ uint32_t crc32c_narrow(uint32_t crc, Bytes data) {
 
 uint32_t crc32c(uint32_t crc, Bytes data) {
 #if defined(__x86_64__)
-    if (has_wide()) return ~advance_wide<false>(~crc, data.data(), data.size(), nullptr);
+    if (has_wide()) return ~advance_wide(~crc, data.data(), data.size());
 #endif
     return crc32c_narrow(crc, data);
-}
-
-uint32_t crc32c_copy(uint32_t crc, uint8_t* to, Bytes data) {
-#if defined(__x86_64__)
-    if (has_wide()) {
-        constexpr size_t kLine = 64;
-        const size_t head =
-            std::min((kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine, data.size());
-        if (head > 0) {
-            std::memcpy(to, data.data(), head);
-            crc = crc32c(crc, data.first(head));
-        }
-        data = data.subspan(head);
-        return ~advance_wide<true>(~crc, data.data(), data.size(), to + head);
-    }
-#endif
-    crc = crc32c(crc, data);
-    copy_past_caches(to, data.data(), data.size());
-    return crc;
 }
 
 }  // namespace pipemorph

@@ -9,10 +9,6 @@ namespace pipemorph {
 // Continue `crc` (0 to start) over `data`, with the widest instructions there are.
 uint32_t crc32c(uint32_t crc, Bytes data);
 
-// The same, and stores `data` at `to`, past the caches: for bytes that nobody reads again soon.
-// One pass where there are 512-bit multiplications.
-uint32_t crc32c_copy(uint32_t crc, uint8_t* to, Bytes data);
-
 // The first with the instruction of SSE4.2 or ARMv8 only, and without any: what other machines use,
 // and for the tests to hold all three equal.
 uint32_t crc32c_narrow(uint32_t crc, Bytes data);

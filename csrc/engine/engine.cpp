@@ -53,12 +53,6 @@ Engine::~Engine() {
     close(0.0);
 }
 
-std::map<std::string, std::map<std::string, uint64_t>> Engine::rail_counters() const {
-    std::map<std::string, std::map<std::string, uint64_t>> all;
-    for (const auto& rail : runtime_->rails) all[rail->describe()] = rail->counters();
-    return all;
-}
-
 std::vector<std::string> Engine::rails() const {
     std::vector<std::string> out;
     for (const auto& rail : runtime_->rails) out.push_back(rail->describe());

@@ -3,7 +3,6 @@
 
 #include <condition_variable>
 #include <list>
-#include <map>
 #include <mutex>
 
 #include "engine/link.hpp"
@@ -29,8 +28,6 @@ class Engine {
                                  const Interrupted& interrupted);
     std::vector<std::string> refused() const { return refusals_.list(); }
     // The rails in use, and why there are no others.
-    // What the kernel counts for each of them, by its name.
-    std::map<std::string, std::map<std::string, uint64_t>> rail_counters() const;
     std::vector<std::string> rails() const;
     const std::string& rails_trouble() const { return runtime_->rails_trouble; }
     Runtime& runtime() { return *runtime_; }

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 
-#include "os/copy.hpp"
-
 namespace pipemorph {
 namespace {
 
@@ -415,31 +413,9 @@ std::string Link::nothing_arrived(const Key& key, double timeout) const {
            std::to_string(slots) + " slots free";
 }
 
-// Takes a message out of the mailbox. If its destination was posted too late for it to be put
-// there, it is copied now, by the caller's thread and without the lock.
-std::optional<Arrived> Link::take(Lock& lock, const Key& key, const Copies& copies) {
+std::optional<Arrived> Link::take(const Key& key) {
     auto message = core_.take(key);
     if (message && message->info.bytes == 0) or_die([this] { act_for_reader(); });
-    if (!message || !message->copy_to) return message;
-    Arrived& a = *message;
-    const Destination to = std::move(*a.copy_to);
-    a.copy_to.reset();
-    const bool fits = to.bytes == a.info.bytes;
-    lock.unlock();
-    if (fits && to.bytes > 0) {
-        if (copies) copies(to.bytes);
-        copy_past_caches(to.data, a.data, to.bytes);
-        paths_.copied_in(to.bytes);
-    }
-    lock.lock();
-    if (a.slot) give_back(*a.slot, a.serial, true);
-    a.slot.reset();
-    a.data = to.data;
-    a.keep = to.hold;
-    if (!fits)
-        throw EngineError(describe() + ": " + key.describe() + " has " +
-                          std::to_string(a.info.bytes) + " bytes, the destination posted for it " +
-                          std::to_string(to.bytes));
     return message;
 }
 
@@ -448,20 +424,12 @@ std::vector<std::shared_ptr<Memory>> Link::slot_memory() const {
     return core_.in().segments();
 }
 
-void Link::post_receive(const Key& key, Destination destination) {
-    const Lock lock(mu_);
-    if (ended() && !core_.in().has(key)) throw_over();
-    if (!core_.post_receive(key, std::move(destination)))
-        throw EngineError(describe() + ": a destination is posted for " + key.describe() +
-                          " already, and its message has not been received yet");
-}
-
 std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
                                      double timeout) {
     const int64_t slice_end = steady_ns() + slice_ns;
     Lock lock(mu_);
     for (;;) {
-        if (auto message = take(lock, key)) return message;
+        if (auto message = take(key)) return message;
         if (ended()) throw_over();
         const int64_t now = steady_ns();
         if (now >= deadline_ns) throw EngineTimeout(nothing_arrived(key, timeout));
@@ -538,9 +506,9 @@ void Link::leave_to_reactor(Lock& lock) {
     lock.lock();
 }
 
-std::optional<Arrived> Link::try_receive(const Key& key, const Copies& copies) {
+std::optional<Arrived> Link::try_receive(const Key& key) {
     Lock lock(mu_);
-    auto message = take(lock, key, copies);
+    auto message = take(key);
     if (!message) leave_to_reactor(lock);
     // What had arrived before the link died is still good.
     if (!message && ended()) throw_over();

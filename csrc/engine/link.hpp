@@ -105,10 +105,7 @@ class Link final : public std::enable_shared_from_this<Link> {
     bool wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, double timeout);
     std::optional<Arrived> receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
                                    double timeout);
-    // `copies`: told before so many bytes are copied, without the lock.
-    using Copies = std::function<void(uint64_t bytes)>;
-    std::optional<Arrived> try_receive(const Key& key, const Copies& copies = {});
-    void post_receive(const Key& key, Destination destination);
+    std::optional<Arrived> try_receive(const Key& key);
     bool arrived(const Key& key) const;
     // What the receive slots lie in; mapped for as long as anybody but the engine has the link.
     std::vector<std::shared_ptr<Memory>> slot_memory() const;
@@ -214,7 +211,7 @@ class Link final : public std::enable_shared_from_this<Link> {
     bool await_reader();
     void leave_to_reactor(Lock& lock);
     bool read_for(Lock& lock, const Key& key, int64_t wait_ns);
-    std::optional<Arrived> take(Lock& lock, const Key& key, const Copies& copies = {});
+    std::optional<Arrived> take(const Key& key);
     void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
     // Parts of closing: whether this one is over. `wait`: a moment for that.
     bool leave(bool wait);

@@ -94,19 +94,4 @@ size_t usable_processors(const std::string& root) {
                                              : std::max<size_t>(most, 1);
 }
 
-uint32_t current_processor() {
-    return static_cast<uint32_t>(::sched_getcpu());
-}
-
-bool step_aside(uint32_t processor) {
-    if (current_processor() != processor) return false;
-    const auto allowed = Processors::allowed();
-    if (!allowed) return false;
-    Processors others = *allowed;
-    others.remove(processor);
-    // Moves at once; to be allowed back is no reason to go.
-    if (others.empty() || !others.apply()) return false;
-    return allowed->apply();
-}
-
 }  // namespace pipemorph

@@ -35,13 +35,4 @@ class Processors {
 // put before /proc and /sys.
 size_t usable_processors(const std::string& root = "");
 
-// The one that the calling thread runs on.
-uint32_t current_processor();
-
-// If the calling thread runs on that one, it goes to another that it may use, and may come back.
-// For threads that wake each other and work at the same time: a kernel that has put both on one
-// processor may leave them there for tens of milliseconds beside an idle one, since each of them
-// sleeps when the other begins. Whether it moved.
-bool step_aside(uint32_t processor);
-
 }  // namespace pipemorph

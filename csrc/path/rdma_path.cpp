@@ -12,7 +12,6 @@
 
 #include "base/error.hpp"
 #include "os/clock.hpp"
-#include "os/copy.hpp"
 #include "os/numa.hpp"
 
 namespace pipemorph {
@@ -363,12 +362,7 @@ void RdmaPath::chunk_received(uint32_t immediate, uint32_t bytes) {
         return;
     }
     if (sink.verdict != ChunkSink::Verdict::take) return;
-    // It is in the slot already. Only a destination of the application's own needs a copy.
-    if (sink.data != sink.slot_data) {
-        copy_past_caches(sink.data, sink.slot_data, header.length());
-        host_->copied_in(header.length());
-    }
-    host_->finish_chunk(sink, true);
+    host_->finish_chunk(sink, true);  // it is in the slot already
 }
 
 // --- Sending ----------------------------------------------------------------------------------

@@ -7,9 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "os/clock.hpp"
 #include "os/copy.hpp"
-#include "os/processors.hpp"
 
 namespace pipemorph {
 namespace {
@@ -17,8 +15,6 @@ namespace {
 constexpr int kHeadersPerTurn = 16;
 constexpr int kHeadersAtOnce = 4;
 constexpr size_t kMaxDescriptors = 4;
-// No thread steps aside more often: where every processor is busy, it is in somebody's way anyway.
-constexpr int64_t kAsideEvery = kMillisecond / 2;
 
 // What lies in memory of the two processes alone is hidden from nobody else by encryption, and the
 // kernel loses none of it.
@@ -98,7 +94,6 @@ StreamPath::Sent ShmPath::send_some() {
             std::memcpy(to, task->data, task->bytes);
         host_->copied_out(task->bytes);
     }
-    task->header.processor = current_processor();
     return send_header(task->header, {task->data, task->bytes});
 }
 
@@ -199,16 +194,6 @@ bool ShmPath::header_received() {
     }
     if (sink.verdict == ChunkSink::Verdict::take) {
         sink_ = sink;
-        if (sink.data != sink.slot_data) {
-            // The sender is at the next chunk meanwhile, so both need a processor.
-            if (header->chunks() > 1 && steady_ns() >= next_aside_ns_ &&
-                step_aside(header->processor))
-                next_aside_ns_ = steady_ns() + kAsideEvery;
-            copy_past_caches(sink.data, sink.slot_data, header->length());
-            host_->copied_in(header->length());
-        }
-        // Of the copy, if there is one: the peer, or who was handed its memory, may still write to
-        // the slot.
         const bool intact = is_proved(sink.data, header->length());
         host_->finish_chunk(std::exchange(sink_, {}), intact);
         if (!intact) {

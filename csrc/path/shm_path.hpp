@@ -41,7 +41,6 @@ class ShmPath final : public StreamPath {
     std::array<uint8_t, kHead> header_in_{};
     size_t header_have_ = 0;
     ChunkSink sink_;  // of the chunk that is being taken
-    int64_t next_aside_ns_ = 0;
     std::deque<Fd> descriptors_;
 };
 

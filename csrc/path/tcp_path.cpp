@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kReadTurn = size_t{2} << 20;
 // Bytes to sum and then send, or to receive and then sum: few enough to stay in a core's cache.
 constexpr size_t kPiece = size_t{512} << 10;
-// What is received here is summed and stored elsewhere, or dropped, before it has left the cache.
+// What is received here is dropped.
 constexpr size_t kLanding = size_t{128} << 10;
 // Between two processes of one host, what waits to be sent only pushes payloads out of the cache.
 // Between hosts the kernel sizes the buffer by bandwidth and delay.
@@ -119,7 +119,7 @@ void TcpPath::receive_some() {
         size_t room = 0;
         const uint64_t missing = chunk_ ? chunk_->length() - payload_have_ : 0;
         if (missing > 0) {
-            if (sink_.data != nullptr && !lands()) {
+            if (sink_.data != nullptr) {
                 room = std::min<uint64_t>(missing, kPiece);
                 iov[parts++] = {sink_.data + payload_have_, room};
             } else {
@@ -186,20 +186,9 @@ bool TcpPath::between_received() {
     return between_have_ < between_.size() || header_received();
 }
 
-// Memory of the application's that it posted is rarely in a cache, unlike a slot that was released
-// just now. A kernel that copies into it reads every line of it first; storing past the caches does
-// not, and costs less than that even with one more step on the way.
-bool TcpPath::lands() const {
-    constexpr uint64_t kWorthIt = uint64_t{64} << 10;
-    return sink_.data != sink_.slot_data && chunk_->length() >= kWorthIt;
-}
-
 void TcpPath::payload_received(size_t bytes) {
     if (sink_.data == nullptr || bytes == 0) {
         // Dropped, or the trailer and the next header only.
-    } else if (lands()) {
-        guard_in_.store(sink_.data + payload_have_, {landing().data(), bytes}, true);
-        host_->copied_in(bytes);
     } else {
         uint8_t* const here = sink_.data + payload_have_;
         guard_in_.store(here, {here, bytes});

@@ -22,7 +22,6 @@ class TcpPath final : public StreamPath {
     bool header_received();
     bool chunk_received();
     void payload_received(size_t bytes);
-    bool lands() const;
     const uint8_t* guard(size_t from, size_t& to);
 
     static constexpr size_t kHead = kChunkHeaderSize + kSealSize;

@@ -90,9 +90,6 @@ ChunkSink Inbox::begin_chunk(const ChunkHeader& h) {
             s.claimed = Bitmap(h.chunks());
             s.here = Bitmap(h.chunks());
             receiving_[h.message.id] = h.slot;
-            s.destination.reset();
-            s.copy_to = posted_for(h.message.key);
-            if (s.copy_to && s.copy_to->bytes == h.message.bytes) s.destination.swap(s.copy_to);
             break;
         case State::receiving:
             if (s.message.id != h.message.id || s.message.bytes != h.message.bytes ||
@@ -110,16 +107,8 @@ ChunkSink Inbox::begin_chunk(const ChunkHeader& h) {
     sink.slot = h.slot;
     sink.serial = h.serial;
     sink.index = h.index;
-    const auto& memory = segments_[s.segment];
-    uint8_t* in_slot = memory->data() + s.offset + h.offset();
-    sink.slot_data = in_slot;
-    if (s.destination) {
-        sink.data = s.destination->data + h.offset();
-        sink.keep = s.destination->hold;
-    } else {
-        sink.data = in_slot;
-        sink.keep = memory;
-    }
+    sink.keep = segments_[s.segment];
+    sink.data = segments_[s.segment]->data() + s.offset + h.offset();
     return sink;
 }
 
@@ -132,34 +121,22 @@ Inbox::Finished Inbox::finish_chunk(const ChunkSink& sink, bool intact, int64_t 
     if (!intact || !s.here.set(sink.index) || !s.here.full()) return {};
 
     receiving_.erase(s.message.id);
-    Finished finished{true, s.message.id, s.message.bytes, std::nullopt};
     Arrived a;
     a.info = s.message;
     a.arrived_ns = now_wall_ns;
-    a.posted = s.destination || s.copy_to;
-    if (s.destination) {
-        a.data = s.destination->data;
-        a.keep = std::move(s.destination->hold);
-        s.destination.reset();
-        finished.grant = grant(sink.slot);
-    } else {
-        s.state = State::full;
-        a.data = segments_[s.segment]->data() + s.offset;
-        a.keep = segments_[s.segment];
-        a.slot = sink.slot;
-        a.serial = s.serial;
-        a.copy_to.swap(s.copy_to);
-    }
+    a.data = segments_[s.segment]->data() + s.offset;
+    a.keep = segments_[s.segment];
+    a.slot = sink.slot;
+    a.serial = s.serial;
+    s.state = State::full;
     mailbox_[a.info.key].push_back(std::move(a));
-    return finished;
+    return {true, s.message.id, s.message.bytes};
 }
 
 void Inbox::deliver_empty(MessageInfo info, int64_t now_wall_ns) {
     Arrived a;
     a.info = std::move(info);
     a.arrived_ns = now_wall_ns;
-    a.copy_to = posted_for(a.info.key);
-    a.posted = a.copy_to.has_value();
     mailbox_[a.info.key].push_back(std::move(a));
 }
 
@@ -185,41 +162,7 @@ std::optional<Arrived> Inbox::take(const Key& key) {
     it->second.pop_front();
     if (it->second.empty()) mailbox_.erase(it);
     if (a.slot) slots_[*a.slot].state = State::held;
-    if (a.posted) posted_.erase(key);
     return a;
-}
-
-// What has arrived is as good as before, and so is where it is to be put.
-void Inbox::abandon() noexcept {
-    std::erase_if(posted_, [](const auto& posted) { return posted.second.has_value(); });
-    for (Slot& s : slots_) {
-        s.destination.reset();
-        s.copy_to.reset();
-    }
-}
-
-bool Inbox::post(const Key& key, Destination destination) {
-    const auto [posted, first] = posted_.try_emplace(key);
-    if (!first) return false;
-    if (const auto here = mailbox_.find(key); here != mailbox_.end()) {
-        Arrived& oldest = here->second.front();
-        oldest.posted = true;
-        oldest.copy_to = std::move(destination);
-        return true;
-    }
-    for (const auto& [_, slot] : receiving_) {
-        if (slots_[slot].message.key != key) continue;
-        slots_[slot].copy_to = std::move(destination);
-        return true;
-    }
-    posted->second = std::move(destination);
-    return true;
-}
-
-std::optional<Destination> Inbox::posted_for(const Key& key) {
-    const auto posted = posted_.find(key);
-    if (posted == posted_.end()) return std::nullopt;
-    return std::exchange(posted->second, std::nullopt);
 }
 
 std::optional<SlotGrant> Inbox::release(uint32_t slot, uint64_t serial) {

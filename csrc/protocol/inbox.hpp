@@ -17,32 +17,21 @@
 
 namespace pipemorph {
 
-// Memory of the application's that a message is to be put into.
-struct Destination {
-    uint8_t* data = nullptr;
-    uint64_t bytes = 0;
-    std::shared_ptr<void> hold;  // keeps `data` alive
-};
-
 // A message that is all here. `keep` keeps its bytes mapped while anybody looks at them.
 struct Arrived {
     MessageInfo info;
     int64_t arrived_ns = 0;  // wall clock
     uint8_t* data = nullptr;
-    std::optional<uint32_t> slot;  // empty messages and those in a destination have none
+    std::optional<uint32_t> slot;  // empty messages have none
     uint64_t serial = 0;
     std::shared_ptr<void> keep;
-    // Posted when the message was on its way into a slot already: it has to be copied.
-    std::optional<Destination> copy_to;
-    bool posted = false;  // it has a destination, here or already its place
 };
 
 // Where a chunk's bytes go while they are being read, without the lock.
 struct ChunkSink {
     enum class Verdict { take, duplicate, stale, invalid };
     Verdict verdict = Verdict::invalid;
-    uint8_t* data = nullptr;             // only for `take`; the others are read and dropped
-    const uint8_t* slot_data = nullptr;  // where a shared-memory sender has put it
+    uint8_t* data = nullptr;  // only for `take`; the others are read and dropped
     uint32_t slot = 0;
     uint64_t serial = 0;
     uint32_t index = 0;
@@ -78,17 +67,9 @@ class Inbox {
         bool message_complete = false;
         uint64_t message = 0;
         uint64_t bytes = 0;
-        std::optional<SlotGrant> grant;  // the message is not in the slot: it is free again
     };
     Finished finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
     void deliver_empty(MessageInfo info, int64_t now_wall_ns);
-
-    // The oldest message with this key that has not been taken shall be put there, the next one
-    // that comes if there is none. What comes from now on goes there directly.
-    // False: a destination was posted for that key, and its message has not been taken.
-    bool post(const Key& key, Destination destination);
-    // The link is dead: let go of every destination.
-    void abandon() noexcept;
 
     std::vector<ChunkReport> report(const std::vector<uint64_t>& messages) const;
 
@@ -125,8 +106,6 @@ class Inbox {
         uint64_t serial = 0;
         MessageInfo message;
         uint32_t chunk_bytes = 0;
-        std::optional<Destination> destination;
-        std::optional<Destination> copy_to;
         Bitmap claimed;  // being read right now
         Bitmap here;
     };
@@ -137,9 +116,6 @@ class Inbox {
     std::vector<std::shared_ptr<Memory>> segments_;
     std::unordered_map<uint64_t, uint32_t> receiving_;  // message → slot, until it is complete
     std::unordered_map<Key, std::deque<Arrived>, KeyHash> mailbox_;
-    // From `post` until the message is taken; empty once it is known which message that is.
-    std::unordered_map<Key, std::optional<Destination>, KeyHash> posted_;
-    std::optional<Destination> posted_for(const Key& key);
 };
 
 }  // namespace pipemorph

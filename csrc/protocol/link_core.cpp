@@ -146,11 +146,6 @@ void LinkCore::grant(const std::vector<SlotGrant>& grants) {
     actions_.flush = true;
 }
 
-void LinkCore::abandon() noexcept {
-    out_.abandon();
-    in_.abandon();
-}
-
 // --- The peer's frames ---------------------------------------------------------------------------
 
 bool LinkCore::handles(const Frame& frame) {
@@ -338,10 +333,6 @@ uint64_t LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_
     ++counters_.messages_received;
     counters_.bytes_received += finished.bytes;
     acknowledge(finished.message);
-    if (finished.grant) {
-        emptied(*finished.grant);
-        waiting_.slots.push_back(*finished.grant);
-    }
     changed();
     return finished.bytes;
 }

@@ -122,9 +122,6 @@ class LinkCore {
     }
     // It does not post it after all.
     void end_lease(const SlotGrant& slot);
-    bool post_receive(const Key& key, Destination destination) {
-        return in_.post(key, std::move(destination));
-    }
     std::optional<Arrived> take(const Key& key);
     // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, but at
     // most two wait for that.
@@ -138,7 +135,7 @@ class LinkCore {
     // Shared memory: the next segment that the peer is still to be shown.
     std::optional<uint32_t> next_segment_to_offer();
     // The link is over: lets go of what is the application's. Nothing is left to be done.
-    void abandon() noexcept;
+    void abandon() noexcept { out_.abandon(); }
     // And nobody has any of what is in there.
     Inbox drop_inbox() { return std::exchange(in_, Inbox()); }
 

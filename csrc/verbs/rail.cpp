@@ -305,21 +305,6 @@ PortAddress Rail::address() const {
     return out;
 }
 
-std::map<std::string, uint64_t> Rail::counters(const std::string& sysfs) const {
-    std::map<std::string, uint64_t> all;
-    const std::string port =
-        sysfs + "/class/infiniband/" + device_->name + "/ports/" + std::to_string(port_);
-    for (const char* kind : {"counters", "hw_counters"}) {
-        std::error_code none;  // a driver need not have both
-        for (const auto& file : std::filesystem::directory_iterator(port + "/" + kind, none)) {
-            std::ifstream in(file.path());
-            uint64_t value = 0;
-            if (in >> value) all[file.path().filename().string()] = value;
-        }
-    }
-    return all;
-}
-
 std::shared_ptr<Registration> Rail::borrow_staging(size_t bytes) {
     {
         const std::lock_guard lock(mu_);

@@ -112,10 +112,6 @@ class Rail : public std::enable_shared_from_this<Rail> {
     // Where its card is; numa::kNowhere if that is not known.
     int numa_node() const { return numa_node_; }
 
-    // What the kernel counts for the port, by the names of sysfs (counters and hw_counters); empty
-    // where the driver counts nothing.
-    std::map<std::string, uint64_t> counters(const std::string& sysfs = "/sys") const;
-
     // Asks the device: port state and GIDs change. Throws EngineError if the port is not active
     // or has no usable GID.
     PortAddress address() const;

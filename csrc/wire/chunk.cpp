@@ -23,7 +23,7 @@ void encode_chunk(const ChunkHeader& h, std::span<uint8_t, kChunkHeaderSize> out
     w.u64(h.serial);
     w.u32(h.index);
     w.u32(h.chunk_bytes);
-    w.u32(h.processor);
+    w.u32(0);
     w.u64(h.message.id);
     w.u64(h.message.bytes);
     w.i64(h.message.posted_ns);
@@ -53,7 +53,7 @@ std::optional<ChunkHeader> decode_chunk(Bytes data) {
     h.serial = r.u64();
     h.index = r.u32();
     h.chunk_bytes = r.u32();
-    h.processor = r.u32();
+    r.u32();
     h.message.id = r.u64();
     h.message.bytes = r.u64();
     h.message.posted_ns = r.i64();

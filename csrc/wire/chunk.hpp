@@ -24,8 +24,7 @@ struct ChunkHeader {
     uint64_t serial = 0;  // of the slot's grant: tells this use of the slot from earlier ones
     uint32_t index = 0;
     uint32_t chunk_bytes = 0;
-    uint32_t processor = 0;  // shared memory only: what the sender ran on
-    MessageInfo message;     // for Type::segment only `bytes` counts: the segment's size
+    MessageInfo message;  // for Type::segment only `bytes` counts: the segment's size
 
     uint64_t chunks() const {
         return chunk_bytes == 0 ? 0 : (message.bytes + chunk_bytes - 1) / chunk_bytes;

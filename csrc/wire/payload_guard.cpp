@@ -4,7 +4,6 @@
 #include <string_view>
 
 #include "crypto/crc32c.hpp"
-#include "os/copy.hpp"
 
 namespace pipemorph {
 namespace {
@@ -15,12 +14,8 @@ Digest payload_key(const Digest& key) {
     return Hmac(key).update({reinterpret_cast<const uint8_t*>(kFor.data()), kFor.size()}).finish();
 }
 
-void copy(uint8_t* to, Bytes data, bool far) {
-    if (to == data.data()) return;
-    if (far)
-        copy_past_caches(to, data.data(), data.size());
-    else
-        std::memcpy(to, data.data(), data.size());
+void copy(uint8_t* to, Bytes data) {
+    if (to != data.data()) std::memcpy(to, data.data(), data.size());
 }
 
 }  // namespace
@@ -57,18 +52,16 @@ void PayloadGuard::pass(Bytes data) {
         crc_ = crc32c(crc_, data);
 }
 
-void PayloadGuard::store(uint8_t* to, Bytes data, bool far) {
+void PayloadGuard::store(uint8_t* to, Bytes data) {
     if (data.empty()) return;
     if (encrypts()) {
         cipher_->apply(to, data);
     } else if (cipher_) {
         // Of the copy: what is summed is what is read afterwards, whoever else can write to `data`.
-        copy(to, data, far);
+        copy(to, data);
         cipher_->authenticate({to, data.size()});
-    } else if (far) {
-        crc_ = crc32c_copy(crc_, to, data);
     } else {
-        copy(to, data, false);
+        copy(to, data);
         crc_ = crc32c(crc_, {to, data.size()});
     }
 }

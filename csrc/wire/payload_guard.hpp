@@ -32,8 +32,8 @@ class PayloadGuard {
     // The payload's next bytes. If it encrypts, they have to be stored.
     void pass(Bytes data);
     // The same, and stores them at `to`, which may be where they are: encrypted by who sends,
-    // decrypted by who receives. `far`: nobody reads them there soon.
-    void store(uint8_t* to, Bytes data, bool far = false);
+    // decrypted by who receives.
+    void store(uint8_t* to, Bytes data);
     // Ends the chunk: what follows its payload. Of a CRC the first four bytes, then zeros.
     Tag finish();
     // Ends the chunk: whether that followed it.

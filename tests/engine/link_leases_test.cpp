@@ -69,23 +69,3 @@ TEST(link_leases_after_it_has_ended_are_harmless) {
     two.reset();
     std::memset(lease.data, 1, lease.bytes);  // it stays mapped
 }
-
-// Whoever must not be held up by a copy, as the interpreter, lets go of what others wait for.
-TEST(link_says_before_it_copies_what_was_posted_too_late) {
-    constexpr Key kKey{0, 0, 0, 0, 0};
-    Two two(Transport::tcp);
-    Link& link = *two.accepted;
-    link.reserve(0, 1, 4096);
-    send(*two.dialled, kKey, 4096);
-    until("arrived", [&] { return link.arrived(kKey); });
-    std::vector<uint8_t> into(4096);
-    link.post_receive(kKey, {into.data(), into.size(), nullptr});
-    uint64_t copied = 0;
-    const auto message = link.try_receive(kKey, [&](uint64_t bytes) {
-        CHECK(link.alive());  // for which it has to have let go of its lock
-        CHECK(into == std::vector<uint8_t>(4096));
-        copied += bytes;
-    });
-    CHECK(message && message->data == into.data() && copied == 4096);
-    CHECK(into == payload(0, 4096));
-}

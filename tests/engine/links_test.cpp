@@ -62,33 +62,7 @@ void pass_no_thread(Transport transport) {
                         std::to_string(kMessages) + " messages and their answers");
 }
 
-void all_sizes(Transport transport) {
-    Two two(transport);
-    CHECK(two.dialled->transport() == transport && two.accepted->transport() == transport);
-    two.accepted->reserve(0, 2, 1 << 20);
-    two.dialled->reserve(1, 2, 1 << 20);
-    std::vector<uint64_t> tickets;
-    for (int64_t i = 0; i < 21; ++i) {
-        tickets.push_back(send(*two.dialled, {0, 0, i, 0, 0}, size_of(i)));
-        send(*two.accepted, {0, 0, i, 1, 0}, size_of(i));
-    }
-    for (int64_t i = 0; i < 21; ++i) {
-        check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), size_of(i));
-        check_and_release(*two.dialled, receive(*two.dialled, {0, 0, i, 1, 0}), size_of(i));
-    }
-    for (const uint64_t t : tickets) wait_sent(*two.dialled, t);
-    CHECK(two.dialled->drain_telemetry().size() == 21);
-}
-
 }  // namespace
-
-TEST(link_all_sizes_tcp) {
-    all_sizes(Transport::tcp);
-}
-
-TEST(link_all_sizes_shm) {
-    all_sizes(Transport::shm);
-}
 
 TEST(link_small_messages_pass_no_thread_of_the_engine_tcp) {
     pass_no_thread(Transport::tcp);

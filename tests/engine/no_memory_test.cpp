@@ -183,10 +183,13 @@ TEST(link_that_finds_no_memory_to_end_ends_all_the_same) {
         size_t first = 0;
         for (size_t failures = 1; failures > 0; ++first) {
             Two two(transport);
-            auto posted = std::make_shared<std::vector<uint8_t>>(100);
-            const std::weak_ptr<void> held = posted;
-            uint8_t* const at = posted->data();
-            two.accepted->post_receive({0, 0, 0, 0, 0}, {at, 100, std::move(posted)});
+            auto payload = std::make_shared<std::vector<uint8_t>>(100);
+            const std::weak_ptr<void> held = payload;
+            MessageInfo info;
+            info.bytes = payload->size();
+            info.key.direction = 1;
+            const uint8_t* const at = payload->data();
+            two.accepted->send(std::move(info), at, std::move(payload));  // there is no slot
             const std::string why(100, 'y');
             try {
                 const NoMemory none(first);

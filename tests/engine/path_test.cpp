@@ -33,7 +33,6 @@ ConnectionKeys keys() {
 // A link of one slot.
 struct FakeHost final : TestHost {
     std::vector<uint8_t> slot = std::vector<uint8_t>(kBytes);
-    std::vector<uint8_t> posted;  // if any, payloads are for this and not for the slot
     int taken = 0;
     int intact = 0;
     int broken = 0;
@@ -65,8 +64,7 @@ struct FakeHost final : TestHost {
         note([&] { ++taken; });
         ChunkSink sink;
         sink.verdict = h.slot == 0 ? ChunkSink::Verdict::take : ChunkSink::Verdict::invalid;
-        sink.slot_data = slot.data();
-        if (h.slot == 0) sink.data = posted.empty() ? slot.data() : posted.data();
+        if (h.slot == 0) sink.data = slot.data();
         return sink;
     }
     void finish_chunk(const ChunkSink&, bool ok) override {
@@ -159,40 +157,11 @@ void takes_chunks_however_they_are_cut(Integrity integrity) {
     CHECK(wire.host->slot == std::vector<uint8_t>(kBytes, 8) && wire.host->lost.empty());
 }
 
-void stores_a_posted_payload(Integrity integrity) {
-    constexpr uint32_t kLarge = 300'001;
-    Wire wire(integrity);
-    wire.host->posted.resize(kLarge);
-    ChunkHeader h = header();
-    h.message.bytes = kLarge;
-    h.chunk_bytes = 1 << 20;
-    std::vector<uint8_t> payload(kLarge);
-    for (size_t i = 0; i < payload.size(); ++i) payload[i] = static_cast<uint8_t>(i * i >> 7);
-    std::vector<uint8_t> all = wire.head(h);
-    wire.add_payload(all, payload);
-    // In odd pieces, each read before the next one comes: all of them begin off a cache line.
-    std::mt19937 random(5);
-    for (size_t at = 0; at < all.size();) {
-        const size_t n = std::min<size_t>(1 + random() % 40'000, all.size() - at);
-        wire.say(Bytes(all).subspan(at, n));
-        for (int pass = 0; pass < 2; ++pass) wire.on_reactor([] {});
-        at += n;
-    }
-    wire.host->until([&] { return wire.host->intact == 1; });
-    CHECK(wire.host->posted == payload && wire.host->lost.empty());
-    CHECK(wire.host->slot == std::vector<uint8_t>(kBytes));
-}
-
 }  // namespace
 
 TEST(path_takes_chunks_however_they_are_cut) {
     for (const Integrity integrity : {Integrity::crc, Integrity::mac, Integrity::aead})
         takes_chunks_however_they_are_cut(integrity);
-}
-
-TEST(path_stores_a_posted_payload_where_it_belongs) {
-    for (const Integrity integrity : {Integrity::crc, Integrity::mac, Integrity::aead})
-        stores_a_posted_payload(integrity);
 }
 
 TEST(path_with_a_wrong_checksum_is_given_up_and_the_chunk_not_counted) {

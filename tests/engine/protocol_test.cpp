@@ -297,45 +297,6 @@ TEST(empty_messages_need_no_slot) {
     CHECK(arrived && !arrived->slot);
 }
 
-TEST(a_posted_destination_is_filled_directly_and_frees_the_slot) {
-    Pair p;
-    p.reserve(0, 1, 2 * kChunk);
-    std::vector<uint8_t> user(2 * kChunk);
-    auto hold = std::make_shared<int>(1);
-    CHECK(p.in.post(message(0, 0).key, {user.data(), user.size(), hold}));
-    CHECK(!p.in.post(message(0, 0).key, {user.data(), user.size(), hold}));
-    p.post(message(0, 2 * kChunk));
-    const auto first = *p.next();
-    const ChunkSink sink = p.in.begin_chunk(first.header);
-    CHECK(sink.data == user.data() && sink.slot_data != sink.data);
-    CHECK(!p.in.finish_chunk(sink, true, 3).message_complete);
-    const auto second = *p.next();
-    const auto done = p.in.finish_chunk(p.in.begin_chunk(second.header), true, 3);
-    CHECK(done.message_complete && done.grant && p.in.slots_in_use(0) == 0);
-    CHECK(p.in.begin_chunk(first.header).verdict == ChunkSink::Verdict::stale);
-    const auto arrived = p.in.take(message(0, 0).key);
-    CHECK(arrived->data == user.data() && !arrived->slot && !arrived->copy_to);
-    CHECK(hold.use_count() == 3);  // ours, the arrived message's and the sink's
-}
-
-TEST(a_destination_posted_too_late_or_of_another_size_is_for_the_caller_to_fill) {
-    Pair p;
-    p.reserve(0, 2, 2 * kChunk);
-    std::vector<uint8_t> user(kChunk);
-    p.post(message(0, 2 * kChunk));
-    p.carry(*p.next());
-    CHECK(p.in.post(message(0, 0).key, {user.data(), user.size(), nullptr}));
-    CHECK(p.carry(*p.next()));
-    CHECK(p.in.post(message(1, 0).key, {user.data(), user.size(), nullptr}));
-    p.post(message(1, kChunk + 1));
-    p.carry(*p.next());
-    p.carry(*p.next());
-    for (const int64_t i : {0, 1}) {
-        const auto arrived = p.in.take(message(i, 0).key);
-        CHECK(arrived->slot && arrived->copy_to->data == user.data());
-    }
-}
-
 // Any interleaving of posts, deliveries, losses, reports and releases delivers each message once.
 TEST(random_losses_still_deliver_exactly_once) {
     for (uint32_t seed = 0; seed < 200; ++seed) {

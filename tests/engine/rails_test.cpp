@@ -111,21 +111,3 @@ TEST(rails_need_reliable_connections) {
     CHECK(
         host.said("rxe0 has no reliable connections as rails need them: Operation not supported"));
 }
-
-TEST(rails_count_what_the_kernel_counts) {
-    Host host;
-    const std::string port = "class/infiniband/mlx5_0/ports/2/";
-    host.sys.put(port + "counters/port_xmit_data", "7000000000");
-    host.sys.put(port + "counters/port_xmit_wait", "0");
-    host.sys.put(port + "hw_counters/out_of_sequence", "3");
-    host.sys.put(port + "hw_counters/lifespan", "N/A");
-    host.sys.put("class/infiniband/mlx5_0/ports/1/counters/port_xmit_data", "1");
-    RailOptions options;
-    options.devices = {"mlx5_0:2", "rxe0"};
-    const auto rails = Rail::open_all(host.fabric.verbs(), options, host.trouble, host.sys.root);
-    CHECK((rails.at(0)->counters(host.sys.root) ==
-           std::map<std::string, uint64_t>{
-               {"out_of_sequence", 3}, {"port_xmit_data", 7'000'000'000}, {"port_xmit_wait", 0}}));
-    CHECK(rails.at(1)->counters(host.sys.root).empty());
-    for (const auto& rail : rails) rail->stop();
-}

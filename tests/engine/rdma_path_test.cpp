@@ -69,7 +69,6 @@ struct Host final : TestHost {
         sink.verdict = ChunkSink::Verdict::take;
         sink.index = h.index;
         sink.data = slot->data() + h.offset();
-        sink.slot_data = sink.data;
         return sink;
     }
     void finish_chunk(const ChunkSink& sink, bool intact) override {

@@ -31,10 +31,8 @@ ConnectionKeys keys() {
 struct FakeHost final : TestHost {
     std::shared_ptr<Memory> memory = Memory::anonymous(4 * kChunk);
     std::vector<uint8_t> source = std::vector<uint8_t>(4 * kChunk);
-    std::vector<uint8_t> posted = std::vector<uint8_t>(4 * kChunk);
     std::shared_ptr<OutMessage> message = std::make_shared<OutMessage>();
     uint64_t to_send = 0;  // bytes left of the message
-    uint32_t ran_on = 0;
     int finished = 0;
     int intact = 0;
     uint64_t copied = 0;  // out of its source
@@ -66,13 +64,11 @@ struct FakeHost final : TestHost {
         if (taking) taking();
         ChunkSink sink;
         sink.verdict = ChunkSink::Verdict::take;
-        sink.slot_data = memory->data() + h.offset();
-        sink.data = posted.data() + h.offset();
+        sink.data = memory->data() + h.offset();
         return sink;
     }
     void finish_chunk(const ChunkSink&, bool ok) override {
         note([&] {
-            ran_on = current_processor();
             ++finished;
             intact += ok;
         });
@@ -150,12 +146,11 @@ struct Wire {
     }
 };
 
-ChunkHeader chunk(uint64_t bytes, uint32_t processor) {
+ChunkHeader chunk(uint64_t bytes) {
     ChunkHeader h;
     h.path = kPath;
     h.epoch = kEpoch;
     h.chunk_bytes = kChunk;
-    h.processor = processor;
     h.message.id = 1;
     h.message.bytes = bytes;
     return h;
@@ -179,7 +174,6 @@ TEST(shm_path_puts_chunks_into_the_slot_before_it_tells_of_them) {
         for (uint64_t at = 0; at < bytes;) {
             const ChunkHeader h = wire.hear();
             CHECK(h.offset() == at && h.message.bytes == bytes);
-            CHECK(Processors::allowed()->has(h.processor));
             CHECK(std::memcmp(wire.host->memory->data() + at, wire.host->source.data() + at,
                               h.length()) == 0);
             at += h.length();
@@ -206,14 +200,14 @@ TEST(shm_path_writes_nothing_outside_of_what_is_mapped_for_a_slot) {
 TEST(shm_path_refuses_headers_and_payloads_without_the_mac_of_the_peer) {
     for (const int change : {-1, 8, int{kChunkHeaderSize}, int{kHead} - 1}) {
         Wire wire(Integrity::mac);
-        wire.say(chunk(kChunk, 0));
+        wire.say(chunk(kChunk));
         wire.host->until("taken", [&] { return wire.host->intact == 1; });
         if (change < 0) {
             // Somebody else writes to the slot after the sender has summed it.
-            ChunkHeader h = chunk(kChunk, 0);
+            ChunkHeader h = chunk(kChunk);
             wire.say_late(h, [&] { wire.host->memory->data()[100] ^= 1; });
         } else {
-            wire.say(chunk(kChunk, 0), change);
+            wire.say(chunk(kChunk), change);
         }
         wire.host->until("lost", [&] { return !wire.host->lost.empty(); });
         CHECK(wire.host->intact == 1 && wire.host->refusals == 1);
@@ -232,34 +226,9 @@ TEST(shm_path_lets_go_of_a_chunk_that_it_cannot_prove_for_want_of_memory) {
         cipher.encrypt_update = [](CipherContext*, unsigned char*, int*, const unsigned char*,
                                    int) { return 0; };
     };
-    wire.say(chunk(kChunk, 0));
+    wire.say(chunk(kChunk));
     wire.host->until("lost", [&] { return !wire.host->lost.empty(); });
     cipher.encrypt_update = works;
     CHECK(wire.host->lost == "libcrypto cannot compute AES-256-GCM");
     CHECK(wire.host->finished == 1 && wire.host->intact == 0);
-}
-
-TEST(shm_path_copies_on_another_processor_than_the_sender) {
-    const auto allowed = *Processors::allowed();
-    size_t processors = 0;
-    for (size_t i = 0; i < 8192; ++i) processors += allowed.has(i);
-    Wire wire;
-    int together = 0;
-    constexpr int kChunks = 50;
-    uint32_t sender = current_processor();
-    for (int i = 0; i < kChunks; ++i) {
-        wire.say(chunk(2 * kChunk, sender));
-        wire.host->until("copied", [&] { return wire.host->finished > i; });
-        together += wire.host->ran_on == sender;
-        // The next sender is where the thread that copies has been last, and is found again.
-        sender = wire.host->ran_on;
-        // It does not step aside twice in half a millisecond.
-        for (const int64_t began = steady_ns(); steady_ns() < began + kMillisecond;)
-            std::this_thread::yield();
-    }
-    // The kernel may move it back at any time, and rarely does.
-    if (processors > 1)
-        CHECK(together < kChunks / 4);
-    else
-        CHECK(together == kChunks);
 }

@@ -162,7 +162,6 @@ void World::land(int side, const ConnectionPointer& c) {
         path_lost(1 - side, c);
         return;
     }
-    if (sink.data != sink.slot_data) std::memcpy(sink.data, sink.slot_data, told.task.bytes);
     finish(side, sink, told);
 }
 

@@ -143,13 +143,6 @@ void World::receive(int side) {
     }
     if (end(1 - side).sent.empty()) return;
     Sent& m = pick(1 - side);
-    if (!m.asked && !m.delivered && !m.content.empty() && random_(4) == 0) {
-        m.asked = true;
-        ++tally_.posted_destinations;
-        m.destination.assign(m.content.size(), 0xcc);
-        require(e.core.post_receive(m.key, {m.destination.data(), m.destination.size(), nullptr}),
-                "a destination was refused");
-    }
     const auto arrived = e.core.take(m.key);
     if (!arrived) return;
     trace("%d takes message %llu", side, (unsigned long long)m.id);

@@ -114,8 +114,6 @@ struct Sent {
     uint64_t id = 0;
     bool complete = false;  // at the receiver
     bool delivered = false;
-    std::vector<uint8_t> destination;
-    bool asked = false;
 };
 
 struct End {

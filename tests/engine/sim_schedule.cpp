@@ -368,7 +368,6 @@ Tally& Tally::operator+=(const Tally& o) {
     schedules += o.schedules;
     steps += o.steps;
     messages += o.messages;
-    posted_destinations += o.posted_destinations;
     grown += o.grown;
     leases += o.leases;
     paths_lost += o.paths_lost;

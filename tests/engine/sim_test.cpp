@@ -60,7 +60,7 @@ Outcome play_random(uint64_t schedules) {
 
 void print(const Tally& t) {
     std::printf(
-        "        %llu schedules, %llu steps, %llu messages (%llu into destinations, %llu leases), "
+        "        %llu schedules, %llu steps, %llu messages (%llu leases), "
         "%llu "
         "times larger slots; lost: %llu "
         "paths (%llu replaced), %llu control connections (%llu resumed), %llu half dials; %llu "
@@ -69,16 +69,16 @@ void print(const Tally& t) {
         "added, %llu times a full window; writes after their sender gave "
         "up: %llu landed in time, %llu stopped by the fence\n",
         (unsigned long long)t.schedules, (unsigned long long)t.steps,
-        (unsigned long long)t.messages, (unsigned long long)t.posted_destinations,
-        (unsigned long long)t.leases, (unsigned long long)t.grown, (unsigned long long)t.paths_lost,
-        (unsigned long long)t.replaced, (unsigned long long)t.controls_lost,
-        (unsigned long long)t.resumes, (unsigned long long)t.half_dials,
-        (unsigned long long)t.fallbacks, (unsigned long long)t.failbacks,
-        (unsigned long long)t.segments, (unsigned long long)t.chunks_resent,
-        (unsigned long long)t.duplicates, (unsigned long long)t.stale,
-        (unsigned long long)t.dropped, (unsigned long long)t.damaged, (unsigned long long)t.late,
-        (unsigned long long)t.slots_added, (unsigned long long)t.full_windows,
-        (unsigned long long)t.late_writes, (unsigned long long)t.fenced_writes);
+        (unsigned long long)t.messages, (unsigned long long)t.leases, (unsigned long long)t.grown,
+        (unsigned long long)t.paths_lost, (unsigned long long)t.replaced,
+        (unsigned long long)t.controls_lost, (unsigned long long)t.resumes,
+        (unsigned long long)t.half_dials, (unsigned long long)t.fallbacks,
+        (unsigned long long)t.failbacks, (unsigned long long)t.segments,
+        (unsigned long long)t.chunks_resent, (unsigned long long)t.duplicates,
+        (unsigned long long)t.stale, (unsigned long long)t.dropped, (unsigned long long)t.damaged,
+        (unsigned long long)t.late, (unsigned long long)t.slots_added,
+        (unsigned long long)t.full_windows, (unsigned long long)t.late_writes,
+        (unsigned long long)t.fenced_writes);
 }
 
 [[noreturn]] void report(const std::string& violation) {
@@ -103,13 +103,12 @@ TEST(sim_random_faults_deliver_every_message_once) {
     const Tally& t = outcome.tally;
     CHECK(t.schedules == schedules);
     for (const uint64_t count :
-         {t.paths_lost,    t.half_dials,  t.controls_lost, t.resumes,
-          t.chunks_resent, t.duplicates,  t.stale,         t.dropped,
-          t.damaged,       t.late_writes, t.fenced_writes, t.posted_destinations,
-          t.grown,         t.leases,      t.late,          t.full_windows,
-          t.fallbacks,     t.failbacks,   t.segments,      t.replaced})
+         {t.paths_lost, t.half_dials, t.controls_lost, t.resumes, t.chunks_resent, t.duplicates,
+          t.dropped, t.damaged, t.late_writes, t.fenced_writes, t.grown, t.leases, t.late,
+          t.full_windows, t.fallbacks, t.failbacks, t.segments, t.replaced})
         CHECK(count > schedules / 100);
-    CHECK(t.slots_added > schedules / 1000);
+    // A slot is seldom granted again while an earlier message's chunk is still on its way.
+    for (const uint64_t count : {t.slots_added, t.stale}) CHECK(count > schedules / 1000);
     for (const uint64_t count : t.faults) CHECK(count > schedules / 100);
 }
 

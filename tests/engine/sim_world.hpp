@@ -61,7 +61,7 @@ struct Options {
 
 // How often what happened, over all schedules of a run: a fault that never happens tests nothing.
 struct Tally {
-    uint64_t schedules = 0, steps = 0, messages = 0, posted_destinations = 0, grown = 0, leases = 0;
+    uint64_t schedules = 0, steps = 0, messages = 0, grown = 0, leases = 0;
     uint64_t paths_lost = 0, half_dials = 0, controls_lost = 0, resumes = 0;
     uint64_t chunks_resent = 0, duplicates = 0, stale = 0, dropped = 0, damaged = 0;
     uint64_t fallbacks = 0, failbacks = 0, segments = 0, replaced = 0;

@@ -256,65 +256,6 @@ def test_the_payload_is_held_until_acknowledged_and_then_let_go(transport):
         pairs.eventually(lambda: resizable(p.dialled, data))
 
 
-@pairs.TRANSPORTS
-def test_a_posted_destination_receives_the_message(transport):
-    with pairs.in_process(transport=transport, chunk_bytes=64 << 10) as p:
-        p.accepted.reserve(0, 2, MIB)
-        data = [pairs.payload(i, MIB - i) for i in range(20)]
-        into = [bytearray(MIB - i) for i in range(20)]
-        for i, destination in enumerate(into):
-            p.accepted.post_receive((0, 0, i, 0, 0), destination)
-        with pytest.raises(EngineError, match=r"posted for F microbatch 3 .* already"):
-            p.accepted.post_receive((0, 0, 3, 0, 0), into[3])
-        # Nothing is consumed, yet the slots suffice: a posted message leaves its slot at once.
-        for t in [p.dialled.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]:
-            p.dialled.wait_sent(t, pairs.TIMEOUT)
-        assert p.accepted.stats().slots_in_use == 0
-        for i in range(20):
-            m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
-            assert into[i] == data[i] == m.view()
-            with pytest.raises(BufferError):
-                into[i].append(0)  # still held
-            m.release()
-        pairs.eventually(lambda: resizable(p.accepted, into[0]))
-
-
-@pairs.TRANSPORTS
-def test_a_destination_posted_after_arrival_is_filled_by_receive(transport):
-    with pairs.in_process(transport=transport) as p:
-        p.accepted.reserve(0, 1, MIB)
-        for i in range(3):
-            data, into = pairs.payload(i, MIB), bytearray(MIB)
-            p.dialled.send((0, 0, i, 0, 0), data)
-            pairs.eventually(lambda i=i: p.accepted.arrived((0, 0, i, 0, 0)))
-            p.accepted.post_receive((0, 0, i, 0, 0), into)
-            m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
-            assert into == data == m.view()
-            assert p.accepted.stats().slots_in_use == 0
-
-
-def test_a_destination_of_another_size_is_an_error():
-    with pairs.in_process() as p:
-        p.accepted.reserve(0, 1, 100)
-        p.accepted.post_receive((0, 0, 0, 0, 0), bytearray(10))
-        p.dialled.send((0, 0, 0, 0, 0), b"x" * 11)
-        with pytest.raises(EngineError, match="has 11 bytes, the destination posted for it 10"):
-            p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
-        p.dialled.send((0, 0, 1, 0, 0), b"y")  # the slot is free again
-        p.accepted.receive((0, 0, 1, 0, 0), pairs.TIMEOUT)
-
-
-def test_posted_destinations_are_let_go_of_when_the_link_ends():
-    into = bytearray(10)
-    with pairs.in_process() as p:
-        p.accepted.post_receive((0, 0, 0, 0, 0), into)
-        with pytest.raises(BufferError):
-            into.append(0)
-        p.dialled.close()
-        pairs.eventually(lambda: not p.accepted.alive)
-        pairs.eventually(lambda: resizable(p.accepted, into))
-
-
 def test_reserve_adds_and_never_shrinks():
     with pairs.in_process() as p:
         for slots, size, total in ((2, 100, 2), (1, 50, 2), (4, 100, 4), (2, 200, 6), (4, 100, 6)):

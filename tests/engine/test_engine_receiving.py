@@ -1,4 +1,4 @@
-"""Slots and destinations: where messages are received."""
+"""Slots: where messages are received."""
 
 import ctypes
 import weakref
@@ -7,23 +7,6 @@ import pairs
 import pytest
 
 from pipemorph_trainer._engine import EngineError
-
-
-@pairs.TRANSPORTS
-def test_a_destination_for_the_next_message_of_a_key_waits_until_the_first_is_received(transport):
-    with pairs.in_process(transport=transport) as p:
-        p.accepted.reserve(0, 2, 100)
-        key = (0, 0, 0, 0, 0)
-        first, second = bytearray(4), bytearray(4)
-        p.accepted.post_receive(key, first)
-        p.dialled.wait_sent(p.dialled.send(key, b"AAAA"), pairs.TIMEOUT)
-        with pytest.raises(EngineError, match=r"F microbatch 0 .* has not been received yet"):
-            p.accepted.post_receive(key, second)
-        p.accepted.receive(key, pairs.TIMEOUT).release()
-        p.accepted.post_receive(key, second)
-        p.dialled.send(key, b"BBBB")
-        assert p.accepted.receive(key, pairs.TIMEOUT).view() == b"BBBB"
-        assert (first, second) == (b"AAAA", b"BBBB")
 
 
 def test_a_message_is_held_by_whatever_shows_its_memory():
@@ -45,51 +28,19 @@ def test_a_message_is_held_by_whatever_shows_its_memory():
             memoryview(message)
 
 
-@pairs.TRANSPORTS
-def test_a_destination_is_held_by_whatever_shows_it(transport):
-    key, into = (0, 0, 0, 0, 0), bytearray(100)
-    with pairs.in_process(transport=transport) as p:
-        p.accepted.reserve(0, 1, 100)
-        p.accepted.post_receive(key, into)
-        data = pairs.payload(1, 100)
-        p.dialled.send(key, data)
-        message = p.accepted.receive(key, pairs.TIMEOUT)
-        view = memoryview(message)
-        message.release()
-        p.accepted.stats()  # any call gives back what nobody holds
-        with pytest.raises(BufferError, match="cannot be re-sized"):
-            into.append(0)
-        assert view == data
-        view.release()
-        del message
-
-        def let_go():
-            p.accepted.stats()
-            try:
-                into.append(0)
-            except BufferError:  # what has put it there may hold it for a moment longer
-                return False
-            return True
-
-        pairs.eventually(let_go)
-
-
 AHEAD = 16 << 10
 """Bytes that may have been read from a socket before it was known where they go."""
 SHARED = "shm", "crc"
 """Where there is something to lease."""
-COPIES = {
-    # transport, integrity: bytes copied out and in per byte, for each way to receive
-    ("shm", "crc"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
-    ("shm", "mac"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
-    ("tcp", "crc"): (0, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
-    ("tcp", "aead"): (1, {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1, "posted": 1}),
-}
+WAYS = {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1}
+"""How often a byte is copied after it came, for each way to receive."""
+COPIES = {("shm", "crc"): 1, ("shm", "mac"): 1, ("tcp", "crc"): 0, ("tcp", "aead"): 1}
+"""The same before it leaves, by transport and integrity."""
 
 
 @pytest.mark.parametrize(("transport", "integrity"), COPIES)
 def test_what_the_engine_copies_is_counted(transport, integrity):
-    out, ways = COPIES[transport, integrity]
+    out = COPIES[transport, integrity]
     size = 300_000
     with pairs.in_process(transport=transport, integrity=integrity) as p:
         p.accepted.reserve(0, 2, size)
@@ -97,11 +48,9 @@ def test_what_the_engine_copies_is_counted(transport, integrity):
         pairs.eventually(lambda: p.dialled.stats().paths[0].state == "UP")
         into = bytearray(size)
         address = ctypes.addressof((ctypes.c_char * size).from_buffer(into))
-        for i, (way, copied_in) in enumerate(ways.items()):
+        for i, (way, copied_in) in enumerate(WAYS.items()):
             key, data = (0, 0, i, 0, 0), pairs.payload(i, size)
             before = p.dialled.stats().bytes_copied_out, p.accepted.stats().bytes_copied_in
-            if way == "posted":
-                p.accepted.post_receive(key, into)
             lease = p.dialled.lease(key, size) if way == "leased" else None
             assert (lease is not None) == (way == "leased" and (transport, integrity) == SHARED)
             if lease is not None:
@@ -120,7 +69,7 @@ def test_what_the_engine_copies_is_counted(transport, integrity):
             p.dialled.wait_sent(ticket, pairs.TIMEOUT)
             after = p.dialled.stats().bytes_copied_out, p.accepted.stats().bytes_copied_in
             assert after[0] - before[0] == (out * size if lease is None else 0), way
-            ahead = AHEAD if transport == "tcp" and way != "posted" else 0
+            ahead = AHEAD if transport == "tcp" else 0
             assert 0 <= after[1] - before[1] - copied_in * size <= ahead, way
             pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
 

@@ -28,7 +28,6 @@ ChunkHeader some_chunk() {
     h.serial = 1234567890123;
     h.index = 4;
     h.chunk_bytes = 1 << 20;
-    h.processor = 6;
     h.message = some_message();
     return h;
 }
@@ -60,7 +59,7 @@ TEST(chunk_header_round_trip) {
     const auto back = decode_chunk(encoded(h));
     CHECK(back);
     CHECK(back->path == 3 && back->epoch == 9 && back->slot == 5 && back->serial == h.serial);
-    CHECK(back->index == 4 && back->chunk_bytes == h.chunk_bytes && back->processor == 6);
+    CHECK(back->index == 4 && back->chunk_bytes == h.chunk_bytes);
     CHECK(back->message.key == h.message.key && back->message.note == h.message.note);
     CHECK(back->message.id == 77 && back->message.bytes == 5'000'000);
     CHECK(back->message.posted_ns == 123 && back->message.started_ns == 456);

@@ -125,8 +125,8 @@ class LinkStats:
     What the kernel or a device moves does not count, nor what the application has written into a
     :class:`Lease`."""
     bytes_copied_in: int
-    """The same after they arrived: into posted memory, and by :meth:`Message.copy_into` and
-    :meth:`Message.move_to`."""
+    """The same after they arrived: what was read before it was known where it goes, and by
+    :meth:`Message.copy_into` and :meth:`Message.move_to`."""
     chunks_resent: int
     duplicate_chunks: int
     stale_chunks: int
@@ -211,17 +211,6 @@ class Link:
     def try_receive(self, key: tuple[int, int, int, int, int]) -> Message | None:
         """The message with this key, or None. Raises EngineError if the link is dead."""
     def receive(self, key: tuple[int, int, int, int, int], timeout: float) -> Message: ...
-    def post_receive(self, key: tuple[int, int, int, int, int], destination: Buffer) -> None:
-        """Set the destination of a message in advance; then call ``receive`` as usual.
-
-        The message is received directly into ``destination`` (over shared memory: copied chunk by
-        chunk during the transfer), to which its :class:`Message` refers. Its slot is free as soon
-        as it is complete. If its first chunk has already arrived, ``receive`` copies it.
-
-        A key has one destination at a time, for its oldest message that has not been received.
-        Until then, another one raises EngineError. The engine keeps ``destination`` until the
-        message is released or the link is dead. ``receive`` raises EngineError if the sizes differ.
-        """
     def arrived(self, key: tuple[int, int, int, int, int]) -> bool: ...
     def send_slots(self, direction: int) -> int:
         """Slots that the peer has granted for ``direction`` and that no message uses yet."""
@@ -292,10 +281,6 @@ class Engine:
     @property
     def rails(self) -> list[str]:
         """The RDMA ports in use, such as ``rxe0 port 1``."""
-    def rail_counters(self) -> dict[str, dict[str, int]]:
-        """What the kernel counts for each rail's port since it was started, such as
-        ``port_xmit_data`` (in 4 bytes), ``port_xmit_wait`` and ``out_of_sequence``: the files of
-        ``counters`` and ``hw_counters`` in sysfs. Which there are depends on the driver."""
     @property
     def rails_trouble(self) -> str | None:
         """Why there are no rails, or fewer than possible; for logs."""
