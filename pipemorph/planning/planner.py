@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from time import perf_counter
 
 from pipemorph.errors import InputError
+from pipemorph.planning.grains import in_grains
 from pipemorph.planning.ir import Dispatch, Policy, Route, Schedule
 from pipemorph.planning.problem import Link, Problem, StageTimes
 from pipemorph.planning.rule_based import (
@@ -94,7 +95,7 @@ def plan(
         is_makespan = problem.objective == "makespan"
         makespan = found.objective if is_makespan else predict(schedule, problem)
     else:
-        schedule = _made_by_rule(problem, policy)
+        schedule = _made_by_rule(in_grains(problem)[0], policy)
         bound = lower_bound(problem, schedule.placement)
         makespan = predict(schedule, problem)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())

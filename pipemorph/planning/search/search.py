@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from pipemorph.errors import InputError
 from pipemorph.planning import _planner
+from pipemorph.planning.grains import in_grains
 from pipemorph.planning.ir import Schedule
 from pipemorph.planning.problem import Link, Problem
 from pipemorph.planning.simulation import core
@@ -37,7 +38,7 @@ from pipemorph.planning.simulation.core import (
 # scheduler has at least FEWEST_LISTINGS runs.
 LISTING_EFFORT = 120_000
 FEWEST_LISTINGS = 12
-SHIFTING_EFFORT = 240_000
+SHIFTING_EFFORT = 360_000
 
 
 class Found(NamedTuple):
@@ -69,6 +70,18 @@ def search(
     of their rounds, by default ``effort`` times their usual number. ``near``: what is above the
     lower bound by no more than this, as a fraction, is short enough.
     """
+    grained, grain = in_grains(problem)
+    found = _search(grained, effort, listing_effort, shifting_effort, near)
+    return found._replace(objective=objective_of(problem, found.order), bound=found.bound * grain)
+
+
+def _search(
+    problem: Problem,
+    effort: int,
+    listing_effort: int | None,
+    shifting_effort: int | None,
+    near: float,
+) -> Found:
     costs, n = Costs.of(problem), problem.microbatches
     less = 0.0
     if problem.objective == "period":
@@ -83,9 +96,11 @@ def search(
     if any(costs.transfer):
         # Where links are hardly ever busy, the order for as much delay may be the better one.
         delayed = problem.model_copy(update={"links": tuple(map(_as_delay, problem.links))})
-        start = search(
-            delayed, listing_effort=listing_effort, shifting_effort=shifting_effort, near=near
-        ).order
+        start = _search(delayed, effort, listing_effort, shifting_effort, near).order
+    elif problem.several and less:
+        # The order of the shortest makespan may have the shorter period.
+        again = problem.model_copy(update={"objective": "makespan"})
+        start = _search(again, effort, listing_effort, shifting_effort, near).order
     elif not problem.several and not _plain(costs):
         start = _start(problem, costs, warmup)
     order, makespan, bound = _planner.search(
@@ -110,7 +125,8 @@ def objective_of(problem: Problem, order: Sequence[bytes]) -> float:
     if problem.objective == "makespan":
         return core.makespan(costs, order)
     ran = core.in_order(costs, order)
-    return max(end[-1] - start[0] for start, end in zip(ran.start, ran.end, strict=True))
+    rows = zip(ran.start, ran.end, costs.after, strict=True)
+    return max(end[-1] + tail - start[0] for start, end, tail in rows)
 
 
 def _as_delay(link: Link) -> Link:

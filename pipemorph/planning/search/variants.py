@@ -15,12 +15,13 @@ problem gives the same schedule on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 from itertools import accumulate
 from typing import NamedTuple
 
+from pipemorph.planning.grains import in_grains, with_times_of
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.offload import Residency, recompute_room
 from pipemorph.planning.problem import Problem, StageTimes
@@ -104,6 +105,19 @@ def best_variant(problem: Problem) -> Variant:
     return min(variants(problem), key=lambda each: each.objective)
 
 
+def _of_any_unit(find: Callable[..., Iterator[Variant]]) -> Callable[..., Iterator[Variant]]:
+    """``find`` on times in grains."""
+
+    @wraps(find)
+    def found(problem: Problem, *more: Variant | None) -> Iterator[Variant]:
+        for each in find(in_grains(problem)[0], *more):
+            own = with_times_of(each.problem, problem)
+            yield replace(each, problem=own, makespan=predict(each.schedule, own))
+
+    return found
+
+
+@_of_any_unit
 def variants(problem: Problem) -> Iterator[Variant]:
     """Successively better plans of each kind: with all activations on the device (unless a fixed
     warm-up does not allow it), the same with fused backwards, with offload, and with
@@ -171,6 +185,7 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
         yield Variant(found.problem, schedule, predict(schedule, found.problem))
 
 
+@_of_any_unit
 def exceeding_variants(problem: Problem, without: Variant | None) -> Iterator[Variant]:
     """Successively better plans whose activations leave the device; none if no stage needs it.
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
+from operator import sub
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipemorph.errors import InputError
 from pipemorph.planning import _planner
+from pipemorph.planning.grains import in_grains
 from pipemorph.planning.ir import CODE, KINDS, Op, Schedule, stages_of
 from pipemorph.planning.problem import Link, Problem
 from pipemorph.planning.validator import validate_online
@@ -127,14 +129,8 @@ class Costs(NamedTuple):
                 self.whole_backward, self.backward_input, self.backward_weight, strict=True
             )
         ]
-        # Only if it is shorter: due to rounding, (b + w) - b may differ from w.
-        backward = [min(b, least) for b, least in zip(self.backward_input, whole, strict=True)]
-        weight = [
-            w if least == b + w else least - first
-            for w, b, least, first in zip(
-                self.backward_weight, self.backward_input, whole, backward, strict=True
-            )
-        ]
+        backward = list(map(min, self.backward_input, whole))
+        weight = list(map(sub, whole, backward))
         return self._replace(backward_input=backward, backward_weight=weight)
 
     def packed(self) -> PackedCosts:
@@ -358,7 +354,7 @@ def guide_of(schedule: Schedule, problem: Problem, waits: Waits | None = None) -
 def planned_waits(schedule: Schedule, problem: Problem) -> Waits:
     """Where ranks wait for an op though another could run, or for a link to take a message, if
     messages take as long as under ``problem``."""
-    costs = Costs.of(problem, schedule.placement)
+    costs = Costs.of(in_grains(problem)[0], schedule.placement)
     found = _planner.waits(costs.packed(), schedule.codes, schedule.in_flight_peak())
     return tuple(map(tuple, found))
 
@@ -537,8 +533,8 @@ def lower_bound(problem: Problem, placement: Sequence[int] = ()) -> float:
     Under in-flight caps that is several percent below the optimum. A tighter bound, which takes
     longer than a plan, refutes makespans instead (``csrc/planner/windows.cpp``).
     """
-    costs, less = _relaxed(problem, placement)
-    return _planner.lower_bound(costs.packed(), _loosest_caps(problem)) - less
+    costs, less, grain = _relaxed(problem, placement)
+    return (_planner.lower_bound(costs.packed(), _loosest_caps(problem)) - less) * grain
 
 
 def tight_lower_bound(problem: Problem, objective: float, effort: int = TIGHT_EFFORT) -> float:
@@ -551,19 +547,21 @@ def tight_lower_bound(problem: Problem, objective: float, effort: int = TIGHT_EF
     The bound is that of :func:`lower_bound` if ``effort`` is too small to begin, as it is for 128
     stages.
     """
-    costs, less = _relaxed(problem)
+    costs, less, grain = _relaxed(problem)
     found = _planner.tight_lower_bound(
-        costs.packed(), _loosest_caps(problem), objective + less, effort
+        costs.packed(), _loosest_caps(problem), objective / grain + less, effort
     )
-    return found - less
+    return (found - less) * grain
 
 
-def _relaxed(problem: Problem, placement: Sequence[int] = ()) -> tuple[Costs, float]:
-    """The costs to bound, and how much more than the objective a makespan under them is."""
-    costs = Costs.of(problem, placement).least()
+def _relaxed(problem: Problem, placement: Sequence[int] = ()) -> tuple[Costs, float, float]:
+    """The costs to bound in grains, how much more than the objective a makespan under them is, and
+    a grain in the problem's unit."""
+    grained, grain = in_grains(problem)
+    costs = Costs.of(grained, placement).least()
     if problem.objective == "period":
-        return costs.for_period(), costs.last_start()
-    return costs, 0.0
+        return costs.for_period(), costs.last_start(), grain
+    return costs, 0.0, grain
 
 
 def _loosest_caps(problem: Problem) -> tuple[int, ...]:

@@ -8,13 +8,25 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_strategies import problems
+from planning_strategies import offloading, problems
 
-from pipemorph.planning import Problem, plan, predict, validate
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    Policy,
+    Problem,
+    Route,
+    StageTimes,
+    plan,
+    predict,
+    validate,
+)
 from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import SAME, Costs, Rules, lower_bound, paper_warmup
@@ -74,6 +86,33 @@ def test_what_the_search_finds(problem: Problem, effort: int) -> None:
     # As a plan: where both directions share a queue, it may take longer than it took to find.
     paper = core.makespan(costs, core.online(costs, rules)[0])
     assert found.objective <= paper * (1 + SAME)
+
+
+@given(
+    problem=any_problem() | offloading(),
+    several=st.sampled_from([None, "v", "interleaved"]),
+    factor=st.sampled_from([1e-6, 1e-3, 1e3, 1e6, 3, 7.3, 2.0**-20]),
+)
+@settings(max_examples=examples(30), deadline=None)
+def test_times_in_any_unit_give_the_same_plan(
+    problem: Problem, several: Any, factor: float
+) -> None:
+    if several and problem.stage_count % 2 == 0 and problem.warmup is None:
+        ranks = problem.stage_count // 2
+        problem = problem.model_copy(update={"ranks": ranks, "placement": several})
+
+    def scaled(each: StageTimes | Link) -> Any:
+        times = {name: time * factor for name, time in each if isinstance(time, float)}
+        return each.model_copy(update=times)
+
+    update = {name: tuple(map(scaled, getattr(problem, name))) for name in ("stages", "links")}
+    other, routes = problem.model_copy(update=update), (Route.DIRECT,) * len(problem.links)
+    policies = [Policy.PIPEMORPH] if problem.several else [Policy.PIPEMORPH, Policy.ZERO_BUBBLE]
+    for policy in policies:
+        found, its = plan(other, policy), plan(problem, policy)
+        assert found.to_plan(1, routes, Dispatch.GUIDED) == its.to_plan(1, routes, Dispatch.GUIDED)
+        assert found.objective == pytest.approx(its.objective * factor)
+        assert found.lower_bound == pytest.approx(its.lower_bound * factor)
 
 
 def test_the_search_stops_near_the_bound_if_asked_to() -> None:
