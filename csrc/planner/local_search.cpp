@@ -1,7 +1,6 @@
 #include "planner/local_search.hpp"
 
 #include <algorithm>
-#include <array>
 
 #include "planner/search.hpp"
 
@@ -49,24 +48,33 @@ void trace(const Costs& costs, const InOrder& executor, const Order& order, Rng&
     }
 }
 
-// Whether a rank may run its ops in this order.
-bool allowed(const Costs& costs, int rank, const std::vector<unsigned char>& codes, int until) {
-    std::array<std::array<int, kKinds>, kMostChunks> counts;
+// Whether a rank may run its ops in an order that was allowed until an op moved from one of two
+// positions to the other: only ops between them, of its stage, have others before them now.
+bool allowed(const Costs& costs, int rank, const std::vector<unsigned char>& codes, int moved,
+             int from) {
     const std::vector<int>& mine = costs.stages_of[rank];
-    std::fill_n(counts.begin(), mine.size(), std::array<int, kKinds>{});
-    const int* warmup = costs.warmup.empty() ? nullptr : costs.warmup.data();
-    const bool limited = costs.memory < kNever;
-    double held = 0.0;
-    for (int position = 0; position <= until; ++position) {
-        const int chunk = codes[position] >> 2, kind = codes[position] & 3, stage = mine[chunk];
-        auto& done = counts[chunk];
+    const int chunk = codes[moved] >> 2, stage = mine[chunk];
+    const auto first = codes.begin() + std::min(from, moved);
+    const auto last = codes.begin() + std::max(from, moved) + 1;
+    int done[kKinds];
+    for (int kind = 0; kind < kKinds; ++kind)
+        done[kind] = static_cast<int>(
+            std::count(codes.begin(), first, static_cast<unsigned char>(4 * chunk + kind)));
+    const int warmup = costs.warmup.empty() ? 0 : costs.warmup[stage];
+    for (auto at = first; at != last; ++at) {
+        if (*at >> 2 != chunk) continue;
+        const int kind = *at & 3;
         ++done[kind];
         if (done[kBackward] > done[kForward] || done[kWeight] > done[kBackward]) return false;
         if (done[kForward] - done[kWeight] > costs.caps[stage]) return false;
-        if (warmup && kind == kBackward && done[kBackward] == 1 && done[kForward] != warmup[stage])
+        if (warmup && kind == kBackward && done[kBackward] == 1 && done[kForward] != warmup)
             return false;
-        if (!limited) continue;
-        if (kind != kBackward) held += kind == kForward ? costs.sizes[stage] : -costs.sizes[stage];
+    }
+    if (costs.memory == kNever) return true;
+    double held = 0.0;
+    for (auto at = codes.begin(); at != last; ++at) {
+        const double size = costs.sizes[mine[*at >> 2]];
+        if ((*at & 3) != kBackward) held += (*at & 3) == kForward ? size : -size;
         if (held > costs.memory) return false;
     }
     return true;
@@ -121,7 +129,7 @@ double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng,
         const double patience = heat * unit * (static_cast<double>(effort) / all);
         const double within = length + patience * rng.unit();
         double found = kNever;
-        if (allowed(costs, rank, codes, std::max(from, to))) {
+        if (allowed(costs, rank, codes, to, from)) {
             // A hair more, so that what is just as long is not given up.
             found = executor.run(present, costs.delay, &tail, within * (1 + kSame));
             effort -= executor.ops_run();

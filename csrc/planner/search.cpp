@@ -30,8 +30,9 @@ constexpr double kPatience[] = {0, 0.3, 0.6, 1};
 constexpr int kOtherUrgency = 8;  // one in so many
 constexpr int kAtOnce[] = {1, 1, 2, 3};
 
-// Rounds of both local searches, each with its part of the effort.
-constexpr int kRounds = 3, kRoundsOfSeveral = 5;
+// Rounds of both local searches, each with its part of the effort. Of several stages per rank those
+// after the first list less: moving ops finds more there.
+constexpr int kRounds = 3, kRoundsOfSeveral = 4, kLessListing = 10;
 // States that are visited to narrow windows, in all.
 constexpr long kNarrowing = 5'000'000;
 
@@ -78,6 +79,7 @@ class Search {
         const int rounds = several_ ? kRoundsOfSeveral : by_windows_ ? kRounds : 1;
         for (int round = 1; round < rounds && !at_bound(); ++round) {
             effort_ = each;
+            if (several_) effort_.listing /= kLessListing;
             if (round == 1 && by_windows_) portfolio();
             bend();
             shift();
