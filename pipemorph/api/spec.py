@@ -192,11 +192,13 @@ class JobSpec(SpecModel):
     def _check_memory(self) -> None:
         memory = self.schedule.activation_memory
         size = self.emulation.activation_bytes if self.emulation is not None else None
-        if memory is not None and size is not None and size > memory:
+        several = self.parallelism.stages_per_rank
+        if memory is not None and size is not None and size * several > memory:
+            stages = f" on each of the {several} stages of a rank" if several > 1 else ""
             raise FieldError(
                 "schedule.activationMemory",
                 f"is {memory}, less than emulation.activationBytes ({size}), the size of one"
-                " microbatch",
+                f" microbatch{stages}",
             )
 
     def _check_relayout(self) -> None:

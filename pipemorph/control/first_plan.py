@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.observed.stages import expected_times, in_flight_limits
+from pipemorph.control.observed.stages import expected_times, in_flight_limits, stated_rooms
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import (
     Dispatch,
@@ -18,11 +18,13 @@ from pipemorph.planning import (
     Problem,
     Route,
     Schedule,
+    ScheduleError,
     StageTimes,
     link_on,
     plan,
 )
 from pipemorph.planning.simulation.core import Waits, as_fast_guided, planned_waits
+from pipemorph.planning.validator import check_memory
 
 QUICK_CELLS = 4096
 """Largest number of stages × microbatches that is planned within about 50 ms, so that a host can do
@@ -54,6 +56,8 @@ def initial_problem(spec: JobSpec) -> Problem:
         )
     warmup, cut = spec.schedule.warmup, spec.parallelism
     several = cut.stages_per_rank > 1
+    first = stated_rooms(spec)[0]  # Only emulated stages have a known size, which is that of all.
+    memory = first.memory // first.size if first.memory is not None and first.size else None
     try:
         return Problem(
             microbatches=spec.schedule.microbatches,
@@ -65,6 +69,7 @@ def initial_problem(spec: JobSpec) -> Problem:
             dispatch=spec.schedule.dispatch_kind,
             ranks=cut.mesh.sizes["pp"] if several else None,
             placement=cut.stage_placement,
+            rank_memory=memory,
         )
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
@@ -164,7 +169,12 @@ def _goes_guided(problem: Problem, routes: tuple[Route, ...]) -> bool:
     several = problem.ranks is not None
     links = tuple(link_on(route, 0.0, several=several) for route in routes)
     real = problem.model_copy(update={"links": links})
-    return as_fast_guided(_known(problem), real, _waits(problem))
+    schedule = _known(problem)
+    try:
+        check_memory(schedule, problem.sizes, problem.rank_memory, as_peaks=True)
+    except ScheduleError:
+        return False  # Only in their order do the stages of a rank fit into its memory.
+    return as_fast_guided(schedule, real, _waits(problem))
 
 
 def _known(problem: Problem) -> Schedule:

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status_base import MAX_STAGES
+from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import runnable
-from pipemorph.control.observed.stages import in_flight_limits
+from pipemorph.control.observed.stages import excess, in_flight_limits, stated_rooms
 from pipemorph.control.snapshot import Snapshot, unpack
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import Plan, Route
@@ -159,3 +160,6 @@ def _check_limits(where: str, plan: Plan, spec: JobSpec) -> None:
                 f"{where}: stage {stage} may hold {'all' if found is None else found}"
                 f" microbatches; the spec allows {most}"
             )
+    too_much = excess(plan, stated_rooms(spec))
+    if too_much is not None and too_much.field == "rank":
+        raise InputError(f"{where}: {reasons.too_much(too_much)}")

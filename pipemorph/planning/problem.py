@@ -290,7 +290,11 @@ class Problem(_Model):
     def under(self, plan: Plan) -> Problem:
         """The same problem with the limits of a plan in place of its own."""
         own = (self.in_flight_limits(), self.device_limits(), self.recompute())
-        if own == (plan.in_flight_limits, plan.device_limits, plan.recompute):
+        if self.rank_memory is None and own == (
+            plan.in_flight_limits,
+            plan.device_limits,
+            plan.recompute,
+        ):
             return self
         limits = zip(
             self.stages, plan.in_flight_limits, plan.device_limits, plan.recompute, strict=True
@@ -301,7 +305,7 @@ class Problem(_Model):
             )
             for stage, cap, device, again in limits
         )
-        return self.model_copy(update={"stages": stages})
+        return self.model_copy(update={"stages": stages, "rank_memory": None})
 
     def with_device_limits(
         self, limits: Sequence[int | None], recompute: Sequence[bool] = ()

@@ -67,7 +67,8 @@ class ScheduleSpec(SpecModel):
         ge=1,
         description="Bytes of device memory per rank for the activations of microbatches in "
         "flight. Divided by the measured bytes of one microbatch it is a limit like inFlightLimit; "
-        "the lower limit applies.",
+        "the lower limit applies. Several stages of a rank share it by the moment, or evenly if "
+        "activations may leave the device.",
     )
     recompute: Literal["never", "auto"] = Field(
         default="never",

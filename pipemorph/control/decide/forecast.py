@@ -140,7 +140,9 @@ class Forecast:
         if not situation.barrier:
             problem = problem.model_copy(update={"objective": "period"})
         if cut.stages_per_rank > 1:
-            placed = {"ranks": cut.mesh.sizes["pp"], "placement": cut.stage_placement}
+            memory = situation.rooms[0].memory if situation.rooms else None
+            ranks, placement = cut.mesh.sizes["pp"], cut.stage_placement
+            placed = {"ranks": ranks, "placement": placement, "rank_memory": memory}
             problem = problem.model_copy(update=placed)
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
@@ -280,13 +282,26 @@ class Forecast:
         )
 
     def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
-        problem, dispatch = self.problem(routes), self._dispatch
+        problem, dispatches = self.problem(routes), [self._dispatch]
+        if problem.rank_memory is not None and self._spec.schedule.dispatch == "auto":
+            # In the plan's order stages share memory by the moment; out of turn they must not.
+            dispatches = list(dict.fromkeys([Dispatch.STATIC, self._dispatch]))
+        return [
+            option
+            for dispatch in dispatches
+            for option in self._planned_for(dispatch, problem, routes, effort)
+        ]
+
+    def _planned_for(
+        self, dispatch: Dispatch, problem: Problem, routes: tuple[Route, ...], effort: int
+    ) -> list[Option]:
+        if dispatch is Dispatch.GUIDED:
+            problem = problem.shared_out()
         if not has_variants(problem):
             near = NEAR if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
             only = self._as_open(made.to_plan(0, routes, dispatch))
             return [Option(only, made.makespan) if self._as_planned(only) else self.of(only)]
-        problem = problem.model_copy(update={"dispatch": dispatch})
         found = [
             (self._as_open(each.to_plan(0, routes, dispatch)), each.makespan)
             for each in variants(problem)

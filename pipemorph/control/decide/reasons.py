@@ -62,6 +62,11 @@ def not_measured(stages: Sequence[int]) -> str:
 def no_room(situation: Situation, memory: int | None) -> str:
     """``activationMemory``, in bytes, is too small for any plan: a room is 0."""
     stage = next(i for i, room in enumerate(situation.rooms) if room.device == 0)
+    if situation.rooms[stage].memory is not None:
+        return (
+            f"a microbatch holds more than activationMemory, {memory} bytes, on all stages of the"
+            f" rank of stage {stage}: no plan fits; kept the plan"
+        )
     return (
         f"a microbatch holds {situation.stages[stage].activation_bytes} bytes on stage {stage},"
         f" more than activationMemory, {memory} bytes: no plan fits; kept the plan"
@@ -238,6 +243,11 @@ def too_much(excess: Excess) -> str:
     if field == "hostMemory":
         return (
             f"stage {stage} has {held} microbatches in host memory, hostMemory has room for {room}"
+        )
+    if field == "rank":
+        return (
+            f"the rank of stage {stage} holds {held} bytes of all its stages, activationMemory is"
+            f" {room}"
         )
     return f"stage {stage} holds {held} microbatches, {field} has room for {room}"
 

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, TypeVar
 from pipemorph.api.sections.schedule import StageTime
 from pipemorph.api.spec import JobSpec
 from pipemorph.planning import Dispatch, Plan
-from pipemorph.planning.ir import in_flight_peak
-from pipemorph.planning.offload import host_limit, host_peak, recompute_room
+from pipemorph.planning.ir import in_flight_peak, stages_of
+from pipemorph.planning.offload import host_limit, host_peak, rank_peaks, recompute_room
 from pipemorph.planning.problem import StageTimes
 from pipemorph.wire import StageState
 
@@ -30,13 +30,17 @@ class Room(NamedTuple):
     ``device``: on the device, None for no limit; ``by_memory``: whether ``device`` follows from
     ``activationMemory``; ``host``: in host memory, 0 if the stage must not offload or the sizes are
     unknown; ``inputs``: on the device with their inputs, beside the activations of one, 0 if the
-    stage must not recompute or the sizes are unknown.
+    stage must not recompute or the sizes are unknown. ``memory``: bytes that the stages of its rank
+    share by the moment, ``size`` of them for a microbatch of this stage; None: ``device`` is its
+    own share.
     """
 
     device: int | None = None
     by_memory: bool = False
     host: int = 0
     inputs: int = 0
+    memory: int | None = None
+    size: int = 0
 
     @property
     def recompute_limit(self) -> int | None:
@@ -51,12 +55,13 @@ class Room(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """A stage of a plan can hold more microbatches than a field of the spec allows."""
+    """A stage of a plan can hold more microbatches than a field of the spec allows; or a rank more
+    bytes, if ``field`` is ``rank``: that of the stage."""
 
     stage: int
     held: int
     room: int
-    field: Literal["inFlightLimit", "activationMemory", "hostMemory"]
+    field: Literal["inFlightLimit", "activationMemory", "hostMemory", "rank"]
 
 
 def stated_limits(spec: JobSpec) -> tuple[int | None, ...]:
@@ -80,10 +85,11 @@ def room(
     ``device`` is 0 if not even one microbatch fits into ``activationMemory``.
     """
     device = stated_limits(spec)[stage]
-    # Memory is that of the rank, whose stages share it.
+    # Memory is that of the rank, whose stages share it: evenly, if activations may leave.
     several, by_memory = spec.parallelism.stages_per_rank, False
-    memory = spec.schedule.activation_memory
-    memory = memory // several if memory is not None else None
+    memory, moves = spec.schedule.activation_memory, leave_the_device(spec)
+    if memory is not None and moves:
+        memory //= several
     if memory is not None and activation_bytes:
         fits = min(memory // activation_bytes, MOST)
         if device is None or fits < device:
@@ -106,7 +112,14 @@ def room(
     ):
         held = memory if by_memory and memory is not None else device * activation_bytes
         inputs = (held - activation_bytes) // max(1, input_bytes)
-    return Room(device, by_memory, host, inputs)
+    if several == 1 or moves:
+        return Room(device, by_memory, host, inputs)
+    return Room(device, by_memory, memory=memory, size=activation_bytes or 0)
+
+
+def leave_the_device(spec: JobSpec) -> bool:
+    """Whether plans may move activations off the device or compute them again."""
+    return spec.adaptation.allow_offload or spec.schedule.recompute == "auto"
 
 
 def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
@@ -130,6 +143,13 @@ def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
             return Excess(i, held, max(0, fits), field)
         if away > space.host and not plan.recompute[i]:
             return Excess(i, away, space.host, "hostMemory")
+    memory, sizes = rooms[0].memory, [space.size for space in rooms]
+    for rank, mine in enumerate(plan.schedule.stages_of if memory is not None else ()):
+        held = int(rank_peaks(plan.schedule, rank, plan.device_limits, sizes)[0])
+        if plan.dispatch is Dispatch.GUIDED:
+            held = sum(plan.schedule.in_flight_peak()[i] * sizes[i] for i in mine)
+        if memory is not None and held > memory:
+            return Excess(mine[0], held, memory, "rank")
     return None
 
 
@@ -175,11 +195,16 @@ def _stated(spec: JobSpec) -> list[StageTime] | None:
 
 
 def in_flight_limits(spec: JobSpec) -> tuple[int | None, ...]:
-    """``K_i`` per stage from the spec alone; None for no cap. Nothing is offloaded before there is
+    """``K_i`` per stage from the spec alone; None for no cap."""
+    return tuple(space.device for space in stated_rooms(spec))
+
+
+def stated_rooms(spec: JobSpec) -> tuple[Room, ...]:
+    """The room of each stage from the spec alone. Nothing is offloaded before there is
     a measurement, and only emulated stages have a known activation size."""
     emulated = spec.emulation
     size = emulated.activation_bytes if emulated is not None else None
-    return tuple(room(spec, stage, size, None).device for stage in range(spec.parallelism.stages))
+    return tuple(room(spec, stage, size, None) for stage in range(spec.parallelism.stages))
 
 
 class Footprint:
@@ -297,9 +322,14 @@ class StageTable:
         self._rooms, self._times = self._measure_rooms(), None
 
     def _measure_rooms(self) -> tuple[Room, ...]:
-        return tuple(
+        rooms = [
             room(self._spec, stage, *known.saved()) for stage, known in enumerate(self.footprints)
-        )
+        ]
+        for mine in stages_of(self._spec.parallelism.mesh.placed):
+            memory = rooms[mine[0]].memory
+            if memory is not None and sum(rooms[stage].size for stage in mine) > memory:
+                rooms[mine[0]] = rooms[mine[0]]._replace(device=0)
+        return tuple(rooms)
 
     @property
     def rooms(self) -> tuple[Room, ...]:

@@ -12,11 +12,13 @@ from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plant_support import OP, Plant, spec
+from pydantic import ValidationError
 from schedule_text import schedule_of
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, decision, initial_plan
 from pipemorph.control.decide.forecast import Forecast, Option
+from pipemorph.control.decide.reasons import no_room
 from pipemorph.control.decide.replan import Replan, propose
 from pipemorph.control.decide.situation import Situation
 from pipemorph.control.decide.truth import Evidence
@@ -587,10 +589,54 @@ def test_a_plan_that_fits_is_walked_again_only_for_other_limits(
     assert walks == 4, "other limits, and another plan"
 
 
-def test_the_stages_of_a_rank_share_its_memory() -> None:
+def test_the_stages_of_a_rank_share_its_memory_out_where_activations_leave() -> None:
     parallelism = {"stages": STAGES, "stagesPerRank": 2}
     schedule = {"recompute": "auto", "stageTimes": None}
     alone = room_of(tight(schedule=schedule), 0, MIB, 0.01, MIB // 4)
     assert alone == Room(4, True, 8, 12)
     several = tight(schedule=schedule, parallelism=parallelism)
     assert room_of(several, 0, MIB, 0.01, MIB // 4) == Room(2, True, 4, 4)
+
+
+def v_shaped(memory: int, dispatch: str = "static") -> JobSpec:
+    """Four ranks with two equal stages each."""
+    times = {"forward": 10, "backwardInput": 10, "backwardWeight": 10}
+    return spec(
+        8,
+        8,
+        schedule={"activationMemory": memory, "dispatch": dispatch},
+        parallelism={"stages": 8, "stagesPerRank": 2, "stagePlacement": "v"},
+        emulation={"stageTimes": [times], "messageBytes": 1, "activationBytes": MIB},
+    )
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "seconds"), [("static", 0.53), ("auto", 0.53), ("guided", 0.55)]
+)
+def test_the_stages_of_a_rank_share_its_memory_by_the_moment(dispatch: str, seconds: float) -> None:
+    """With half of what 1F1B needs; out of turn each stage may hold its most at once."""
+    job = v_shaped(6 * MIB + 1, dispatch)
+    op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, activation_bytes=MIB)
+    rooms, none, well = StageTable(job).rooms, (0.0,) * 7, (False,) * 7
+    forecast = Forecast(job, Situation((op,) * 8, none, none, well, well, rooms=rooms))
+    found = forecast.fresh((Route.DIRECT,) * 7)
+    assert all(forecast.excess(option.plan) is None for option in found)
+    best, first = forecast.best(found), initial_plan(job)
+    assert [best.seconds, forecast.of(first).seconds] == pytest.approx([seconds] * 2)
+    assert excess(first, rooms) is None
+    less = [space._replace(memory=5 * MIB) for space in rooms]
+    too_much = excess(best.plan, less)
+    assert too_much is not None and too_much[1:] == (6 * MIB, 5 * MIB, "rank")
+
+
+def test_a_rank_without_room_for_a_microbatch_on_all_its_stages() -> None:
+    with pytest.raises(ValidationError, match="on each of the 2 stages of a rank"):
+        v_shaped(2 * MIB - 1)
+    known = [Footprint() for _ in range(8)]
+    for each in known:
+        each.activation_bytes = MIB + 1
+    job = v_shaped(2 * MIB)
+    rooms = StageTable(job.model_copy(update={"emulation": None}), known).rooms
+    assert [space.device for space in rooms] == [0] * 4 + [1] * 4
+    situation = Situation((QUICK,) * 8, (), (), (), (), rooms=rooms)
+    assert "2097152 bytes, on all stages of the rank of stage 0" in no_room(situation, 2 * MIB)
