@@ -168,7 +168,8 @@ class Search {
         const double bound = found_.makespan * (or_equal ? 1 + kSame : 1 - kSame);
         double makespan =
             lister_.run(tails_, tuning.by_windows ? narrowed_ : tails_, tuning, bound);
-        effort_.listing -= lister_.ops_run();
+        // One that ran nothing still counts, or a search where no op may begin would not end.
+        effort_.listing -= std::max(1L, lister_.ops_run());
         ++tries_;
         if (makespan == kNever) return false;
         if (costs_.shares_queues()) {

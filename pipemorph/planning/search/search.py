@@ -114,7 +114,10 @@ def _search(
         max(near, SAME),
     )
     if not order:
-        shown = list(problem.warmup or ())
+        if problem.warmup is None:
+            memory = problem.rank_memory
+            raise InputError(f"rank_memory is {memory}, too little for a microbatch on all stages")
+        shown = list(problem.warmup)
         raise InputError(f"warmup is {shown}, more than the limits of the stages allow")
     return Found(order, makespan - less, bound - less, n, problem.placed)
 

@@ -448,6 +448,12 @@ def test_memory_is_of_the_rank(tmp_path: Path, capsys: Any) -> None:
         assert words in capsys.readouterr().err
 
 
+def test_a_search_ends_where_no_op_may_begin() -> None:
+    made = problem(4, 4, ranks=2, rank_memory=2).model_copy(update={"rank_memory": 1})
+    with pytest.raises(InputError, match="rank_memory is 1, too little"):
+        plan(made)
+
+
 @pytest.mark.parametrize("wrong", [-1, 0, 2**31, 2**63, 2**70, 1.5])
 @pytest.mark.parametrize(
     "field", ["microbatches", "ranks", "warmup", "in_flight_limit", "device_limit"]
