@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 95_200,
     "product code lines": 69_600,
-    "test lines": 101_600,
+    "test lines": 101_000,
     "benchmark lines": 6_240,
     "public classes": 688,
     "modules": 383,

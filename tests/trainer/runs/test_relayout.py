@@ -1,9 +1,13 @@
-"""Ranks change places under ``pipemorph run``: the old layout or the new one, never a mixture."""
+"""Layers move between stages, and ranks change places, under ``pipemorph run``: the old layout or
+the new one, never a mixture."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,25 +15,37 @@ from typing import Any
 import pytest
 from local_runs import losses, manifest, report_of, run_moves
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-PLACES = [3, 1, 2, 0]
-ITERATIONS = 24
+TOTAL, ITERATIONS = 6, 28
+OLD, NEW = [3, 3], [4, 2]
+"""Layers, by stage."""
+AT, TO = [0, 1, 2, 3], [3, 1, 2, 0]
+"""Places, by rank."""
 
 SCRIPT = """
 import json, os, shutil, signal, time
+from dataclasses import replace
 from pathlib import Path
 import torch
 from torch import nn
 from pipemorph.exits import leave_file
 from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.state.kept import composed, resuming
 from pipemorph_trainer.state.kept.copies import Copy
-from pipemorph_trainer.state.kept import resuming
 from pipemorph_trainer.state.kept.keeper import Keeper
+from pipemorph_trainer.state.kept.slots import Slots
 
 context = TrainerContext.from_env()
+asks_in = context.kept_dir
+if context.args["how"] in ("pods", "borrowing") and context.rank > 1:
+    # The second stage is in another pod, whose host asks nobody to leave.
+    own = context.kept_dir / "pod"
+    own.mkdir(exist_ok=True)
+    context = replace(context, kept_dir=own)
 how, generation, here = context.args["how"], context.generation, Path(__file__).parent
-seen = [os.environ["PIPEMORPH_PLACES"], os.environ["LOCAL_RANK"]]
+place, moves_layers = context.coordinate(), context.args["what"] == "layers"
+seen = [json.loads(os.environ["PIPEMORPH_PLACES"]), int(os.environ["LOCAL_RANK"])]
 (here / f"places-{generation}-{context.rank}").write_text(json.dumps(seen))
 
 def killed(*_, **__):
@@ -38,10 +54,32 @@ def killed(*_, **__):
 victim = context.rank == 1
 if victim and generation == 0 and how == "copying":
     Keeper.seal = killed
+if victim and how == "refusing":
+    def refuse(*_, **__):
+        (here / "refused").touch()
+        return "it has no memory left"
+    Keeper.seal = refuse
 if victim and generation == 1 and how == "meeting":
     killed()
 if victim and generation == 1 and how == "resuming":
     Keeper.resume = killed
+if victim and generation == 1 and how == "borrowing":
+    resuming.receive = killed
+if victim and generation == 1 and how == "composing":
+    resuming.compose = killed
+if victim and generation == 1 and how == "keeping the new part":
+    Keeper._keep_new_part = killed
+if victim and generation == 1 and how == "kept the new part":
+    def half(self, old, *rest, _keep=Keeper._keep_new_part):
+        # Killed with both copies, before all have met.
+        self._world.tell_all = killed
+        _keep(self, old, *rest)
+    Keeper._keep_new_part = half
+if victim and generation == 1 and how == "no memory":
+    def begin(self, *_, _begin=Slots.begin):
+        Slots.begin = _begin
+        raise OSError(28, "No space left on device")
+    Slots.begin = begin
 if victim and generation == 1 and how == "changed":
     for path in (context.kept_dir / "rank-1.generation-0").glob("[a-f]"):
         Copy.open(path).raw()[0] += 1
@@ -49,119 +87,332 @@ if victim and generation == 1 and how == "misread":
     Copy.damaged = property(lambda copy: True)
 if victim and generation == 1 and how == "gone":
     shutil.rmtree(context.kept_dir / "rank-1.generation-0")
-if victim and how == "refusing":
-    Keeper.seal = lambda *_, **__: "it has no memory left"
 
-torch.manual_seed(context.coordinate().stage)
-stage = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
-optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        # Random numbers are a rank's own: they move with its place, and not with a layer.
+        hidden = nn.functional.dropout(self.linear(x), 0.0 if moves_layers else 0.1)
+        return x + torch.tanh(self.norm(hidden))
+
+class Stage(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        if part.is_first:
+            torch.manual_seed(100)
+            self.embed = nn.Linear(8, 8, bias=False)
+        self.layers = nn.ModuleDict()
+        numbers = part.layers(TOTAL) if how != "deaf" else range(3 * part.stage, 3 * part.stage + 3)
+        (here / f"layers-{generation}-{context.rank}").write_text(json.dumps(list(numbers)))
+        for number in numbers:
+            # The state of the beginning depends on no split.
+            torch.manual_seed(number)
+            self.layers[("x" if how == "clashing" else "") + str(number % (
+                3 if how == "clashing" else 99))] = Layer()
+        if part.is_last:
+            self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        if hasattr(self, "embed"):
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+TOTAL = 6
+
+def build(part):
+    if generation == 1 and how == "refusing to build":
+        raise context_error()
+    return Stage(part)
+
+def context_error():
+    from pipemorph.errors import InputError
+    return InputError("this builder takes no other split")
+
+def optimizer(module):
+    weights = [p for p in module.parameters() if p.ndim > 1]
+    rest = [p for p in module.parameters() if p.ndim < 2]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+whole = how == "module" or not moves_layers
+from pipemorph_trainer import Part
+stage = Stage(Part(place.stage, 2)) if whole else build
+made = optimizer(stage) if whole else optimizer
+tied = [("embed.weight", 0), ("head.weight", 1)]
+state = lambda made: {"schedule": torch.optim.lr_scheduler.ExponentialLR(made, 0.99)}
 loss_fn = nn.functional.mse_loss
-waits = context.args["moves"] and generation == 0
-with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=loss_fn) as pipe:
-    first = pipe.start_iteration
+with Pipeline(
+    stage, context=context, optimizer=made, loss_fn=loss_fn, tied=tied, state=state
+) as pipe:
+    first, waits = pipe.start_iteration, generation < context.args["moves"]
+    schedule = pipe._parts.state["schedule"]
     while pipe.iteration < context.job.spec.trainer.iterations:
-        if waits and pipe.iteration >= 6:
+        if waits and pipe.iteration >= first + 6:
             # Slowly from now on, until the host asks: a busy machine may let it ask late.
             deadline = time.monotonic() + 10
             while waits and time.monotonic() < deadline:
                 time.sleep(0.01)
-                waits = not (context.kept_dir / leave_file(0)).exists()
+                # What asks ranks to leave is gone again once one has refused.
+                asks = (asks_in / leave_file(generation), here / "refused")
+                waits = not any(each.exists() for each in asks)
         asked = victim and generation == 0 and (context.kept_dir / leave_file(0)).exists()
         if asked and how == "leaving":
             killed()
-        if victim and generation == 1 and how == "after" and pipe.iteration == first + 2:
+        if victim and generation == 1 and how == "at once" and pipe.iteration == first:
             killed()
-        draw = torch.Generator().manual_seed(100 * pipe.iteration + context.coordinate().replica)
-        batch = torch.randn(4, 8, generator=draw)
-        optimizer.zero_grad()
+        if victim and generation == 1 and how == "after" and pipe.iteration == first + 4:
+            killed()
+        draw = torch.Generator().manual_seed(100 * pipe.iteration + place.replica)
+        batch = torch.randn(16, 8, generator=draw)
         pipe.step(batch, target=batch.flip(1))
-        optimizer.step()
+        if victim and generation == 1 and how == "unable" and pipe.iteration == first + 1:
+            raise context_error()
+        pipe.optimizer.step()
+        schedule.step()
+        pipe.optimizer.zero_grad()
         pipe.clip_grad_norm_(1e9)
 """
 
 
-def run(folder: Path, how: str, *, moves: bool = True, **spec: Any) -> dict[str, Any]:
-    # Places change although these stages, which are modules, keep their layers.
-    cut = {"stages": 2, "replicas": 2, "layers": 4}
+def run(
+    folder: Path,
+    how: str,
+    *,
+    what: str = "layers",
+    moves: Sequence[Sequence[int]] | None = None,
+    **spec: Any,
+) -> dict[str, Any]:
+    """``moves``: by default one to the new layout; where a rank fails, ``how`` says."""
+    cut = {"stages": 2, "replicas": 2, "layers": TOTAL}
     spec = {"parallelism": cut, "iterations": ITERATIONS} | spec
-    told = [json.dumps(PLACES)] if moves else []
-    return run_moves(folder, SCRIPT, "places", told, {"how": how, "moves": moves}, **spec)
+    moves = [NEW if what == "layers" else TO] if moves is None else moves
+    told = [json.dumps(each) for each in moves] if what == "places" else moves
+    args = {"how": how, "what": what, "moves": len(moves)}
+    return run_moves(folder, SCRIPT, what, told, args, **spec)
+
+
+Undisturbed = Callable[[str], dict[int, float]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
-    return losses(run(folder, "", moves=False, adaptation={}))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The losses of a job whose layout stays, by what moves in the others."""
+
+    @cache
+    def losses_of(what: str) -> dict[int, float]:
+        folder = tmp_path_factory.mktemp("runs") / what
+        return losses(run(folder, "", what=what, moves=(), adaptation={}))
+
+    return losses_of
+
+
+def soak(*values: Any) -> Any:
+    """A case for `make soak`: each takes some twenty seconds."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def began(folder: Path, what: str, generation: int, layout: list[int]) -> bool:
+    """Whether ranks of a generation have begun, and with this layout. A rank may have ended before
+    it could tell."""
+    found = list(folder.glob(f"{what}-{generation}-*"))
+    for path in found:
+        rank = int(path.name[-1])
+        first = sum(layout[: rank // 2])
+        layers = [*range(first, first + layout[rank // 2])]
+        assert json.loads(path.read_text()) == (
+            layers if what == "layers" else [layout, layout[rank]]
+        )
+    return bool(found)
 
 
 @pytest.mark.parametrize(
-    ("how", "generations", "outcome"),
+    ("what", "how", "generations"),
     [
-        ("", [None, PLACES], "moved"),
-        ("leaving", [None, None], "stayed"),
-        pytest.param("copying", [None, None], "stayed", marks=pytest.mark.soak),
-        ("refusing", [None], "stayed"),
-        ("meeting", [None, PLACES, None], "went back"),
-        pytest.param("resuming", [None, PLACES, None], "went back", marks=pytest.mark.soak),
-        ("after", [None, PLACES, PLACES], "moved"),
+        soak("layers", "", [OLD, NEW]),
+        soak("layers", "pods", [OLD, NEW]),
+        soak("layers", "leaving", [OLD, OLD]),
+        soak("layers", "copying", [OLD, OLD]),
+        ("layers", "refusing to build", [OLD, None, OLD]),
+        soak("layers", "borrowing", [OLD, NEW, OLD]),
+        soak("layers", "composing", [OLD, NEW, OLD]),
+        soak("layers", "keeping the new part", [OLD, NEW, OLD]),
+        ("layers", "kept the new part", [OLD, NEW, OLD]),
+        soak("layers", "no memory", [OLD, NEW, OLD]),
+        soak("layers", "at once", [OLD, NEW, OLD]),
+        soak("layers", "unable", [OLD, NEW, OLD]),
+        soak("layers", "after", [OLD, NEW, NEW]),
+        ("places", "", [AT, TO]),
+        ("places", "leaving", [AT, AT]),
+        soak("places", "copying", [AT, AT]),
+        ("places", "refusing", [AT]),
+        ("places", "meeting", [AT, TO, AT]),
+        soak("places", "resuming", [AT, TO, AT]),
+        ("places", "after", [AT, TO, TO]),
     ],
 )
 def test_the_old_layout_or_the_new_one(
     tmp_path: Path,
-    undisturbed: dict[int, float],
+    undisturbed: Undisturbed,
+    what: str,
     how: str,
     generations: list[list[int] | None],
-    outcome: str,
 ) -> None:
+    """With tied weights, two groups of parameters, Adam's state, statistics of layers and a
+    schedule of the learning rate."""
     # An ordinary copy is due long after the ranks leave: those that they leave with are others.
-    report = run(tmp_path / "run", how, **({} if how else {"recovery": {"snapshotIterations": 50}}))
-    for generation, places in enumerate(generations):
-        want = places or [0, 1, 2, 3]
-        # A rank may have ended before it could tell.
-        found = list((tmp_path / "run").glob(f"places-{generation}-*"))
-        assert found
-        for path in found:
-            told = json.loads(path.read_text())
-            assert json.loads(told[0]) == want
-            assert int(told[1]) == want[int(path.name[-1])]
-    assert not (tmp_path / "run" / f"places-{len(generations)}-0").exists()
+    rare = {} if how else {"recovery": {"snapshotIterations": 50}}
+    report = run(tmp_path / "run", how, what=what, **rare)
+    for generation, layout in enumerate(generations):
+        assert began(tmp_path / "run", what, generation, layout or OLD) is (layout is not None)
+    assert not (tmp_path / "run" / f"{what}-{len(generations)}-0").exists()
     (move,) = report["relayouts"]
-    assert move["outcome"] == outcome
+    moved = generations[-1] in (NEW, TO)
+    outcome = "moved" if moved else "went back" if len(generations) > 2 else "stayed"
+    assert move["outcome"] == outcome, report["said"]
     assert (how != "refusing") or "no memory left" in move["why"]
-    if outcome == "moved":
-        assert (move["places"], move["moved"]) == (PLACES, [0, 3])
+    if what == "layers":
+        assert (move["layers_before"], move["layers"], move["moved"]) == (OLD, NEW, [])
+    elif moved:
+        assert (move["places"], move["moved"]) == (TO, [0, 3])
     if not how:
         assert move["seconds"] > 0
         log = (tmp_path / "run" / "out" / "logs" / "rank-0.log").read_text()
-        left = re.search(r"left at iteration (\d+), for other places", log)
+        left = re.search(rf"left at iteration (\d+), (for|with) other {what}", log)
         assert left is not None and move["iteration"] == int(left[1])
-    assert losses(report) == undisturbed
     assert report["completed"]
+    told = losses(report)
+    assert told.items() <= undisturbed(what).items()
+    # Ranks that are killed may have finished iterations that they could not report.
+    assert len(told) >= ITERATIONS - (3 if what == "layers" else 0)
 
 
 @pytest.mark.parametrize(
-    "how", ["changed", "misread", pytest.param("gone", marks=pytest.mark.soak)]
+    ("what", "how", "state"),
+    [
+        # A replica has seen other data, of which its layers keep statistics.
+        soak("layers", "changed", "replica"),
+        ("layers", "gone", "replica"),
+        # With random numbers of its own: there is dropout.
+        ("places", "changed", "replica"),
+        ("places", "misread", "kept"),
+        soak("places", "gone", "replica"),
+    ],
 )
 def test_copies_that_are_not_those_that_were_left(
-    tmp_path: Path, undisturbed: dict[int, float], how: str
+    tmp_path: Path, undisturbed: Undisturbed, what: str, how: str, state: str
 ) -> None:
-    """The new places do not begin with them. Those before do, if they are right after all, and
-    else what recovers from every loss of memory does."""
-    report = run(tmp_path, how)
+    """The new layout does not begin with them. The one before does, if they are right after all,
+    and else with what recovers from every loss of memory."""
+    report = run(tmp_path, how, what=what)
     (move,) = report["relayouts"]
     assert move["outcome"] == "went back"
-    assert not (tmp_path / "places-3-0").exists()
-    told = json.loads((tmp_path / "places-2-0").read_text())
-    assert json.loads(told[0]) == [0, 1, 2, 3]
-    second = report["recoveries"][-1]
+    assert began(tmp_path, what, 2, OLD if what == "layers" else AT)
+    assert not (tmp_path / f"{what}-3-0").exists()
     assert "ranks do not have their copies in their new layout" in report["said"]
     assert ("a copy of rank 1 is damaged" in report["said"]) is (how != "gone")
-    if how == "misread":
-        assert second["state"] == "kept", second
-        assert losses(report) == undisturbed
-    if how == "changed":
-        # With random state of its own: there is dropout.
-        assert second["state"] == "replica", second
+    assert report["recoveries"][-1]["state"] == state, report["recoveries"]
+    if state != "replica":
+        assert losses(report) == undisturbed(what)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("module", "Pipeline was given a stage, and no function that builds it"),
+        soak("deaf", "the function that builds a stage does not ask part.layers()"),
+        soak("clashing", "stages 0 and 1 both have 'layers.x0.linear.bias'"),
+    ],
+)
+def test_parts_that_cannot_change_say_so_once(
+    tmp_path: Path, undisturbed: Undisturbed, how: str, why: str
+) -> None:
+    report = run(tmp_path, how)
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "stayed"
+    assert "the parts of the model cannot change: " in move["why"] and why in move["why"]
+    assert report["said"].count(why) == 1
+    assert not (tmp_path / "layers-1-0").exists()
+    if how != "clashing":
+        assert losses(report) == undisturbed("layers")
+
+
+def test_layers_move_there_and_back_and_a_checkpoint_between_resumes_on_any_split(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """A run that begins from it begins with the even split."""
+    saved = {"directory": str(tmp_path / "saved"), "every": 1, "keep": ITERATIONS}
+    report = run(tmp_path / "first", "", moves=[NEW, OLD], checkpoint=saved)
+    there, back = report["relayouts"]
+    assert (there["outcome"], there["layers"]) == ("moved", NEW), report["said"]
+    assert (back["outcome"], back["layers"]) == ("moved", OLD), report["said"]
+    assert there["seconds"] > 0 and there["moved"] == []
+    assert losses(report).items() <= undisturbed("layers").items()
+    for generation, split in enumerate([OLD, NEW, OLD]):
+        assert began(tmp_path / "first", "layers", generation, split)
+    # Of the new parts, which were left later.
+    newest = there["iteration"] + 2
+    assert newest < back["iteration"]
+    for folder in (tmp_path / "saved").iterdir():
+        if int(folder.name.split("-")[1].split(".")[0]) > newest:
+            shutil.rmtree(folder)
+    assert (tmp_path / "saved" / f"iteration-{newest:08d}" / ".metadata").exists()
+    again = run(tmp_path / "again", "", moves=(), checkpoint=saved)
+    assert next(each["index"] for each in again["iterations"]) >= newest
+    assert losses(again).items() <= undisturbed("layers").items()
+
+
+MESHES = [{"shard": 2}, soak({"tensor": 2}), soak({"replicas": 2, "shard": 2})]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_layers_of_ranks_that_share_a_stage(tmp_path: Path, mesh: dict[str, int]) -> None:
+    """Each takes its part of a layer from the rank of the other stage that had the same part."""
+    job = {
+        "parallelism": {"stages": 2, "layers": 4, **mesh},
+        "trainer": {
+            "module": "pipemorph_trainer.examples.gpt",
+            "iterations": 40,
+            "args": {"width": 16, "heads": 2, "sequence": 8, "microbatch_size": 1, "clip": 1e9},
+        },
+    }
+    report = run(tmp_path / "moved", "", moves=[[3, 1]], **job)
+    assert [move["outcome"] for move in report["relayouts"]] == ["moved"], report["said"]
+    undisturbed = run(tmp_path / "undisturbed", "", moves=(), **job)
+    assert losses(report) == losses(undisturbed)
+
+
+def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
+    """The whole loop, with stages that are EMULATED. What it brings depends on how busy the machine
+    is, and is not judged here."""
+    job = manifest(
+        parallelism={"stages": 4, "layers": 16},
+        schedule={"microbatches": 6},
+        emulation={
+            "stageTimes": [dict.fromkeys(("forward", "backwardInput", "backwardWeight"), 16.0)],
+            "messageBytes": 1024,
+        },
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 80},
+        failurePolicy={"maxRestarts": 1},
+        adaptation={"relayout": True},
+        faults=[{"device": 1, "slowdown": 2.0, "fromIteration": 12}],
+    )  # fmt: skip
+    report = report_of(tmp_path, job)
+    told = "\n".join(line for line in report["said"].splitlines() if "s/it" not in line)
+    assert len(report["relayouts"]) == 1, told
+    (move,) = report["relayouts"]
+    assert move["outcome"] == "moved", report["said"]
+    assert move["reason"].startswith("stage 1 computes for ")
+    assert move["iteration"] > 12
+    assert (move["layers_before"][1], sum(move["layers"])) == (4, 16)
+    assert move["layers"][1] in {2, 3}
+    assert move["promised"] > 0.15
+    slowed = [each for each in report["faults"] if each["device"] == 1]
+    assert slowed and slowed[0]["ops_held"] > 0
 
 
 @pytest.mark.times
