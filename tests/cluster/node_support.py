@@ -200,8 +200,8 @@ class Witness:
             self.seen.append(status)
         return str(job["metadata"]["resourceVersion"])
 
-    def numbers(self, *path: str) -> list[int]:
-        """A number of status over time, where it was there: `numbers("control", "planVersion")`."""
+    def never_back(self, *path: str) -> None:
+        """A number of status, `never_back("control", "planVersion")`, was there, and only grew."""
         found = []
         for status in self.seen:
             value: Any = status
@@ -209,7 +209,9 @@ class Witness:
                 value = value.get(key) if isinstance(value, Mapping) else None
             if isinstance(value, int):
                 found.append(value)
-        return found
+        assert found, f"{'.'.join(path)} was never there"
+        back = [(a, b) for a, b in pairwise(found) if b < a]
+        assert not back, f"{'.'.join(path)} went backwards: {back}"
 
     def conditions(self, kind: str) -> list[str]:
         """The statuses a condition went through, each once."""
@@ -219,21 +221,6 @@ class Witness:
                 if entry["type"] == kind and found[-1:] != [entry["status"]]:
                     found.append(entry["status"])
         return found
-
-    def since(self, kind: str, status: str) -> str:
-        """When a condition first became so, as RFC 3339 in UTC, to the second: of two such
-        times the earlier is the lesser string."""
-        for seen in self.seen:
-            for entry in seen.get("conditions", []):
-                if (entry["type"], entry["status"]) == (kind, status):
-                    return str(entry["lastTransitionTime"])
-        raise AssertionError(f"{kind} was never {status}: it was {self.conditions(kind)}")
-
-    def never_back(self, *path: str) -> None:
-        found = self.numbers(*path)
-        assert found, f"{'.'.join(path)} was never there"
-        back = [(a, b) for a, b in pairwise(found) if b < a]
-        assert not back, f"{'.'.join(path)} went backwards: {back}"
 
 
 def follows(history: Sequence[str], *wanted: str) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from prometheus_client import REGISTRY
-from testbed import prometheus, tools
+from rendered_chart import rendered
+from testbed import prometheus
 
 import pipemorph_operator.metrics
 from pipemorph.cli import COMMANDS
@@ -18,7 +19,6 @@ from pipemorph_trainer.telemetry import metrics as rank_metrics
 
 assert pipemorph_operator.metrics, "its metrics are registered when it is imported"
 
-CHART = Path(__file__).resolve().parents[2] / "charts" / "pipemorph-operator"
 JOB = 'namespace="team",name="gpt"'
 TESTBEDS = ("api", "prometheus")
 
@@ -147,16 +147,8 @@ PROVOKED = {
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chart's rules as Prometheus reads them."""
-    helm = tools.find("helm")
-    printed = subprocess.run(
-        [
-            str(helm), "template", "x", str(CHART), "--namespace=sys",
-            "--set=metrics.alerts.enabled=true", "--set=metrics.alerts.labels.release=p",
-        ],
-        check=False, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert printed.returncode == 0, printed.stderr
-    (rule,) = (d for d in yaml.safe_load_all(printed.stdout) if d and d["kind"] == "PrometheusRule")
+    made = rendered(**{"metrics.alerts.enabled": True, "metrics.alerts.labels.release": "p"})
+    (rule,) = (each for each in made if each["kind"] == "PrometheusRule")
     assert rule["metadata"]["labels"]["release"] == "p"
     path = tmp_path_factory.mktemp("rules") / "rules.yaml"
     path.write_text(yaml.safe_dump(rule["spec"]))

@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 import yaml
-from operator_support import CHART, DEADLINE, FULL_NAME, RELEASE, SYSTEM, Installation, manifest
+from operator_support import DEADLINE, FULL_NAME, RELEASE, SYSTEM, Installation, manifest
 from operator_support import Jobs as AllJobs
 from played_ranks import Ranks
 from prometheus_client import start_http_server
+from rendered_chart import rendered
 from testbed import Cluster, NotYet, tools, wait_for
 from testbed.prometheus import Server, Target
 
@@ -118,15 +119,11 @@ class Stuck(Ranks):
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chart's, with less patience."""
-    printed = subprocess.run(
-        [
-            str(tools.find("helm")), "template", RELEASE, str(CHART), f"--namespace={SYSTEM}",
-            "--set=metrics.alerts.enabled=true", "--set=ingest.replicas=1",
-            "--show-only=templates/alerts.yaml",
-        ],
-        check=True, capture_output=True, text=True, timeout=60,
-    ).stdout  # fmt: skip
-    spec = yaml.safe_load(printed)["spec"]
+    values = {"metrics.alerts.enabled": True, "ingest.replicas": 1}
+    (made,) = rendered(
+        "--show-only=templates/alerts.yaml", release=RELEASE, namespace=SYSTEM, **values
+    )
+    spec = made["spec"]
     for rule in (rule for group in spec["groups"] for rule in group["rules"]):
         if "for" in rule:
             rule["for"] = "1s"

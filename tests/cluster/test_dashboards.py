@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from prometheus_client import REGISTRY, start_http_server
-from testbed import tools
+from rendered_chart import rendered
+from testbed import TestbedError
 from testbed.prometheus import Server, Target
 
 from pipemorph.api.status import AdaptationSummary, TrainingStatus
@@ -28,7 +26,6 @@ from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
 from pipemorph_trainer.telemetry.metrics import RankMetrics
 
-CHART = Path(__file__).resolve().parents[2] / "charts" / "pipemorph-operator"
 DOCS = "https://docs.example/pipemorph"
 JOB = ("team", "gpt")
 SETTLE_SECONDS = 60.0
@@ -39,20 +36,14 @@ TESTBEDS = ("api", "prometheus")
 @pytest.fixture(scope="module")
 def dashboards() -> dict[str, dict[str, Any]]:
     """As the chart makes them."""
-    return rendered(f"--set=metrics.dashboard.docs={DOCS}")
+    return made(**{"metrics.dashboard.docs": DOCS})
 
 
-def rendered(*values: str) -> dict[str, dict[str, Any]]:
-    helm = tools.find("helm")
-    printed = subprocess.run(
-        [str(helm), "template", "x", str(CHART), "--set=metrics.dashboard.enabled=true", *values],
-        check=False, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert printed.returncode == 0, printed.stderr
+def made(**values: str) -> dict[str, dict[str, Any]]:
     (found,) = (
-        document["data"]
-        for document in yaml.safe_load_all(printed.stdout)
-        if document and document["metadata"]["name"].endswith("-dashboard")
+        each["data"]
+        for each in rendered(**{"metrics.dashboard.enabled": True}, **values)
+        if each["metadata"]["name"].endswith("-dashboard")
     )
     assert set(found) == {f"pipemorph-{name}.json" for name in NAMES}
     return {name: json.loads(found[f"pipemorph-{name}.json"]) for name in NAMES}
@@ -251,31 +242,21 @@ def test_links_lead_from_one_to_the_other_to_pods_and_to_the_documentation(
         assert f"/d/{uids[other]}/{uids[other]}" in urls and DOCS in urls
     assert "var-pod=${__field.labels.pod}" in json.dumps(dashboards["job"])
     assert f"/d/{uids['job']}/" in json.dumps(dashboards["platform"]["panels"])
-    assert DOCS not in json.dumps(rendered())
+    assert DOCS not in json.dumps(made())
 
 
 def test_the_ingest_gets_further_environment() -> None:
-    helm = tools.find("helm")
+    def template(name: str) -> list[dict[str, Any]]:
+        return rendered(**{"ingest.env": [{"name": name, "value": "http://proxy:3128"}]})
 
-    def template(name: str) -> subprocess.CompletedProcess[str]:
-        env = json.dumps([{"name": name, "value": "http://proxy:3128"}])
-        return subprocess.run(
-            [str(helm), "template", "x", str(CHART), f"--set-json=ingest.env={env}"],
-            check=False, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-
-    printed = template("HTTPS_PROXY")
-    assert printed.returncode == 0, printed.stderr
     (ingest,) = (
-        document
-        for document in yaml.safe_load_all(printed.stdout)
-        if document
-        and document["kind"] == "Deployment"
-        and document["metadata"]["name"].endswith("-ingest")
+        each
+        for each in template("HTTPS_PROXY")
+        if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("-ingest")
     )
     (container,) = ingest["spec"]["template"]["spec"]["containers"]
     names = [each["name"] for each in container["env"]]
     assert names == ["PIPEMORPH_LOG", "POD_NAME", "HTTPS_PROXY"]
     assert container["env"][-1]["value"] == "http://proxy:3128"
-    refused = template("POD_NAME")
-    assert refused.returncode != 0 and "env" in refused.stderr
+    with pytest.raises(TestbedError, match="env"):
+        template("POD_NAME")

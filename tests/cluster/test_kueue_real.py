@@ -200,25 +200,6 @@ def test_preempted_by_a_more_important_job_and_admitted_again(jobs: Jobs, queue:
     jobs.wait("patient", "Complete")
 
 
-def test_a_queue_that_is_held_admits_nothing_and_a_suspended_job_gives_its_quota_back(
-    jobs: Jobs, queue: str
-) -> None:
-    jobs.apply(queued("held", queue))
-    jobs.run("held", 2)
-    jobs.patch("held", {"suspend": True})
-    jobs.wait("held", "Suspended")
-    jobs.apply(queued("other", queue))
-    pods = jobs.run("other", 2)
-    jobs.patch("held", {"suspend": False})
-    jobs.wait("held", "Queued")
-    jobs.succeed(pods)
-    jobs.wait("other", "Complete")
-    jobs.succeed(jobs.run("held", 2, attempt=1))
-    jobs.wait("held", "Complete")
-    status = jobs.get("held")["status"]
-    assert (status.get("disruptions", 0), status.get("restarts", 0)) == (0, 0)
-
-
 def ungated(jobs: Jobs, name: str, count: int) -> list[Object]:
     """The pods of a job's first attempt, once Kueue has told each of them its node."""
 

@@ -1,16 +1,15 @@
 """Who reaches whom under the NetworkPolicies of a job and of the chart: pods connect to each other
 on a node whose network enforces them."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-import yaml
-from operator_support import CHART, RELEASE, manifest
+from operator_support import RELEASE, manifest
+from rendered_chart import rendered
 from testbed import NotYet, wait_for
 from testbed.api import Object
 from testbed.controlplane import SERVICE_IP_OF_API
@@ -123,12 +122,6 @@ def attempt(namespace: str, name: str) -> Attempt:
     return Attempt(read_job(job), uid, 0, ())
 
 
-def chart(nodes: NodeCluster, namespace: str, **values: Any) -> list[Object]:
-    sets = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
-    text = nodes.helm("template", RELEASE, str(CHART), f"--namespace={namespace}", *sets)
-    return [document for document in yaml.safe_load_all(text) if document]
-
-
 def of_chart(documents: Sequence[Object], component: str) -> tuple[Object, dict[int, str]]:
     """Labels of a component's pod, and its ports."""
     for each in documents:
@@ -154,8 +147,8 @@ def site(node_cluster: NodeCluster) -> Iterator[tuple[Site, list[Object]]]:
         scrapes = [
             {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": monitoring}}}
         ]
-        made = chart(
-            nodes, system,
+        made = rendered(
+            release=RELEASE, namespace=system,
             **{
                 "networkPolicy.enabled": True,
                 "networkPolicy.metricsFrom": scrapes,

@@ -5,7 +5,6 @@ import time
 
 import pytest
 from operator_support import Jobs, manifest
-from played_ranks import Ranks
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -68,20 +67,3 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     killer.strike()  # being cleaned up
     jobs.wait("fails", "deleted")
     assert killer.kills == 9
-
-
-def test_the_api_server_goes_away_and_comes_back(jobs: Jobs) -> None:
-    plane = jobs.cluster.control_plane
-    jobs.apply(manifest("before", stages=2))
-    pods = jobs.run("before", 2)
-    ranks = Ranks.of(jobs, "before", pods[0])
-    ranks.run(2)
-    plane.restart_apiserver()
-    ranks.run(2)
-    plane.wait_for_controllers()
-    jobs.apply(manifest("after", stages=2))
-    jobs.run("after", 2)
-    jobs.succeed(pods)
-    jobs.wait("before", "Complete")
-    for program in (jobs.installation.operator, jobs.installation.ingest):
-        assert program.process.running, program.process.log_end()

@@ -260,21 +260,6 @@ def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:
     assert flooded[1] < max(MOST_TIMES * alone[1], STALL), found
 
 
-def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:
-    jobs.apply(manifest("switch"))
-    ranks = Ranks.of(jobs, "switch", jobs.run("switch", 4)[0])
-    ranks.run(4)
-    jobs.patch("switch", {"adaptation": {"enabled": False}})
-    # The ingest sees it apart from the operator.
-    edited = f"{jobs.namespace}/switch: spec.adaptation changed"
-    log = jobs.installation.ingest.process.log
-    wait_for("the ingest to take it up", lambda: edited in log.read_text(), DEADLINE)
-    ranks.delays[1] = SLOW
-    ranks.until("LinksHealthy=False")
-    ranks.run(6)
-    assert ranks.observed == 0
-
-
 def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
     placement = {"excludeNodes": ["no-1", "no-2"]}
     # What is slow at the end must still be so when the operator gets to it.

@@ -124,34 +124,3 @@ def test_a_leader_that_slept_over_the_end_of_its_lease_writes_nothing(
         jobs.succeed(pods)
         jobs.wait("asleep", "Complete")
         assert len(proxy.writes()) > len(written)
-
-
-def test_a_leader_that_is_cut_off_stops_before_another_leads(jobs: Jobs, tmp_path: Path) -> None:
-    kube = jobs.installation.account()
-    with (
-        api_proxy(jobs.cluster, kube, tmp_path / "kubeconfig") as proxy,
-        two(jobs, through=proxy.kubeconfig, lease_seconds=6) as (first, second),
-    ):
-        proxy.hold(lambda *_: True)
-        written = proxy.writes()
-        ends = wait_for(
-            "the first to stop",
-            lambda: None if leads(first) else time.monotonic(),
-            DEADLINE,
-            interval=0.02,
-        )
-        assert lease(jobs)["holderIdentity"] == "first", "another led too early"
-        wait_leads(second)
-        assert time.monotonic() > ends
-        jobs.apply(manifest("alone", stages=1))
-        pods = jobs.run("alone", 1)
-        proxy.open()
-        stands_by = "ok\nfirst stands by; second leads\n"
-        wait_for("the first to stand by", lambda: first.says() == stands_by, DEADLINE)
-        assert proxy.writes() == written
-        # A clean end leaves nobody waiting.
-        second.process.stop()
-        assert lease(jobs)["holderIdentity"] in ("", "first")
-        wait_leads(first)
-        jobs.succeed(pods)
-        jobs.wait("alone", "Complete")

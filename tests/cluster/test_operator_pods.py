@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from operator_support import Jobs, Object, manifest, said
+from operator_support import Jobs, Object, manifest
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -35,14 +35,6 @@ def report(jobs: Jobs, pod: Object, **status: Any) -> None:
     )
 
 
-def two_containers(name: str, **spec: Any) -> Object:
-    job = manifest(name, stages=2, **spec)
-    job["spec"]["template"]["spec"]["containers"].append(
-        {"name": "side", "image": "none.invalid/s"}
-    )
-    return job
-
-
 @pytest.mark.parametrize("ended", ["rejected", "init"])
 def test_pods_that_never_train_are_named_and_few(jobs: Jobs, ended: str) -> None:
     """They were one a second, without a reason."""
@@ -67,26 +59,3 @@ def test_pods_that_never_train_are_named_and_few(jobs: Jobs, ended: str) -> None
     words = GPU if ended == "rejected" else "init container fetch exited with code 1: 403"
     jobs.expect_event("few", words)
     assert "is being deleted" not in str(jobs.get("few")["status"])
-
-
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_a_sidecar_that_fails_after_the_end_repeats_nothing(jobs: Jobs, restarts: int) -> None:
-    jobs.apply(two_containers("side", failurePolicy={"maxRestarts": restarts}))
-    pods = jobs.run("side", 2)
-    for pod in pods:
-        ended = containers(trainer=state(0), side=state(1))
-        report(jobs, pod, phase="Failed", containerStatuses=ended, conditions=[])
-    found = jobs.wait("side", "Complete")
-    assert found["status"]["attempt"] == 0
-    assert "container side exited with code 1" in said(found, "Complete")
-    jobs.expect_none_left("side")
-
-
-def test_a_child_that_somebody_deletes_is_no_failure_of_the_program(jobs: Jobs) -> None:
-    jobs.apply(manifest("child", stages=1))
-    jobs.run("child", 1)
-    (job,) = jobs.batch_jobs("child")
-    jobs.cluster.client.delete("jobs", job["metadata"]["name"], jobs.namespace)
-    jobs.pods("child", 1, attempt=1)
-    status = jobs.get("child")["status"]
-    assert (status["restarts"], status["disruptions"]) == (0, 1)

@@ -97,28 +97,3 @@ def test_a_container_of_the_operators_own_passes_the_strictest_policy(jobs: Jobs
     pod = {"apiVersion": "v1", "kind": "Pod", **template}
     pod["metadata"] = pod["metadata"] | {"name": "own"}
     jobs.cluster.client.create("pods", pod, jobs.namespace)
-
-
-def test_pods_beyond_a_quota_are_explained_and_are_made_when_it_is_raised(jobs: Jobs) -> None:
-    hard = {"requests.example.com/gpu": "1"}
-    quota = {"metadata": {"name": "gpus"}, "spec": {"hard": hard}}
-    jobs.cluster.client.create("resourcequotas", quota, jobs.namespace)
-    jobs.cluster.wait(
-        "resourcequotas",
-        "gpus",
-        lambda found: "hard" in found.get("status", {}),
-        namespace=jobs.namespace,
-    )
-    job = manifest("dear", stages=2)
-    trainer = job["spec"]["template"]["spec"]["containers"][0]
-    trainer["resources"] = {"limits": {"example.com/gpu": "2"}}
-    jobs.apply(job)
-    words = refused_pods(jobs, "dear")
-    assert "0 of 2 ranks are ready; 2 pods cannot be created: " in words
-    assert "exceeded quota: gpus" in words
-    jobs.cluster.client.patch(
-        "resourcequotas", "gpus", {"spec": {"hard": hard | {"requests.example.com/gpu": "4"}}},
-        jobs.namespace,
-    )  # fmt: skip
-    jobs.run("dear", 2)
-    assert jobs.get("dear")["status"]["attempt"] == 0

@@ -4,17 +4,16 @@ The testbeds here are made up: their parts are files, and nothing is built or in
 """
 
 import os
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from testbed import TestbedError, catalog, machine, making, packages, selected
+from testbed import TestbedError, catalog, making, packages, selected
 from testbed.catalog import Artifact, Testbed
 from testbed.packages import Need
-from testbed.steps import LimitReached, Say, run_step
+from testbed.steps import Say, run_step
 
 FOREVER = ["sleep", "600"]
 
@@ -92,16 +91,6 @@ def test_with_permission_all_packages_are_installed_in_one_transaction(bench: Be
     assert len(bench.installed) == 1, "installed what is there"
 
 
-def test_packages_are_not_installed_where_that_is_impossible(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packages, "can_install", lambda: False)
-    result = bench.make(*two(bench), may_install=True)
-    assert result.status == making.FAILED and not bench.installed
-    assert "as root on Debian only; this machine needs deb-a deb-b" in result.line
-    assert (bench.folder / "one").exists()
-
-
 def test_a_part_that_fails_is_one_line_and_the_others_are_built(bench: Bench) -> None:
     broken = Testbed("broken", "", artifacts=(bench.artifact("x", error="no x: exit 1\nits log"),))
     sound = Testbed("sound", "", artifacts=(bench.artifact("y"),))
@@ -129,44 +118,6 @@ def test_a_machine_that_cannot_have_a_testbed_builds_the_others(bench: Bench) ->
     assert not (bench.folder / "x").exists()
 
 
-def test_without_go_the_others_are_built_and_the_line_says_what_is_missing(bench: Bench) -> None:
-    def no_go(*_: object) -> bool:
-        raise TestbedError("found no go command")
-
-    kubernetes = Testbed("kubernetes", "", artifacts=(Artifact("etcd", no_go, no_go),))
-    other = Testbed("other", "", artifacts=(bench.artifact("x"),))
-    assert kubernetes.why_not() == "found no go command"
-    assert making.plan([kubernetes, other])[0].startswith("kubernetes  to build: etcd")
-    result = bench.make(kubernetes, other)
-    assert result == making.Result(making.FAILED, "FAILED: kubernetes: found no go command")
-    assert (bench.folder / "x").exists()
-
-
-@pytest.mark.parametrize(
-    ("platform", "user", "reason"),
-    [("darwin", 0, "pods need Linux"), ("linux", 1000, "need root"), ("linux", 0, None)],
-)
-def test_pods_need_linux_and_root(
-    monkeypatch: pytest.MonkeyPatch, platform: str, user: int, reason: str | None
-) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    why = machine.unfit_for_nodes()
-    assert why is None if reason is None else reason in (why or "")
-
-
-def test_a_step_reports_its_progress_and_ends_at_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("testbed.steps.REPORT_EVERY", 0.6)
-    said: list[str] = []
-    with pytest.raises(LimitReached, match="counting, for "):
-        run_step("counting", FOREVER, tmp_path / "log", said.append, time.monotonic() + 4.0)
-    first, *progress = said
-    assert first == "counting" and len(progress) > 1
-    assert all(re.fullmatch(r"counting: \d s so far", line) for line in progress)
-
-
 class Item:
     """A test as the plugin looks at it."""
 
@@ -179,8 +130,7 @@ class Item:
         return name if name in self.markers else None
 
 
-class NamesTestbeds:
-    TESTBEDS = ("prometheus",)
+PROMETHEUS = SimpleNamespace(TESTBEDS=("prometheus",))
 
 
 @pytest.mark.parametrize(
@@ -190,8 +140,8 @@ class NamesTestbeds:
         (Item("cluster", "kueue"), "", {"api", "kueue"}),
         (Item("node", fixtures=("project_archives",)), "", {"nodes", "images"}),
         (Item("node", "kueue"), "node", set()),
-        (Item("cluster", module=NamesTestbeds), "", {"api", "prometheus"}),
-        (Item("cluster", module=NamesTestbeds), "cluster", set()),
+        (Item("cluster", module=PROMETHEUS), "", {"api", "prometheus"}),
+        (Item("cluster", module=PROMETHEUS), "cluster", set()),
         (Item("rdma"), "", {"guests"}),
         (Item("rdma", fixtures=("browser",)), "rdma,browser", set()),
     ],
@@ -201,12 +151,6 @@ def test_the_testbeds_of_selected_tests_without_those_skipped(
 ) -> None:
     monkeypatch.setenv(selected.SKIP, skipped)
     assert selected.needed([item]) == testbeds  # type: ignore[list-item]
-
-
-def test_a_level_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(selected.SKIP, "nodes")
-    with pytest.raises(pytest.UsageError, match="nodes: expected some of cluster, node, rdma"):
-        selected.skipped_levels()
 
 
 TESTS = """

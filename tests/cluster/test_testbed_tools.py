@@ -32,13 +32,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         cached.cache_clear()
 
 
-def test_without_go_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setattr(tools, "GO_ELSEWHERE", Path("/nowhere/go"))
-    with pytest.raises(TestbedError, match="install Go"):
-        tools.find("etcd")
-
-
 def test_a_program_that_is_not_built_names_the_testbed_and_the_command() -> None:
     with pytest.raises(TestbedError) as refused:
         tools.find("kubelet")

@@ -3,7 +3,6 @@
 import base64
 import itertools
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import yaml
 from testbed import tools
 from testbed.api import STRATEGIC_MERGE_PATCH, ApiClient, ApiError, Object
 from testbed.controlplane import ControlPlane
-from testbed.kubeconfig import save, write_kubeconfig
+from testbed.kubeconfig import write_kubeconfig
 from testbed.pki import sign_es256
 from testbed.processes import output
 from testbed.waiting import NotYet, wait_for
@@ -37,7 +36,6 @@ class Cluster:
         self.admin = control_plane.admin
         self.control_plane = control_plane
         self.client = ApiClient(self.admin)
-        self._users: dict[tuple[str, tuple[str, ...]], Path] = {}
 
     @classmethod
     @contextmanager
@@ -65,29 +63,28 @@ class Cluster:
         self,
         *arguments: str,
         input: str | None = None,
-        kubeconfig: Path | None = None,
         deadline: float = 60.0,
     ) -> str:
         """What kubectl prints; `TestbedError` with its complaint if it fails."""
         return output(
-            [tools.find("kubectl"), f"--kubeconfig={kubeconfig or self.admin}", *arguments],
+            [tools.find("kubectl"), f"--kubeconfig={self.admin}", *arguments],
             input=input,
             environment=self._environment(),
             deadline=deadline,
         )
 
-    def helm(self, *arguments: str, kubeconfig: Path | None = None, deadline: float = 120.0) -> str:
+    def helm(self, *arguments: str) -> str:
         """What helm prints; `TestbedError` with its complaint if it fails."""
         program = tools.find("helm")
         environment = self._environment() | {
-            "KUBECONFIG": str(kubeconfig or self.admin),
+            "KUBECONFIG": str(self.admin),
             # Not the plugins, repositories and caches of whoever runs the tests.
             **{
                 f"HELM_{name}_HOME": str(self.directory / "helm" / name.lower())
                 for name in ("CACHE", "CONFIG", "DATA")
             },
         }
-        return output([program, *arguments], environment=environment, deadline=deadline)
+        return output([program, *arguments], environment=environment, deadline=120.0)
 
     def _environment(self) -> dict[str, str]:
         # Discovery is cached by address, and a later cluster may get the address of an earlier one.
@@ -105,26 +102,20 @@ class Cluster:
 
     # --- who asks -------------------------------------------------------------------------
 
-    def kubeconfig(self, user: str | None = None, groups: Sequence[str] = ()) -> Path:
-        """A kubeconfig of the administrator, or of a user who has no rights but those bound."""
-        if user is None:
-            return self.admin
-        key = (user, tuple(groups))
-        if key not in self._users:
-            file_name = f"user-{len(self._users)}-{re.sub('[^a-z0-9]+', '-', user.lower())[:40]}"
-            self._users[key] = self.control_plane.kubeconfig(file_name, user, groups)
-        return self._users[key]
+    def kubeconfig(self, user: str) -> Path:
+        """A kubeconfig of a user who has no rights but those bound, who signs in with a
+        certificate."""
+        return self.control_plane.kubeconfig(f"user-{secrets.token_hex(4)}", user)
 
     def kubeconfig_of_token(self, token: str, name: str = "token") -> Path:
         """A kubeconfig of whoever a token belongs to, such as the operator's service account."""
-        document = yaml.safe_load(self.admin.read_text())
-        cluster = document["clusters"][0]["cluster"]
-        path = self.directory / "kubeconfig" / f"{name}-{secrets.token_hex(4)}.yaml"
-        write_kubeconfig(path, server=self.server, authority=b"", user=name, token=token)
-        written = yaml.safe_load(path.read_text())
-        written["clusters"][0]["cluster"] = cluster
-        save(path, written)
-        return path
+        return write_kubeconfig(
+            self.directory / "kubeconfig" / f"{name}-{secrets.token_hex(4)}.yaml",
+            server=self.server,
+            authority=self.control_plane.authority.pair.certificate.read_bytes(),
+            user=name,
+            token=token,
+        )
 
     def service_account_token(
         self,
@@ -259,9 +250,7 @@ class Cluster:
         }
         self.client.patch("nodes", name, {"status": status}, subresource="status")
 
-    def fake_pod_running(
-        self, namespace: str, pod: str, *, ip: str | None = None, node: str | None = None
-    ) -> Object:
+    def fake_pod_running(self, namespace: str, pod: str, *, node: str | None = None) -> Object:
         """Report a pod as running and ready, as its kubelet would.
 
         Without `node` the pod stays unbound, so that the API server deletes it at once when asked:
@@ -275,7 +264,7 @@ class Cluster:
             )
         spec = self.client.get("pods", pod, namespace)["spec"]
         number = next(_FAKE_IPS)
-        address = ip or f"198.18.{number >> 8}.{number & 255}"
+        address = f"198.18.{number >> 8}.{number & 255}"
         running = {"running": _times("startedAt")}
         return self._pod_status(
             namespace,

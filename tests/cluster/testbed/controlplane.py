@@ -190,12 +190,12 @@ class ControlPlane:
             self.stop()
             raise
 
-    def start_apiserver(self, deadline: float = START_DEADLINE) -> None:
+    def start_apiserver(self) -> None:
         self.apiserver.start()
-        self.apiserver.wait_until("its readiness at /readyz", self._ready, deadline)
+        self.apiserver.wait_until("its readiness at /readyz", self._ready, START_DEADLINE)
 
-    def stop_apiserver(self, *, grace: float = 10.0) -> None:
-        self.apiserver.stop(grace)
+    def stop_apiserver(self) -> None:
+        self.apiserver.stop()
 
     def stop(self) -> None:
         """End every process: those that ask before the ones that answer."""
@@ -223,18 +223,14 @@ class ControlPlane:
             raise NotYet(str(error)) from None
         return True
 
-    def restart_apiserver(self, *, grace: float = 10.0, deadline: float = START_DEADLINE) -> None:
-        """Stop and start it at the same address; with no grace, as after a crash."""
-        self.stop_apiserver(grace=grace)
-        self.start_apiserver(deadline)
-        self.wait_for_controllers(deadline)
-
-    def forget(self, deadline: float = START_DEADLINE) -> None:
+    def forget(self) -> None:
         """Drop all history: of etcd, and, by a restart, the API server's memory of it. Watches and
         pages of lists that go on from before are then answered with 410."""
         revision = self._ask_etcd("/v3/maintenance/status", {})["header"]["revision"]
         self._ask_etcd("/v3/kv/compaction", {"revision": revision, "physical": True})
-        self.restart_apiserver(deadline=deadline)
+        self.stop_apiserver()
+        self.start_apiserver()
+        self.wait_for_controllers()
 
     def _ask_etcd(self, path: str, body: Object) -> Object:
         request = urllib.request.Request(
@@ -244,7 +240,7 @@ class ControlPlane:
             said: Object = json.load(answer)
             return said
 
-    def wait_for_controllers(self, deadline: float = START_DEADLINE) -> None:
+    def wait_for_controllers(self) -> None:
         """The controllers end when they cannot reach the API server for long; see that they run."""
         if not self.controller_manager.running:
             self.controller_manager.stop(grace=0)
@@ -252,6 +248,6 @@ class ControlPlane:
         wait_for(
             "the default service account",
             self._default_account,
-            deadline,
+            START_DEADLINE,
             details=self.controller_manager.log_end,
         )

@@ -16,7 +16,6 @@ def write_kubeconfig(
     certificate: bytes | None = None,
     key: bytes | None = None,
     token: str | None = None,
-    namespace: str = "default",
 ) -> Path:
     """A kubeconfig that needs no other file, so that it can be mounted or moved."""
     credentials: dict[str, Any] = {}
@@ -31,19 +30,10 @@ def write_kubeconfig(
         "kind": "Config",
         "clusters": [{"name": "testbed", "cluster": cluster}],
         "users": [{"name": user, "user": credentials}],
-        "contexts": [
-            {
-                "name": "testbed",
-                "context": {"cluster": "testbed", "user": user, "namespace": namespace},
-            }
-        ],
+        "contexts": [{"name": "testbed", "context": {"cluster": "testbed", "user": user}}],
         "current-context": "testbed",
     }
-    save(path, document)
-    return path
-
-
-def save(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)  # it holds a key: readable by its owner from its first byte
     path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return path

@@ -290,15 +290,6 @@ class Node:
                 cleaning.callback(self.run, *table, "-D", "POSTROUTING", *rule)
             yield
 
-    def restart_kubelet(self) -> None:
-        self.kubelet.stop()
-        # The node's status still is the last kubelet's. Its word on devices is taken back, so
-        # that only the next one, once it has been told of them, can make the node ready.
-        nothing = {"status": {"allocatable": {RESOURCE: "0"}}}
-        self.cluster.client.patch("nodes", self.name, nothing, subresource="status")
-        self.kubelet.start()
-        self.kubelet.wait_until("its node to be ready", self._ready, START_DEADLINE)
-
     def kill(self) -> None:
         """Lose the node, as by a power cut: every process of it is gone at once."""
         self._holder.stop(grace=0)
