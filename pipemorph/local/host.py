@@ -452,14 +452,16 @@ def conclude(
     note: Callable[[str], None],
 ) -> None:
     """Take the results of a run that has ended, while its control loop is still there."""
-    run.finish(
-        ending, journal.iterations(), service.adaptations(), journal.view,
-        slow=journal.lanes().slow_times(), useful=journal.useful,
-    )  # fmt: skip
+    changes = journal.changes()
     try:
+        changes = service.adaptations()
         run.training, run.conditions, run.outlook = service.state()
     except TimeoutError:
         note("the report lacks its status: the control loop did not answer at the end")
+    run.finish(
+        ending, journal.iterations(), changes, journal.view,
+        slow=journal.lanes().slow_times(), useful=journal.useful,
+    )  # fmt: skip
 
 
 def end_of_host(

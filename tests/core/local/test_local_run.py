@@ -344,20 +344,26 @@ def test_an_error_of_the_host_ends_the_run_in_one_line_with_its_report(
 
 
 @pytest.mark.parametrize(
-    ("where", "what"), [(Journal, "first"), (LeaveRequests, "look"), (Progress, "_show")]
+    ("where", "what", "says"),
+    [
+        (Journal, "first", "Too many open files"),
+        (LeaveRequests, "look", "Too many open files"),
+        (Progress, "_show", "Too many open files"),
+        (ControlService, "adaptations", "the control loop did not answer"),
+    ],
 )
 def test_an_error_in_following_a_run_is_told_and_ends_nothing(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, where: type, what: str
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, where: type, what: str, says: str
 ) -> None:
     run = runs(others="finish", stages=2, spec={"failurePolicy": {"maxRestarts": 1}})
 
     def fails(*_: Any, **__: Any) -> None:
-        raise OSError(24, "Too many open files")
+        raise TimeoutError if where is ControlService else OSError(24, says)
 
     monkeypatch.setattr(where, what, fails)
     status, output = in_process(run, monkeypatch)
     assert status == 0, output
-    assert output.count("Too many open files") == 1
+    assert output.count(says) == 1
     assert run.report()["completed"] is True
 
 
