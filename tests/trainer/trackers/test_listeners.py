@@ -131,3 +131,6 @@ def test_kubeflow_is_told_if_it_has_set_its_variables() -> None:
     for rank, told in ((0, True), (1, False)):
         found = Listeners.of([], context(rank), version=0, environ=environ)
         assert bool(found._listeners) is told
+        if not told:  # Without listeners nothing is queued, and nobody is waited for.
+            found.finished(sample(0))
+            found.close()
