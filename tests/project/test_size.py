@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 95_200,
+    "product lines": 95_100,
     "product code lines": 69_600,
-    "test lines": 101_000,
+    "test lines": 100_200,
     "benchmark lines": 6_240,
-    "public classes": 688,
-    "modules": 383,
+    "public classes": 681,
+    "modules": 381,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }
