@@ -8,9 +8,8 @@ from functools import cached_property, lru_cache
 from time import perf_counter
 
 from pipemorph.errors import InputError
-from pipemorph.planning.grains import in_grains
 from pipemorph.planning.ir import Dispatch, Policy, Route, Schedule
-from pipemorph.planning.problem import Link, Problem, StageTimes
+from pipemorph.planning.problem import Link, Problem, StageTimes, in_grains
 from pipemorph.planning.rule_based import (
     gpipe,
     one_f_one_b,

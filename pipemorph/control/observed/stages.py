@@ -325,9 +325,11 @@ class StageTable:
         rooms = [
             room(self._spec, stage, *known.saved()) for stage, known in enumerate(self.footprints)
         ]
+        memory = rooms[0].memory
+        if memory is None:
+            return tuple(rooms)
         for mine in stages_of(self._spec.parallelism.mesh.placed):
-            memory = rooms[mine[0]].memory
-            if memory is not None and sum(rooms[stage].size for stage in mine) > memory:
+            if sum(rooms[stage].size for stage in mine) > memory:
                 rooms[mine[0]] = rooms[mine[0]]._replace(device=0)
         return tuple(rooms)
 

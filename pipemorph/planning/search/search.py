@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from pipemorph.errors import InputError
 from pipemorph.planning import _planner
-from pipemorph.planning.grains import in_grains
 from pipemorph.planning.ir import Schedule
-from pipemorph.planning.problem import Link, Problem
+from pipemorph.planning.problem import Link, Problem, in_grains
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.core import (
     SAME,

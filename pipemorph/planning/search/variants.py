@@ -21,10 +21,9 @@ from functools import cached_property, wraps
 from itertools import accumulate
 from typing import NamedTuple
 
-from pipemorph.planning.grains import in_grains, with_times_of
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.offload import Residency, recompute_room
-from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.problem import Problem, StageTimes, in_grains, with_times_of
 from pipemorph.planning.search.mixed import Rng, fuse_first, mix
 from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation.core import SAME, Waits, decode, planned_waits

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipemorph.errors import InputError
 from pipemorph.planning import _planner
-from pipemorph.planning.grains import in_grains
 from pipemorph.planning.ir import CODE, KINDS, Op, Schedule, stages_of
-from pipemorph.planning.problem import Link, Problem
+from pipemorph.planning.problem import Link, Problem, in_grains
 from pipemorph.planning.validator import validate_online
 
 if TYPE_CHECKING:
