@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from gate import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planning_strategies import offloading, problems
 
@@ -33,6 +33,9 @@ from pipemorph.planning.simulation.core import SAME, Costs, Rules, lower_bound, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from planner_problems import FACTS, digest, problem_set
+
+DRAWN = {case.key: case.problem for case in problem_set(3)}
+"""Among them some whose plans once differed in another unit."""
 
 
 @st.composite
@@ -93,6 +96,8 @@ def test_what_the_search_finds(problem: Problem, effort: int) -> None:
     several=st.sampled_from([None, "v", "interleaved"]),
     factor=st.sampled_from([1e-6, 1e-3, 1e3, 1e6, 3, 7.3, 2.0**-20]),
 )
+@example(problem=DRAWN["uneven/2S/0"], several=None, factor=1e-3)
+@example(problem=DRAWN["multi-link/S+2/2"], several=None, factor=1e-3)
 @settings(max_examples=examples(30), deadline=None)
 def test_times_in_any_unit_give_the_same_plan(
     problem: Problem, several: Any, factor: float
