@@ -191,13 +191,13 @@ class World:
 class RunningJob(FakeCluster):
     """The API server of a job that runs, and of one pod of it, with what is asked and done."""
 
-    def __init__(self, pod: Object, **metadata: Any) -> None:
+    def __init__(self, pod: Object, terminating: int = 1, **metadata: Any) -> None:
         world, started = World(body(failurePolicy={"maxRestarts": 2})), "2026-01-01T00:00:00Z"
         world.running()
         world.status["jobStartTime"] = started
         made = batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
         made["metadata"]["uid"] = "job-0"
-        counts = {"active": 1, "ready": 1, "terminating": 1, "startTime": started}
+        counts = {"active": 1, "ready": 1, "terminating": terminating, "startTime": started}
         metadata |= {
             "name": "p1",
             "namespace": "team",

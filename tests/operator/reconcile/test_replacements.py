@@ -115,6 +115,7 @@ def test_status_names_the_pod_before_its_finalizer_goes() -> None:
     ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
     api = RunningJob(
         {"phase": "Failed", "containerStatuses": [ended]},
+        terminating=0,
         finalizers=[names.JOB_FINALIZER, "example.com/other"],
     )
     seen: list[list[str]] = []
@@ -129,6 +130,7 @@ def test_status_names_the_pod_before_its_finalizer_goes() -> None:
     )
     asyncio.run(reconciler.reconcile("team", "gpt"))
     assert seen == [["u1"]]
+    assert api.asked == ["involvedObject.uid=job-0,reason=FailedCreate"], "why it lacks a pod"
     ((url, changed),) = api.patched
     assert url.endswith("/namespaces/team/pods/p1")
     assert changed == {
