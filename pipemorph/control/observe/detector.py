@@ -68,6 +68,9 @@ followed."""
 STEADY = 20
 """Windows in which a delay must have been the same for a step upwards to take fewer. Jitter that
 changes every 400 ms is hardly ever so steady."""
+GUESS = 0.05
+"""Part of a delay by which the base of a route that was first used with it may be guessed too
+low."""
 NOISE_UP, NOISE_DOWN = 0.01, 0.001
 """How fast the noise estimate follows the windows, upwards and downwards: over about the last
 minute, with more weight on noisy times."""
@@ -152,13 +155,16 @@ class DelayDetector:
         self._since: deque[Within] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._turned_at: int | None = None
-        self._against = 0
-        """Windows in a row that show the present level after one that showed the other."""
         """Mark of the first of the newest windows that all show the other level. A suspicion may be
         older, since it starts at half the threshold and single windows do not end it."""
+        self._against = 0
+        """Windows in a row that show the present level after one that showed the other."""
         self._slow_for = 0
         """Windows since the link became slow."""
         self._side = 0
+        self._fell_at: int | None = None
+        """Mark of the first of the newest windows that are all far below the delay; or of a step
+        down to one that raises no alarm."""
         self._step: list[Within] = []
         """The newest windows of a delay that was steady, if all are on one side of it: not in the
         estimate yet."""
@@ -452,7 +458,7 @@ class DelayDetector:
             )
         self.route = route
         self._sum, self._suspected_at, self._turned_at = 0.0, None, None
-        self._side, self._stepped = 0, 0.0
+        self._side, self._stepped, self._fell_at = 0, 0.0, None
         self._step.clear()
         self._newest.clear()
 
@@ -596,9 +602,12 @@ class DelayDetector:
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
             known.guessed = False
             self._since.clear()
-            self._become(Level.HEALTHY, mark if self._turned_at is None else self._turned_at)
+            turned = mark if self._turned_at is None else self._turned_at
+            if self._fell_at is not None and not self.recent:
+                turned = min(turned, self._fell_at)
+            self._become(Level.HEALTHY, turned)
         else:
-            self._follow(within, threshold, weight)
+            self._follow(known, within, mark, threshold, weight)
 
     def _clear(self, known: _Base) -> float:
         """Windows of evidence for a recovery."""
@@ -608,18 +617,23 @@ class DelayDetector:
         may_vary = known.guessed and len(self._memory) < RECENT
         return 2 * CLEAR if may_vary else CLEAR
 
-    def _follow(self, within: Within, threshold: float, weight: float) -> None:
+    def _follow(
+        self, known: _Base, within: Within, mark: int, threshold: float, weight: float
+    ) -> None:
         """Update the estimate: an average, restarted when the delay has changed permanently."""
         if not self._since:
             self._since.append(within)
             return
         estimate = fmean(likely(self._since))
-        margin = self._margin(threshold, estimate - (self.base or 0.0))
+        delay = estimate - known.value
+        margin = self._margin(threshold, delay)
         side = _side(within, estimate, margin)
         if side * self._side <= 0:
             self._side, self._stepped = 0, 0.0
             self._since.extend(self._step)  # It was jitter.
             self._step.clear()
+            if delay >= threshold:
+                self._fell_at = mark if side < 0 else None
         self._side += side
         if side and (self._step or self._is_steady(estimate, margin)):
             self._step.append(within)
@@ -627,10 +641,22 @@ class DelayDetector:
         else:
             self._since.append(within)
         if abs(self._side) >= SHIFT or self._stepped >= self.alarm:
+            fell = self._side < 0
             self._since = deque(self._step or list(self._since)[-SHIFT:], RECENT)
             self.steps += 1
             self._side, self._stepped = 0, 0.0
             self._step.clear()
+            if fell and known.guessed:
+                self._raise_guess(known, threshold)
+
+    def _raise_guess(self, known: _Base, threshold: float) -> None:
+        """Take what is left of a delay after a step down for the error of the guess, if that is
+        little, and the step for the end of the fault, unless it may be a phase of a delay that
+        varies."""
+        usual, delay, _, _ = self._carried
+        phase = self.recent or self.wire_time - usual > delay / 4
+        if self.delay < max(threshold, GUESS * delay) and not phase:
+            known.value, self._sum = self.wire_time, max(self._sum, float(SHIFT))
 
     def _margin(self, threshold: float, delay: float) -> float:
         """By how much windows of a slow link may differ from its delay without being a change."""
@@ -667,7 +693,7 @@ class DelayDetector:
         self.level = level
         self.changed_at = mark
         self._sum, self._peak, self._late = 0.0, 0.0, 0.0
-        self._slow_for, self._side, self._stepped = 0, 0, 0.0
+        self._slow_for, self._side, self._stepped, self._fell_at = 0, 0, 0.0, None
         self._lately.clear()
         self._step.clear()
         self._suspected_at = self._turned_at = None

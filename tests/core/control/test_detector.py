@@ -98,6 +98,12 @@ def test_a_change_begins_after_the_last_window_that_shows_none() -> None:
     assert run.feed([BASE, BASE + 0.030, *[BASE] * 30]) > 0
     assert run.detector.changed_at == fell, "one late window is the machine's"
 
+    run = Run(DelayDetector(Thresholds(min_delay=0.002)))
+    run.feed([BASE] * 20)
+    run.feed([BASE + 0.030] * 20)
+    assert run.feed([BASE, BASE, BASE + 0.005, BASE + 0.005, *[BASE] * 30]) > 0
+    assert run.detector.changed_at == 40, "a few that are a little late are, too"
+
 
 def test_messages_from_before_the_change_do_not_shorten_the_delay() -> None:
     """The first late window has some of them, and a plan is made as soon as there is an alarm."""
@@ -372,6 +378,49 @@ def test_a_guessed_base_takes_twice_the_evidence_until_the_delay_is_known_to_be_
     run.feed([BASE + 0.05] * slow, route="delegated")
     assert run.detector.level is Level.SLOW
     assert run.feed([BASE] * 60, route="delegated") == windows
+
+
+def slow_on_two_routes(*, bounds: bool = False) -> Run:
+    """Delegated with 79 ms, of which 80 ms had been measured: so the guessed base is too low."""
+    run = Run(DelayDetector(Thresholds(min_delay=0.002)))
+    run.feed([0.0005] * 20)
+    run.feed([0.0805] * 8)
+    for i in range(30):
+        hidden = bounds and i % 3 > 0
+        run.feed([0.0815], route="delegated", exact=not hidden, slack=0.005)
+    assert run.detector.level is Level.SLOW
+    return run
+
+
+@pytest.mark.parametrize("bounds", [False, True], ids=["exact", "bounds"])
+@pytest.mark.parametrize("left", [0.0005, 0.0022, 0.0030, 0.0045])
+def test_what_is_left_of_a_delay_on_a_guessed_base_is_the_error_of_the_guess(
+    left: float, bounds: bool
+) -> None:
+    run = slow_on_two_routes(bounds=bounds)
+    fell = run.window
+    assert CLEAR <= run.feed([left] * 20, route="delegated") <= 2 * CLEAR
+    assert (run.detector.level, run.detector.changed_at) == (Level.HEALTHY, fell)
+    assert run.detector.base <= max(left, 0.0016)
+    # A second fault, soon after.
+    rose = run.window
+    assert run.feed([left + 0.03] * 8, route="delegated") == ALARM
+    assert (run.detector.level, run.detector.changed_at) == (Level.SLOW, rose)
+
+
+def test_more_than_that_is_a_delay() -> None:
+    run = slow_on_two_routes()
+    assert run.feed([0.0075] * 60, route="delegated") == 0
+    assert run.detector.delay == pytest.approx(0.006, abs=0.001)
+
+
+def test_a_phase_of_a_delay_that_varies_is_no_error_of_a_guess() -> None:
+    """Such a guess may be far too high, and is not raised."""
+    run = Run(DelayDetector(Thresholds(min_delay=0.002)))
+    run.feed([0.0005] * 20)
+    run.feed([0.0165] * 8)
+    run.feed([0.033] * 12, route="delegated")
+    assert run.feed([0.017, 0.0195] * 12, route="delegated") == 0
 
 
 def test_a_delay_that_creeps_in_does_not_become_normal() -> None:
