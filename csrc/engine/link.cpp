@@ -461,13 +461,15 @@ bool Link::read_for(Lock& lock, const Key& key, int64_t wait_ns) {
     const bool read = path->read_here(reader_bell_.get(), wait_ns);
     if (kept == path && !read) path->leave_to_reactor();
     lock.lock();
-    if (reader_->woken) {
+    const bool woken = reader_->woken;
+    if (woken) {
         uint64_t count;
         [[maybe_unused]] const ssize_t n = ::read(reader_bell_.get(), &count, sizeof count);
     }
     reader_.reset();
+    // What it was woken for may have come while nobody had the lock and this thread did not sleep.
     // Nobody reads the paths of a link that ends, and it must not hold what holds it.
-    if (!read || over()) return read;
+    if (!read || over()) return read || woken;
     kept_ = path;
     if (core_.in().has(key) && waiting_ == 0 && await_reader()) return true;
     // It may wait for long, or others do.
