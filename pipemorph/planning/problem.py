@@ -7,7 +7,7 @@ A problem has no fixed unit of time: results are in the unit of its times. The P
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import gcd
+from math import floor, gcd
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -475,14 +475,14 @@ _STAGE = ("forward", "backward_input", "backward_weight", "fused_backward", "off
 _TIMES = {StageTimes: (*_STAGE, "reduction"), Link: ("delay", "transfer")}
 
 
-def in_grains(problem: Problem) -> tuple[Problem, float]:
+def in_grains(problem: Problem, *, down: bool = False) -> tuple[Problem, float]:
     """The problem with its times as whole numbers that have no common divisor, and what they are
-    multiples of, in its unit."""
+    multiples of, in its unit. ``down``: none is longer than it is, as a lower bound needs it."""
     every = (*problem.stages, *problem.links)
     times = {getattr(each, name) for each in every for name in _TIMES[type(each)]} - {None, 0.0}
     if not times:
         return problem, 1.0
-    counts = _counts(times) | {0.0: 0.0, None: None}
+    counts = _counts(times, down=down) | {0.0: 0.0, None: None}
     stages = tuple(
         stage.model_copy(update={t: counts[getattr(stage, t)] for t in _TIMES[StageTimes]})
         for stage in problem.stages
@@ -505,15 +505,16 @@ def with_times_of(problem: Problem, other: Problem) -> Problem:
     return problem.model_copy(update={"stages": stages, "links": other.links})
 
 
-def _counts(times: Iterable[float]) -> dict[float | None, float | None]:
+def _counts(times: Iterable[float], *, down: bool) -> dict[float | None, float | None]:
     ordered = sorted(times, reverse=True)
     grain = longest = ordered[0]
     for time in ordered:
         grain = longest / round(longest / _divisor(grain, time, longest * FINEST))
     counts = {time: round(time / grain) for time in ordered}
     if any(abs(count * grain - time) > longest * EXACT for time, count in counts.items()):
-        # No time becomes 0: ops that take none are planned in another way.
-        counts = {time: max(1, round(time / longest * GRAINS)) for time in ordered}
+        # In a plan no time becomes 0: ops that take none are planned in another way.
+        count = floor if down else lambda grains: max(1, round(grains))
+        counts = {time: count(time / longest * GRAINS) for time in ordered}
     least = gcd(*counts.values())
     return {time: float(count // least) for time, count in counts.items()}
 

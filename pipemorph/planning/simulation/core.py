@@ -556,7 +556,7 @@ def tight_lower_bound(problem: Problem, objective: float, effort: int = TIGHT_EF
 def _relaxed(problem: Problem, placement: Sequence[int] = ()) -> tuple[Costs, float, float]:
     """The costs to bound in grains, how much more than the objective a makespan under them is, and
     a grain in the problem's unit."""
-    grained, grain = in_grains(problem)
+    grained, grain = in_grains(problem, down=True)
     costs = Costs.of(grained, placement).least()
     if problem.objective == "period":
         return costs.for_period(), costs.last_start(), grain

@@ -499,10 +499,10 @@ def test_what_a_longer_search_finds_is_chosen(monkeypatch: pytest.MonkeyPatch) -
 def test_a_decision_predicts_each_plan_once_per_situation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prediction walks over all ops, and the same one is asked for at many steps."""
     asked: list[tuple[Situation, Plan]] = []
-    of, predicted = Forecast._seconds, Forecast._predicted
+    of, predicted = Forecast.of, Forecast._predicted
     wanted = 0
 
-    def counted(self: Forecast, plan: Plan) -> float:
+    def counted(self: Forecast, plan: Plan) -> Option:
         nonlocal wanted
         wanted += 1
         return of(self, plan)
@@ -511,7 +511,7 @@ def test_a_decision_predicts_each_plan_once_per_situation(monkeypatch: pytest.Mo
         asked.append((self._situation, replace(plan, version=0)))
         return predicted(self, plan)
 
-    monkeypatch.setattr(Forecast, "_seconds", counted)
+    monkeypatch.setattr(Forecast, "of", counted)
     monkeypatch.setattr(Forecast, "_predicted", recorded)
     assert propose(slow(0.06, None, "auto")).chosen is not None
     assert len(set(asked)) == len(asked) < wanted

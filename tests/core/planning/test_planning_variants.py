@@ -233,7 +233,7 @@ def test_plans_run_as_each_other_whatever_their_versions_and_caps() -> None:
     assert not first.runs_as(replace(first, device_limits=(1, None)))
     other = schedule_of(2, ["F0 B0 W0 F1 B1 W1", "F0 BW0 F1 BW1"])
     assert not first.runs_as(replace(first, schedule=other))
-    assert (first.fused, first.offloading, first.delegated) == ((1,), (), ())
+    assert (schedule.fused, first.offloading, first.delegated) == ((1,), (), ())
     moved = replace(first, routes=(Route.DELEGATED,), device_limits=(1, None))
     assert (moved.offloading, moved.delegated) == ((0,), (0,))
 
