@@ -24,10 +24,12 @@ from pipemorph.control.decide.situation import (
     change_of_links,
     limits_differ,
     seen,
+    shorter,
     sources_of,
     times_differ,
     turned_at,
     without,
+    without_longer,
 )
 from pipemorph.control.decide.state import DecisionState, Hold, Pending, Trial
 from pipemorph.control.decide.truth import (
@@ -389,9 +391,19 @@ def find_cause(state: DecisionState, now: Situation) -> Cause | None:
             return "steady"
     if now.barrier != last.barrier and not any(now.slow):
         return "barrier"
-    if _profile_is_due(state) and _profile_differs(state, now):
+    if _eased(state, now.stages) or (_profile_is_due(state) and _profile_differs(state, now)):
         return "profile"
     return None
+
+
+def _eased(state: DecisionState, stages: tuple[StageTimes, ...] | None) -> bool:
+    """Whether stages are faster than a decision has found them to be."""
+    last, planned = state.last, state.last.situation.stages
+    if stages is None or last.profiled_at is None or not state.observed.stages.measured:
+        return False
+    if state.eased is None or state.eased[0] is not stages or state.eased[1] is not planned:
+        state.eased = stages, planned, shorter(stages, planned)
+    return state.eased[2]
 
 
 def _exceeds(state: DecisionState, plan: Plan, rooms: tuple[Room, ...]) -> bool:
@@ -445,18 +457,22 @@ def consider(state: DecisionState, now: float) -> None:
     slow_lately = any(last.situation.slow) or observed.links.any_slow
     quiet = not (plans.unknown or slow_lately) and rooms == state.checked_rooms
     quiet = quiet and barrier(state) == last.barrier
-    if quiet and not _profile_is_due(state):
+    stages = observed.stages.times()
+    eased = _eased(state, stages)
+    if quiet and not eased and not _profile_is_due(state):
         return  # The common case: every other cause needs a link that is or was slow.
     links = observed.links.states(now)
     if _must_not(state, links, now):
         state.checked_rooms = rooms
         return
-    stages = observed.stages.times()
     if stages is None:
         if any(link.health is Health.SLOW for link in links):
             _note(state, now, "times", "a link is slow, but no stage has reported op times yet")
         return
     situation = _believed(state, stages, links, now)
+    if eased:
+        # What takes longer has to for some time; this comes at once.
+        situation = without_longer(situation, last.situation)
     if not _knows_memory(state, now):
         return
     state.checked_rooms = rooms

@@ -6,7 +6,7 @@ replica, which a plan of its own would not make shorter unless different links a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
@@ -344,17 +344,8 @@ def turned_at(now: Situation, before: Situation, links: Sequence[LinkState]) -> 
 
 def times_differ(now: Situation, before: Situation) -> bool:
     """Whether op times, reductions or normal wire times differ from the planned ones now."""
+    ops = any(abs(change) > least for change, least in _changes(now.stages, before.stages))
     scale = max(op for stage in now.stages for op in _ops(stage))
-    ops = any(
-        abs(new - old) > MATERIAL_OP * max(old, scale / 2)
-        for new_stage, old_stage in zip(now.stages, before.stages, strict=True)
-        for new, old in zip(_ops(new_stage), _ops(old_stage), strict=True)
-    )
-    tails = any(
-        abs((new.reduction or 0.0) - (old.reduction or 0.0))
-        > MATERIAL_OP * max(old.reduction or 0.0, scale / 2)
-        for new, old in zip(now.stages, before.stages, strict=True)
-    )
     wires = any(
         abs(new - old) > MATERIAL_OP * scale
         for new, old in zip(now.wire_times, before.wire_times, strict=True)
@@ -364,7 +355,33 @@ def times_differ(now: Situation, before: Situation) -> bool:
         old.fused_backward is None and new.fusing_pays
         for new, old in zip(now.stages, before.stages, strict=True)
     )
-    return ops or tails or wires or fused
+    return ops or wires or fused
+
+
+def _changes(
+    now: Sequence[StageTimes], before: Sequence[StageTimes]
+) -> Iterator[tuple[float, float]]:
+    """By how much each op and reduction has become longer, and what requires another decision."""
+    scale = max(op for stage in now for op in _ops(stage))
+    for new_stage, old_stage in zip(now, before, strict=True):
+        reductions = new_stage.reduction or 0.0, old_stage.reduction or 0.0
+        for new, old in (*zip(_ops(new_stage), _ops(old_stage), strict=True), reductions):
+            yield new - old, MATERIAL_OP * max(old, scale / 2)
+
+
+def shorter(now: Sequence[StageTimes], before: Sequence[StageTimes]) -> bool:
+    """Whether op times or reductions are shorter than the planned ones, enough for another
+    decision. Nothing that passes makes them so: what uses a stage's processor makes them longer."""
+    return any(change < -least for change, least in _changes(now, before))
+
+
+def without_longer(now: Situation, before: Situation) -> Situation:
+    """``now``, with the stages that take longer than before as they were."""
+    pairs = zip(now.stages, before.stages, strict=True)
+    stages = tuple(
+        new if sum(_ops(new)) <= sum(_ops(old)) else _with_ops(new, old) for new, old in pairs
+    )
+    return replace(now, stages=stages)
 
 
 def limits_differ(now: Situation, before: Situation) -> bool:
@@ -391,19 +408,8 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         if source == OPS:
             # Assumed times have no unit: they are as long together as the measured ones.
             unit = _total(stages) / _total(before.stages) if before.assumed else 1.0
-            stages = tuple(
-                new.model_copy(
-                    update={
-                        "forward": unit * old.forward,
-                        "backward_input": unit * old.backward_input,
-                        "backward_weight": unit * old.backward_weight,
-                        "fused_backward": None
-                        if old.fused_backward is None
-                        else unit * old.fused_backward,
-                    }
-                )
-                for new, old in zip(stages, before.stages, strict=True)
-            )
+            pairs = zip(stages, before.stages, strict=True)
+            stages = tuple(_with_ops(new, old, unit) for new, old in pairs)
             continue
         wires[source] = max(0.0, wires[source] - delays[source] + before.delays[source])
         delays[source], slow[source] = before.delays[source], before.slow[source]
@@ -419,6 +425,19 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         transfers=tuple(transfers),
         barrier=barrier,
         recent=tuple(recent),
+    )
+
+
+def _with_ops(stage: StageTimes, other: StageTimes, unit: float = 1.0) -> StageTimes:
+    """``stage`` with the op times of another one, in so many of its units."""
+    fused = other.fused_backward
+    return stage.model_copy(
+        update={
+            "forward": unit * other.forward,
+            "backward_input": unit * other.backward_input,
+            "backward_weight": unit * other.backward_weight,
+            "fused_backward": None if fused is None else unit * fused,
+        }
     )
 
 

@@ -16,7 +16,7 @@ from pipemorph.control.first_plan import initial_problem
 from pipemorph.control.observed.reports import Observed, Superseded
 from pipemorph.control.observed.stages import Room, expected_times
 from pipemorph.control.record.history import Ledger
-from pipemorph.planning import Plan
+from pipemorph.planning import Plan, StageTimes
 from pipemorph.wire import Directive, LinkState
 
 HAND_IN_SECONDS = 5.0
@@ -239,6 +239,8 @@ class DecisionState:
     checked_rooms: tuple[Room, ...] = ()
     fits: tuple[Plan, tuple[Room, ...]] | None = None
     """The plan that was last found to fit, and into what: that takes a walk over all of its ops."""
+    eased: tuple[tuple[StageTimes, ...], tuple[StageTimes, ...], bool] | None = None
+    """Op times that were compared last with the planned ones, those, and whether any is shorter."""
     turned: dict[tuple[Cause, Sources], int] = field(default_factory=dict)
     """Causes that wait for a decision, and the iteration in which each was first seen."""
     turned_at: int | None = None

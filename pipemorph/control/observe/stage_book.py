@@ -4,7 +4,7 @@ agent makes of those of all columns. Pure, without a clock."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from pipemorph.wire import ObserverSettings, StageOps, StageProfile, StageState
@@ -14,11 +14,19 @@ WINDOWS = 9
 of each op in an iteration, since an iteration takes their sum."""
 RECENT = 3
 """Newest profiles that tell whether a stage is slow now: one pause among them has no effect."""
+EASED, QUICK = 1.1, 2
+"""Times as long as the newest QUICK ones that earlier ops took, which tell nothing any more."""
 INFLATED = 1.3
 """Ops that take so many times their shortest time of late are inflated."""
 FUSING_PAYS = 0.02
 """Least saving of a fused backward, as a fraction of its parts, for the planner to use it. Less is
 within the error of measured op times."""
+
+
+def _usual(times: Sequence[float]) -> float:
+    """Their median, or that of the newest if all of these are shorter: a pause makes none so."""
+    middle, newest = median(times), [*times][-QUICK:]
+    return median(newest) if EASED * max(newest) < middle else middle
 
 
 class StageProfiles:
@@ -82,13 +90,13 @@ class StageProfiles:
         """Medians of the profiles; None without any. A fused backward is as measured."""
         if self._newest is None:
             return None
-        forward, backward, weight = (median(times) for times in zip(*self._ops, strict=True))
+        forward, backward, weight = (_usual(times) for times in zip(*self._ops, strict=True))
         return StageState(
             stage=self._stage,
             forward=forward,
             backward_input=backward,
             backward_weight=weight,
-            fused_backward=median(self._fused) if self._fused else None,
+            fused_backward=_usual(self._fused) if self._fused else None,
             activation_bytes=self._activation_bytes,
             input_bytes=self._input_bytes,
             offload_copy=self._offload_copy,

@@ -268,19 +268,55 @@ def test_a_steady_fault_whose_better_plan_is_not_confirmed_is_asked_about_ever_l
     assert len(lines) == len(asked_at)
 
 
-@pytest.mark.parametrize(("lasts", "kinds"), [(12, []), (60, ["adapt"])])
-def test_op_times_must_differ_for_some_time(lasts: int, kinds: list[str]) -> None:
-    """A neighbour takes a part of a stage's processor, again and again or once for long."""
+LONG_B = StageTimes(forward=0.01, backward_input=0.02, backward_weight=0.01)
+
+
+def shared(iterations: int) -> Plant:
+    """A job that has run, with ranks that hold little."""
     plant = Plant(spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.005}))
-    plant.run(80)
-    first = len(plant.controller.records)
-    usual = plant.ops[1]
+    plant.run(iterations)
+    return plant
+
+
+@pytest.mark.parametrize(("lasts", "changes"), [(12, 0), (60, 1)])
+def test_op_times_must_differ_for_some_time(lasts: int, changes: int) -> None:
+    """A neighbour takes a part of a stage's processor, again and again or once for long."""
+    plant = shared(80)
+    first, usual, plan = len(plant.controller.records), plant.ops[1], plant.plan
     for _ in range(60 // lasts):
-        plant.ops[1] = StageTimes(forward=0.01, backward_input=0.02, backward_weight=0.01)
+        plant.ops[1] = LONG_B
         plant.run(lasts)
+        assert len(plant.controller.records[first:]) == changes
         plant.ops[1] = usual
-        plant.run(20)
-    assert [record.kind for record in plant.controller.records[first:]] == kinds
+        plant.run(6)
+        assert plant.plan.runs_as(plan), "a stage that is well again has the plan for a slow one"
+        plant.run(14)
+    assert len(plant.controller.records[first:]) == 2 * changes
+
+
+def test_a_neighbour_that_walks_is_not_followed() -> None:
+    """Once its stage is well, the plan for that goes; none is made for the next one at once."""
+    plant = shared(80)
+    plan, first = plant.plan, len(plant.controller.records)
+    usual, plant.ops[1] = plant.ops[1], LONG_B
+    plant.run(60)
+    for k in range(7):
+        plant.ops = [LONG_B if stage == (2 + k) % 4 else usual for stage in range(4)]
+        plant.run(12)
+        assert plant.plan.runs_as(plan)
+    assert len(plant.controller.records[first:]) == 2
+
+
+def test_op_times_that_are_noisy_ask_for_no_plan() -> None:
+    plant = shared(20)
+    usual, decided = plant.ops, [*plant.controller.decisions]
+    for _ in range(500):
+        plant.ops = [stage.model_copy(update={
+            name: getattr(stage, name) * plant.rng.gauss(1.0, 0.03)
+            for name in ("forward", "backward_input", "backward_weight")
+        }) for stage in usual]  # fmt: skip
+        plant.run(1)
+    assert [*plant.controller.decisions] == decided
 
 
 def test_a_slow_link_is_planned_for_while_op_times_are_not_believed() -> None:

@@ -178,12 +178,13 @@ def link_differs(told: LinkState, new: LinkState, min_delay: float) -> Change:
 
 def stage_differs(told: StageState, new: StageState) -> Change:
     scale = max(told.forward, told.backward_input + told.backward_weight)
-    for name in ("forward", "backward_input", "backward_weight", "fused_backward"):
-        before, now = getattr(told, name), getattr(new, name)
-        if (before is None) != (now is None):
-            return Change.LATER
-        if before is not None and abs(now - before) > PLANNED * scale:
-            return Change.LATER
+    names = ("forward", "backward_input", "backward_weight", "fused_backward")
+    pairs = [(getattr(told, name), getattr(new, name)) for name in names]
+    longer = [now - before for before, now in pairs if None not in (before, now)]
+    if min(longer) < -OTHER_PACE * scale:
+        return Change.NOW  # The plan may be one for a stage that was slow.
+    if max(map(abs, longer)) > PLANNED * scale or pairs[-1].count(None) == 1:
+        return Change.LATER
     exact = ("activation_bytes", "input_bytes", "peak_memory", "crowding", "clock")
     if any(getattr(told, name) != getattr(new, name) for name in exact):
         return Change.LATER
