@@ -25,6 +25,7 @@ from pipemorph_operator.ingest.status import write_schedule, writer
 from pipemorph_operator.ingest.status.condition_events import ConditionEvents
 from pipemorph_operator.ingest.status.fence import Overtaken
 from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.names import CONTROLLER
 
 STALE = 30.0
 """Seconds without a report after which links are unknown."""
@@ -190,6 +191,21 @@ def test_status_tells_since_when_each_link_is_slow_after_a_new_ingest_too() -> N
             (2, "1970-01-01T00:16:40Z"),
             (1, "1970-01-01T00:17:40Z"),
         ]
+
+
+@pytest.mark.parametrize(
+    ("manager", "served"),
+    [(None, True), (CONTROLLER, True), ("kueue.x-k8s.io/multikueue", False)],
+)
+def test_a_job_that_another_controller_manages_is_not_served(
+    manager: str | None, served: bool
+) -> None:
+    store = ClusterStore(StatusWrites())  # type: ignore[arg-type]
+    job = body(stages=4)
+    job["spec"]["managedBy"] = manager
+    job["status"] = {"attempt": 0}
+    store.changed(("team", "gpt"), job)
+    assert (store.lookup("team", "gpt") is not None) is served
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["seen", "while no ingest was there"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -197,6 +198,20 @@ def test_the_same_failure_twice_is_not_tried_again_whoever_ended_first() -> None
     cause = restart.classify(failed(), pods, TWO)
     assert not cause.retry and cause.reason == names.R_RANK_FAILED
     assert "iteration 5 failed twice" in cause.message
+
+
+@pytest.mark.parametrize(
+    ("node", "deleted", "left"),
+    [("n", True, 30.0 + restart.LOST_SECONDS - 5.0), (None, True, None), ("n", False, None)],
+)
+def test_only_a_pod_on_a_node_that_is_being_deleted_can_be_lost(
+    node: str | None, deleted: bool, left: float | None
+) -> None:
+    gone_by = T0 if deleted else None
+    found = replace(pod(0), node=node, gone_by=gone_by, grace=30.0, sighted=5.0)
+    assert restart.seconds_until_lost(found) == left
+    overdue = replace(found, sighted=1e4)
+    assert (restart.lost([overdue], TWO) is not None) is (left is not None)
 
 
 def test_delays_grow_and_end() -> None:
