@@ -1,4 +1,4 @@
-"""The transfer engine against iperf3, gloo and memcpy: 16 MB messages between two processes.
+"""The transfer engine against gloo, memcpy and raw sockets: 16 MB messages between two processes.
 
     python benchmarks/engine.py [--size 16777216] [--messages 12] [--window 4] [--rounds 21]
                                 [--pings 1000] [--json FILE] [--check]
@@ -20,9 +20,7 @@ Latency is half of a round trip of 4 KiB messages, each in a tensor of the user'
 counts as here. Both ends sleep until a message is there, as the trainer does; "polled" asks for it
 again and again instead, and yields the processor in between. "raw" is the least that two such
 processes need: one blocking socket, from Python, without keys, acknowledgements or checksums.
-"× raw" divides by it, for shared memory by the Unix socket. iperf3 sends for a second over as many
-TCP streams as the engine has, and over one, since within a host the engine keeps the others in
-reserve; it has no messages, no checksums, and nobody looks at what it received.
+"× raw" divides by it, for shared memory by the Unix socket.
 
 Handing over is one message at a time in shared memory, from the producer's last write to the
 consumer's first read. "copied": from a tensor of the producer's into one of the consumer's.
@@ -51,7 +49,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import engine_iperf
 import torch
 from engine_side import (
     CONTENDERS,
@@ -59,7 +56,6 @@ from engine_side import (
     HANDOVERS,
     LATENCIES,
     PING,
-    SOCKETS,
     TIMEOUT,
     Side,
     Times,
@@ -69,16 +65,11 @@ from engine_side import (
     sender,
 )
 from goals import arguments, finish
+from ranks import held_port
 
 from pipemorph_trainer.bench import transfers
 
-IPERF = {f"iperf3, {SOCKETS} streams": SOCKETS, "iperf3, 1 stream": 1}
-THRESHOLDS = (
-    *(("tcp", name, 0.95) for name in IPERF),
-    ("tcp", "gloo", 1.1),
-    ("shm", "gloo", 2.0),
-    ("shm", "memcpy", 0.8),
-)
+THRESHOLDS = (("tcp", "gloo", 1.1), ("shm", "gloo", 2.0), ("shm", "memcpy", 0.8))
 HAND_OVER = 3.0
 """How many times as long as from a lease it takes to hand a message over that is copied at both
 ends."""
@@ -90,9 +81,8 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times, Times, di
     of small messages, how long it took to hand large ones over, and how many bytes the engine
     copied for that per round.
 
-    This process receives; another one sends. :raises engine_iperf.IperfError: there is no iperf3.
+    This process receives; another one sends.
     """
-    iperf = engine_iperf.find()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
 
@@ -100,7 +90,7 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times, Times, di
         ours.send(own)
         return ours.recv()
 
-    with engine_iperf.held_port() as options.store_port:
+    with held_port() as options.store_port:
         process = context.Process(target=sender, args=(theirs, options), daemon=True)
         process.start()
         side = Side(1, options, ports)
@@ -114,8 +104,6 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times, Times, di
     def contest(contender: str) -> tuple[float, float]:
         if contender == "memcpy":
             return timed(lambda: side.memcpy(sources))
-        if contender in IPERF:
-            return iperf.seconds(options.size * options.messages, IPERF[contender])
 
         def run() -> None:
             ours.send(contender)
@@ -128,7 +116,7 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times, Times, di
         return seconds, cpu
 
     wanted = options.only.split("/") if options.only else [*CONTENDERS]
-    names = ["memcpy", "gloo", *(name for name in wanted if name != "gloo"), *IPERF]
+    names = ["memcpy", "gloo", *(name for name in wanted if name != "gloo")]
     latencies: Times = {name: [] for name in LATENCIES}
     for name in names:
         contest(name)  # warm-up: buffers, pages, congestion windows
@@ -181,7 +169,7 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=4, help="messages under way")
     parser.add_argument("--rounds", type=int, default=21, help="at least 2")
     parser.add_argument("--pings", type=int, default=1000, help="4 KiB messages per round")
-    parser.add_argument("--only", help="contenders beside gloo, iperf3 and memcpy, separated by /")
+    parser.add_argument("--only", help="contenders beside gloo and memcpy, separated by /")
     parser.add_argument("--check", action="store_true", help="exit 1 below the promised ratios")
     options = parser.parse_args()
 
@@ -189,11 +177,7 @@ def main() -> int:
         parser.error("--rounds must be at least 2, the other numbers at least 1")
     if options.only and (unknown := set(options.only.split("/")) - set(CONTENDERS)):
         parser.error(f"no contender {', '.join(sorted(unknown))}; there are {'/'.join(CONTENDERS)}")
-    try:
-        times, cpu, latencies, handovers, copied = measure(options)
-    except engine_iperf.IperfError as error:
-        print(error, file=sys.stderr)
-        return 1
+    times, cpu, latencies, handovers, copied = measure(options)
     volume = options.size * options.messages
     rows: list[dict[str, Any]] = [
         {

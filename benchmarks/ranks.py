@@ -6,25 +6,33 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def run_ranks(
-    file: str,
-    world: int,
-    arguments: list[str],
-    deadline_seconds: float,
-) -> str:
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of loopback that no other program is given meanwhile. A store that asks to share it
+    (SO_REUSEADDR) may listen there: its holder shares it, and does not listen."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def run_ranks(file: str, world: int, arguments: list[str], deadline_seconds: float) -> str:
     """Run ``python FILE --rank ARGUMENTS`` on ``world`` local ranks; what rank 0 printed.
 
     Raises RuntimeError if a rank fails (its stderr is passed on) and
     :class:`subprocess.TimeoutExpired` after ``deadline_seconds``.
     """
-    # Kept until the ranks have ended, so that nobody else is given it before their store has it.
-    # That asks to share, and it alone listens.
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    port = holder.getsockname()[1]
+    with held_port() as port:
+        return _run_ranks(file, world, arguments, deadline_seconds, port)
+
+
+def _run_ranks(
+    file: str, world: int, arguments: list[str], deadline_seconds: float, port: int
+) -> str:
     environ = {
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
@@ -48,7 +56,6 @@ def run_ranks(
     finally:
         for rank in ranks:
             rank.kill()
-        holder.close()
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}; what they said is above")
     return out

@@ -29,8 +29,7 @@ def test_the_contest_names_every_peer_and_says_what_holds(tmp_path):
     size = ["--size", 1 << 20, "--messages", 4, "--rounds", 2, "--pings", 20]
     out = run("engine", *size, "--only", "tcp/shm", "--json", report)
     said = json.loads(report.read_text())
-    peers = ["memcpy", "gloo", "iperf3, 4 streams", "iperf3, 1 stream"]
-    assert {r["contender"] for r in said["rows"]} == {*peers, "tcp", "shm"}
+    assert {r["contender"] for r in said["rows"]} == {"memcpy", "gloo", "tcp", "shm"}
     assert all(r["gb_per_s"] > 0 and r["cpu_ns_per_kb"] > 0 for r in said["rows"])
     latencies = ["gloo", "tcp", "shm", "tcp, polled", "shm, polled", "raw TCP", "raw Unix socket"]
     assert [d["contender"] for d in said["latency"]] == latencies
@@ -43,8 +42,6 @@ def test_the_contest_names_every_peer_and_says_what_holds(tmp_path):
     assert all(0 < d["p50_us"] <= d["p99_us"] for d in said["latency"])
     promised = {(c["contender"], c["base"]): c["promised"] for c in said["checks"]}
     assert promised == {
-        ("tcp", "iperf3, 4 streams"): 0.95,
-        ("tcp", "iperf3, 1 stream"): 0.95,
         ("tcp", "gloo"): 1.1,
         ("shm", "gloo"): 2.0,
         ("shm", "memcpy"): 0.8,

@@ -85,7 +85,7 @@ def test_bench_is_content_where_every_goal_holds(bench: Path) -> None:
 
 
 def test_bench_fails_at_its_end_and_names_what_did_not_hold(bench: Path) -> None:
-    lost = "NO  tcp ≥ 0.95 × iperf3, 4 streams: 0.91"
+    lost = "NO  tcp ≥ 1.1 × gloo: 0.91"
     slow = "NO  S=8, N=32: 31.0 ms median (at most 10)"
     stub(bench, "planner", f"ok  no cap\n{slow}", 1)
     stub(bench, "engine", f"a table\n{lost}", 1)

@@ -24,8 +24,8 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 95_100,
     "product code lines": 69_600,
-    "test lines": 100_200,
-    "benchmark lines": 6_240,
+    "test lines": 100_000,
+    "benchmark lines": 6_160,
     "public classes": 681,
     "modules": 381,
     "leaves of spec": 111,
