@@ -600,6 +600,9 @@ class DelayDetector:
             if self._slow_for < RECENT and not known.guessed:
                 # A short stall: further ones of its size are noise of the link.
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
+            if known.guessed:
+                # It is the least of these windows, and noise above it would look like a delay.
+                known.value = max(known.value, median(likely(self._newest)))
             known.guessed = False
             self._since.clear()
             turned = mark if self._turned_at is None else self._turned_at

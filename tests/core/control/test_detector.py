@@ -408,6 +408,16 @@ def test_what_is_left_of_a_delay_on_a_guessed_base_is_the_error_of_the_guess(
     assert (run.detector.level, run.detector.changed_at) == (Level.SLOW, rose)
 
 
+def test_a_guess_that_is_confirmed_is_no_more_the_least_of_the_windows() -> None:
+    """Or the next fault would leave the link slow by their noise."""
+    run = slow_on_two_routes()
+    noise = [0.0009, 0.0002, 0.0009]
+    for _ in range(2):
+        assert run.feed(noise * 12, route="delegated") > 0
+        assert run.detector.base == pytest.approx(0.0009, abs=0.0002)
+        assert run.feed([0.08] * 20, route="delegated") == ALARM
+
+
 def test_more_than_that_is_a_delay() -> None:
     run = slow_on_two_routes()
     assert run.feed([0.0075] * 60, route="delegated") == 0
