@@ -371,7 +371,9 @@ def test_ranks_with_several_stages(placement: str, rule: str, objective: str) ->
     found = replay(problem, fault, telemetry="python")
     assert list(found.seconds) == [rule, "static", "adaptive", "oracle"]
     adaptive = found.share("adaptive")
-    assert adaptive is not None and 0.7 < adaptive <= 1.01
+    # The search is near the least makespan, but up to 6 % from the least period.
+    most = 1.01 if objective == "makespan" else 1.1
+    assert adaptive is not None and 0.7 < adaptive <= most
     assert "link 0" in found.changes[0].reason
     # All work of two stages is on one rank.
     least = 72 * 12 * 2 * (TIMES.forward + TIMES.backward_input + TIMES.backward_weight) / 1e3
