@@ -22,7 +22,9 @@ Object = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 # One more try on a fresh connection: the server may have closed a kept one while it was idle.
-_AGAIN = urllib3.Retry(total=1, redirect=False, status=0)
+_AGAIN = urllib3.Retry(
+    total=1, redirect=False, status=0, respect_retry_after_header=False, raise_on_status=False
+)
 
 
 class ApiError(Exception):
