@@ -81,6 +81,10 @@ route that was first used while the link was slow, it may be the route's normal 
 DOUBTED_NEEDS, MOST_DOUBT = 4, 3
 """Confirming iterations that a change needs after the first failure; twice as many after each
 further one, at most MOST_DOUBT times."""
+PATIENCE = 16
+"""Iterations after which evidence that measured iterations do not confirm is tried nevertheless,
+since the link may be slow in a way that is not modelled, as one that is shaped, and what was
+measured to be slower is undone; 4 times as many for each doubt."""
 WEIGHED = 0.05
 """Relative change of a delay from which what the plan saves is predicted anew."""
 REFINED = 3
@@ -263,7 +267,7 @@ def _hold(state: DecisionState, sources: Sources, since: int, wait: int | None =
     for source in sources:
         hold = state.holds.get(source)
         if hold is None:
-            hold, new = Hold(since, _finished(state)), True
+            hold, new = Hold(since, _finished(state), _finished(state)), True
             state.holds[source] = hold
         hold.retry_at = _finished(state) + (wait or hold.wait)
         hold.wait = min(LONGEST_WAIT, 2 * hold.wait)
@@ -285,12 +289,15 @@ def _evidence(
         since = _finished(state) - COMPARED
     holds = [state.holds[source] for source in sources if source in state.holds]
     first = min([since, *(hold.since for hold in holds)])
+    doubt = max((_doubt(state, source) for source in sources), default=0)
+    waited = _finished(state) - min((hold.began for hold in holds), default=_finished(state))
     iterations = state.ledger.under(state.plans.wanted.version)[1:]
     found = Evidence(
         state.reference,
         without(situation, sources, state.last.situation),
         tuple(f.seconds for f in iterations if f.index > first),
         missed=_missed(state, situation),
+        overdue=waited >= PATIENCE * 4**doubt,
     )
     return found, since
 
@@ -312,7 +319,7 @@ def _detectable_at(state: DecisionState, now: Situation, links: Sequence[LinkSta
 def _lacking(state: DecisionState, sources: Sources, evidence: Evidence) -> int:
     """Iterations that doubted sources lack until they may be the reason for a change."""
     doubt = max((_doubt(state, source) for source in sources), default=0)
-    if not doubt:
+    if not doubt or evidence.overdue:
         return 0
     return max(0, int(DOUBTED_NEEDS * 2 ** (doubt - 1)) - len(evidence.measured))
 

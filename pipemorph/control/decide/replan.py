@@ -316,6 +316,8 @@ def _objection(promised: Promise, evidence: Evidence) -> NotConfirmed | None:
     """Why the change must wait for more measured iterations; None if it need not."""
     newest = evidence.measured[-truth.MOST :]
     count = len(newest)
+    if evidence.overdue:
+        return None
     if count:
         measured = median(newest)
         allowed = promised.seconds + truth.SIGMAS * promised.spread / sqrt(count)

@@ -207,10 +207,11 @@ class Trial:
 
 @dataclass
 class Hold:
-    """Evidence that is not believed for now. ``since``: iteration in which it began to show; that,
-    and ``retry_at``, count finished iterations."""
+    """Evidence that is not believed for now. ``since``: iteration in which it began to show;
+    ``began``: when it was first not believed; both, and ``retry_at``, count finished iterations."""
 
     since: int
+    began: int
     retry_at: int
     wait: int = 1
 

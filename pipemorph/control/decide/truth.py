@@ -66,12 +66,13 @@ class Evidence:
     """What is known about a situation beside the situation itself. ``measured``: seconds of
     iterations of the current plan that ran in it from start to end; ``otherwise``: the situation if
     what is new in it is wrong; ``missed``: seconds by which the prediction of a change in this
-    state was wrong."""
+    state was wrong; ``overdue``: it has been waiting for too long."""
 
     reference: Reference | None = None
     otherwise: Situation | None = None
     measured: tuple[float, ...] = ()
     missed: float = 0.0
+    overdue: bool = False
 
 
 @dataclass(frozen=True)
