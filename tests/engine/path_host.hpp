@@ -26,14 +26,19 @@ struct TestHost : PathHost {
     }
     void stale_chunk() override {}
     void path_lost(uint32_t, uint32_t, const std::string& why) override {
-        note([&] { lost = why; });
+        note([&] { keep(lost, why); });
     }
     void protocol_error(const std::string& why) override {
-        note([&] { protocol = why; });
+        note([&] { keep(protocol, why); });
     }
     std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
     void segment_offered(uint32_t, uint64_t, Fd) override {}
     std::shared_ptr<Memory> peer_segment(uint32_t) override { return nullptr; }
+
+    // The first words stay: tests read them while a path may say the same again.
+    static void keep(std::string& words, const std::string& why) {
+        if (words.empty()) words = why;
+    }
 
     template <typename F>
     void note(F&& what) {

@@ -107,8 +107,10 @@ TEST(sim_random_faults_deliver_every_message_once) {
           t.dropped, t.damaged, t.late_writes, t.fenced_writes, t.grown, t.leases, t.late,
           t.full_windows, t.fallbacks, t.failbacks, t.segments, t.replaced})
         CHECK(count > schedules / 100);
-    // A slot is seldom granted again while an earlier message's chunk is still on its way.
-    for (const uint64_t count : {t.slots_added, t.stale}) CHECK(count > schedules / 1000);
+    // A slot is seldom granted again while an earlier message's chunk is still on its way: a few
+    // hundred schedules may have none.
+    if (schedules >= 4000)
+        for (const uint64_t count : {t.slots_added, t.stale}) CHECK(count > schedules / 1000);
     for (const uint64_t count : t.faults) CHECK(count > schedules / 100);
 }
 
