@@ -298,7 +298,7 @@ def table(rows: list[Row]) -> str:
 
 
 def saved(seed: int, folder: Path) -> tuple[str, bool]:
-    """What a run says it saved, and whether the truth is within the stated interval."""
+    """Text on the seconds that a run says it saved; whether the true ones are in its interval."""
     rng, ends = random.Random(seed), RUN - (2 if seed % 2 else 8)
     faults, at = list[dict[str, float]](), rng.randint(6, 8)
     while at < ends - 2:

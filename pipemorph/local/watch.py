@@ -35,7 +35,7 @@ from pipemorph.watch.documents import LOOKING, Documents, MakeView, number
 
 log = logging.getLogger("pipemorph.watch")
 _unsaid = logging.getLogger("pipemorph.watch.requests")
-"""Of requests that are no HTTP: who sends them is told, the user's terminal is not."""
+"""Log of requests that are not HTTP. It is silent: their senders get an answer."""
 _unsaid.setLevel(logging.CRITICAL + 1)
 
 HEADERS = {

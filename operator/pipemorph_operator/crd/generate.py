@@ -205,7 +205,7 @@ _WIDE_COLUMNS = (
     ("Recoveries", "integer", ".status.recoveries.count",
      "Starts of the ranks within their pods."),
 )  # fmt: skip
-"""Those of ``kubectl get -o wide``."""
+"""Columns that ``kubectl get -o wide`` shows as well."""
 
 
 def _columns(rows: Iterable[tuple[str, ...]], **more: int) -> list[Schema]:

@@ -131,7 +131,7 @@ class Supervision:
     straggle: float = 0.0
     """Seconds that the slowest rank may run after the first has finished."""
     deadline: float | None = None
-    """That of the job, monotonic."""
+    """End of the time limit of the job, seconds of the monotonic clock."""
     recovers: bool = False
     """Whether the ranks start again after a failure, so that no time is spent on finding its cause
     that is not needed."""

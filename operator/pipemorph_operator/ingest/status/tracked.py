@@ -78,7 +78,7 @@ class TrackedJob:
     left_out: tuple[int, ...] = ()
     """Replicas that the controller is without."""
     key_state: Hashable = None
-    """As last written, see :func:`write_schedule.key_state`."""
+    """State that was last written, see :func:`write_schedule.key_state`."""
     written_at: float = float("-inf")
     deciding_since: float | None = None
     """The first look at which the decision under way was seen."""
