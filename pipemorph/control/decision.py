@@ -311,9 +311,10 @@ def _missed(state: DecisionState, now: Situation) -> float:
 
 
 def _detectable_at(state: DecisionState, now: Situation, links: Sequence[LinkState]) -> int:
-    """Iteration of the first window that showed the change."""
+    """Iteration of the first window that showed the present state of links: before it, another
+    link was slow, or this one was not."""
     # Other causes have no first window: the current iteration.
-    return min([*turned_at(now, state.last.situation, links), state.observed.iteration])
+    return max(turned_at(now, state.last.situation, links), default=state.observed.iteration)
 
 
 def _lacking(state: DecisionState, sources: Sources, evidence: Evidence) -> int:

@@ -584,6 +584,21 @@ def test_state_stays_bounded() -> None:
     assert plant.controller.view(plant.now).iteration == 160
 
 
+@pytest.mark.parametrize("iterations", [1, 3, 6])
+def test_a_link_is_planned_for_at_once_while_the_return_for_another_one_waits(
+    iterations: int,
+) -> None:
+    """Iterations between the two show neither state: they are no evidence against the second."""
+    plant = Plant(spec())
+    for delay, count in ((0.06, 3), (0.0, 4), (0.06, 4), (0.0, iterations)):
+        plant.delays[2] = delay
+        plant.run(count)
+    plant.delays[0], began = 0.08, plant.iteration
+    plant.run(4)
+    record = next(each for each in plant.controller.records if each.detectable_at >= began)
+    assert (record.kind, record.applied_at_iteration) == ("adapt", began + 1)
+
+
 def test_another_link_that_becomes_slow_is_no_flap() -> None:
     """The plan of a link that flaps returns later each time."""
     state = JobController(spec())._decision
