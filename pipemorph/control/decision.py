@@ -15,7 +15,7 @@ from typing import Literal
 
 from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import Option
-from pipemorph.control.decide.replan import CHECKED, NotConfirmed, Proposal, Replan
+from pipemorph.control.decide.replan import CHECKED, NotConfirmed, Past, Proposal, Replan
 from pipemorph.control.decide.situation import (
     BARRIER,
     Cause,
@@ -31,7 +31,7 @@ from pipemorph.control.decide.situation import (
     without,
     without_longer,
 )
-from pipemorph.control.decide.state import DecisionState, Hold, Pending, Trial
+from pipemorph.control.decide.state import Changed, DecisionState, Hold, Pending, Trial
 from pipemorph.control.decide.truth import (
     FEWEST,
     GIVEN_UP_AFTER,
@@ -564,6 +564,7 @@ def _ask(
     """Leave the decision to the host. ``faster``: see :attr:`Replan.measured`."""
     last, plans = state.last, state.plans
     shown = _detectable_at(state, situation, links)
+    changed, past = _changed(state, cause, situation, links, shown)
     # Iterations for which the plan of a directive issued now would be in effect.
     remaining = state.spec.trainer.iterations - (_finished(state) + 1) - COMMIT_AHEAD
     state.pending = Pending(
@@ -580,6 +581,7 @@ def _ask(
             evidence=evidence or Evidence(state.reference),
             running=plans.running,
             start=plans.first,
+            past=past,
             previous=previous,
             measured=faster,
             moved=cause == "profile" and situation.moved(last.situation),
@@ -588,6 +590,7 @@ def _ask(
         detectable_at=shown,
         before=copy.copy(last),
         since=shown if since is None else since,
+        changed=changed,
         sources=sources,
     )
     last.situation, last.after, last.cause = situation, _finished(state), cause
@@ -661,6 +664,7 @@ def weigh(state: DecisionState, now: float) -> None:
     moved = change_of_links(situation, before, 0.0, WEIGHED)
     if moved is None and not times_differ(situation, before):
         return
+    changed, past = _changed(state, "weigh", situation, links, observed.iteration)
     state.pending = Pending(
         Replan(
             spec=state.rules,
@@ -674,38 +678,76 @@ def weigh(state: DecisionState, now: float) -> None:
             evidence=Evidence(),
             running=plans.running,
             start=plans.first,
+            past=past,
         ),
         links=tuple(links),
         detectable_at=observed.iteration,
         before=copy.copy(state.last),
         since=observed.iteration,
+        changed=changed,
     )
 
 
-def _revise_worth(state: DecisionState, pending: Pending, proposal: Proposal) -> None:
-    """Record what the plan in effect saves in the present state, since this began."""
-    present = state.ledger.record(pending.replan.current.version)
-    if present is None or proposal.start is None or proposal.current is None:
-        return
-    # Links are as they are now since the first window of their last change.
-    before, now = state.weighed or pending.before.situation, pending.replan.situation
-    began = [link.since_iteration for link in pending.links if link.health is Health.SLOW]
-    refined = max((at for at in began if at is not None), default=-1)
+def _changed(
+    state: DecisionState, cause: Cause, now: Situation, links: Sequence[LinkState], shown: int
+) -> tuple[Changed, tuple[Past, ...]]:
+    """The last change of links, and the plans that have run since, each with the slow links."""
+    plans, before = state.plans, state.weighed or state.last.situation
     least = state.spec.adaptation.min_delay_ms / 1e3
-    since, another = pending.detectable_at, change_of_links(now, before, least) is not None
-    if turned := turned_at(now, before, pending.links):
-        since = max(turned)
+    since, another = shown, change_of_links(now, before, least) is not None
+    # Links are as they are now since the first window of their last change.
+    began = [link.since_iteration for link in links if link.health is Health.SLOW]
+    refined = max((at for at in began if at is not None), default=-1)
+    if turned := turned_at(now, before, links):
+        # A link that is well is not slow in the situation, so that no earlier state is known.
+        ended = [
+            link.since_iteration
+            for link, was, is_slow in zip(links, before.slow, now.slow, strict=True)
+            if was and not is_slow and link.since_iteration is not None
+        ]
+        since = max(ended, default=min(turned))
     elif since - refined <= REFINED:
         since, another = refined, False
-    if state.turned_at is not None and pending.replan.cause != "weigh":
+    if state.turned_at is not None and cause != "weigh":
         # A decision may have had to wait since its cause was there.
         since = min(since, state.turned_at)
-    if pending.replan.cause == "undelivered":
+    if cause == "undelivered":
         since, another = -1, False  # What the change was for was never there.
-    if another:
-        state.ledger.turn(present, since)
-    saving = proposal.start - proposal.current.seconds
-    state.ledger.revise(present, saving, since, fault_cost=proposal.fault_cost)
+    known = plans.issued | {each.version: each for each in (plans.running, plans.wanted)}
+    coming = state.ledger.last_iteration + 1
+    ran, past = list[tuple[int, int, int]](), list[Past]()
+    for index, version in [
+        *state.ledger.counted(since),
+        *((coming, version) for version in {plans.running.version, plans.wanted.version}),
+    ]:
+        record = state.ledger.record(version)
+        if record is None or version not in known:
+            continue
+        if cause == "undelivered" and version != plans.wanted.version:
+            continue
+        were = {link.link for link in record.links if link.health is Health.SLOW}
+        slow = frozenset(
+            i
+            for i, link in enumerate(links)
+            if now.slow[i] and (i in were or (link.since_iteration or 0) <= index)
+        )
+        each = Past(known[version], slow)
+        if each not in past:
+            past.append(each)
+        ran.append((index, version, past.index(each)))
+    return Changed(since, another, tuple(ran), coming), tuple(past)
+
+
+def _revise_worth(state: DecisionState, pending: Pending, proposal: Proposal) -> None:
+    """Record what plans save in the present state of links, since this began."""
+    if proposal.saving is None:
+        return
+    present = state.ledger.record(pending.replan.current.version)
+    if present is not None and pending.changed.another:
+        state.ledger.turn(present, pending.changed.since)
+    for index, version, which in pending.changed.ran:
+        last = None if index == pending.changed.coming else index
+        state.ledger.revise(version, proposal.past[which], index, last)
 
 
 def _issue(
@@ -744,6 +786,8 @@ def _issue(
     state.issued_at, state.returns_at_once = _finished(state), proposal.returns_at_once
     state.returned |= dict.fromkeys(returning, _finished(state))
     state.ledger.append(record)
+    if proposal.saving is not None:
+        state.ledger.revise(version, proposal.saving, _finished(state) + 1, None)
     line = reasons.short(version, asked.cause, pending.links, proposal)
     _log(state, now, record.kind, record.reason, line, plan_version=version)
 

@@ -393,8 +393,8 @@ def record_of(
         offloaded=away.offloaded,
         recomputed=away.recomputed,
         fused_stages=list(plan.schedule.fused),
-        saving=None if proposal.start is None else proposal.start - chosen.seconds,
-        fault_cost=proposal.fault_cost,
+        saving=None if proposal.saving is None else proposal.saving.seconds,
+        fault_cost=0.0 if proposal.saving is None else proposal.saving.fault_cost,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from statistics import median
+from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import truth
@@ -17,6 +18,7 @@ from pipemorph.control.decide.forecast import SAME, Forecast, Option, runnable
 from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.control.observed.stages import Excess
+from pipemorph.control.record.history import Saving
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import left
@@ -34,6 +36,9 @@ MAY_EASE: frozenset[Cause] = frozenset({"steady", "recovered"})
 """Causes for which a plan that is no faster may replace the current one: with fewer links
 delegated."""
 
+APART = 0.05
+"""Least part of an iteration by which a slow link must show in it, for its measured time to say
+whether the link is slow: times without a fault differ by less."""
 UNSEEN_CHANGE = 0.25
 """Assumed cost of a change of plan before one was measured, in iterations of the current plan."""
 
@@ -190,6 +195,13 @@ Finding = (
 # --- a decision ---
 
 
+class Past(NamedTuple):
+    """A plan that iterations ran before the decision, and the links that were slow in these."""
+
+    plan: Plan
+    slow: frozenset[int]
+
+
 @dataclass(frozen=True)
 class Replan:
     """The input of one decision.
@@ -201,6 +213,7 @@ class Replan:
     would run, None if no end is known; ``change_seconds``: measured cost of a change, None before
     the first one; ``previous``: the plan before the current one, for cause ``undelivered``, and
     ``measured``: seconds of an iteration under it and under the current one, if it was faster.
+    ``past``: plans and slow links since these last changed.
     """
 
     spec: JobSpec
@@ -214,6 +227,7 @@ class Replan:
     change_seconds: float | None
     evidence: Evidence
     start: Plan | None = None
+    past: tuple[Past, ...] = ()
     previous: Plan | None = None
     measured: tuple[float, float] | None = None
     moved: bool = False
@@ -228,9 +242,9 @@ class Proposal:
     findings that the choice is based on, the decisive one first. ``promise``: of a chosen option
     that is for a gain. ``waits``: the cause must come up again, with more measured iterations.
     ``returns_at_once``: once links are well, another iteration under the chosen plan costs more
-    than one without it if they are not. ``start``: predicted time of the plan of the start; None if
-    it does not matter. ``fault_cost``: how much of that is due to slow links. ``overhead``: seconds
-    that an iteration takes beyond all of these.
+    than one without it if they are not. ``saving``: of the plan to change to, else of the current
+    one; None if it does not matter; ``past``: of each past plan. ``overhead``: seconds that an
+    iteration takes beyond all of these.
 
     An option that exceeds the memory limits is never chosen. If the plan in effect exceeds them,
     the best option that does not replaces it, whatever it costs.
@@ -242,8 +256,8 @@ class Proposal:
     promise: Promise | None = None
     waits: bool = False
     returns_at_once: bool = False
-    start: float | None = None
-    fault_cost: float = 0.0
+    saving: Saving | None = None
+    past: tuple[Saving, ...] = ()
     overhead: float = 0.0
 
     @property
@@ -266,14 +280,40 @@ def propose(asked: Replan) -> Proposal:
     proposal = _propose(asked, forecast)
     if proposal.chosen is not None:
         proposal = replace(proposal, overhead=truth.overhead_of(forecast, asked.evidence))
-    if asked.start is None or proposal.waits or not (proposal.chosen or proposal.current):
+    option = proposal.chosen or proposal.current
+    if asked.start is None or proposal.waits or option is None:
         return proposal
     if forecast.excess(asked.start) is not None:
         return proposal  # The job could not run it any more, so nothing is to be compared with.
-    start = forecast.of(asked.start).seconds
-    well = forecast.under(asked.situation.well()) if any(asked.situation.slow) else forecast
-    cost = start - well.of(asked.start).seconds
-    return replace(proposal, start=start, fault_cost=cost)
+    now = frozenset(link for link, slow in enumerate(asked.situation.slow) if slow)
+    return replace(
+        proposal,
+        saving=_saving(forecast, asked, Past(option.plan, now)),
+        past=tuple(_saving(forecast, asked, each) for each in asked.past),
+    )
+
+
+def _saving(forecast: Forecast, asked: Replan, past: Past) -> Saving:
+    """What an iteration under a plan saves while some of the slow links are slow."""
+    assert asked.start is not None
+    then = _with_slow(forecast, asked.situation, past.slow)
+    well = _with_slow(forecast, asked.situation, frozenset())
+    slow, healthy = (
+        (each.of(asked.start).seconds, each.of(past.plan).seconds) for each in (then, well)
+    )
+    apart = slow[1] - healthy[1]
+    return Saving(
+        seconds=slow[0] - slow[1],
+        fault_cost=slow[0] - healthy[0],
+        if_well=healthy[0] - healthy[1],
+        well_below=healthy[1] + apart / 3 if apart >= APART * slow[1] else 0.0,
+    )
+
+
+def _with_slow(forecast: Forecast, now: Situation, slow: frozenset[int]) -> Forecast:
+    """Predictions for the situation if only these of its slow links are slow."""
+    ended = any(is_slow and link not in slow for link, is_slow in enumerate(now.slow))
+    return forecast.under(now.well(slow)) if ended else forecast
 
 
 def _propose(asked: Replan, forecast: Forecast) -> Proposal:

@@ -231,17 +231,18 @@ class Situation:
     def varies(self, link: int) -> bool:
         return bool(self.recent and self.recent[link])
 
-    def well(self) -> Situation:
-        """The situation once all slow links have recovered."""
+    def well(self, still: frozenset[int] = frozenset()) -> Situation:
+        """The situation once all slow links but ``still`` have recovered."""
         links = range(len(self.slow))
+        ended = [slow and i not in still for i, slow in enumerate(self.slow)]
         return replace(
             self,
             wire_times=tuple(
-                max(0.0, self.wire_times[i] - self.delays[i] * self.slow[i]) for i in links
+                max(0.0, self.wire_times[i] - self.delays[i] * ended[i]) for i in links
             ),
-            delays=tuple(0.0 if self.slow[i] else self.delays[i] for i in links),
-            slow=(False,) * len(self.slow),
-            transfers=tuple(0.0 if self.slow[i] else self.transfer(i) for i in links),
+            delays=tuple(0.0 if ended[i] else self.delays[i] for i in links),
+            slow=tuple(slow and i in still for i, slow in enumerate(self.slow)),
+            transfers=tuple(0.0 if ended[i] else self.transfer(i) for i in links),
             recent=(),
         )
 

@@ -15,7 +15,7 @@ from pipemorph.control.decide.truth import Promise, Reference
 from pipemorph.control.first_plan import initial_problem
 from pipemorph.control.observed.reports import Observed, Superseded
 from pipemorph.control.observed.stages import Room, expected_times
-from pipemorph.control.record.history import Ledger
+from pipemorph.control.record.history import OPEN_RECORDS, Ledger
 from pipemorph.planning import Plan, StageTimes
 from pipemorph.wire import Directive, LinkState
 
@@ -75,6 +75,8 @@ class Plans:
         self.baseline = first
         """The plan for healthy links: that of the spec, unless measurements require another."""
         self.directive: Directive | None = None
+        self.issued: dict[int, Plan] = {}
+        """The newest issued plans by their versions."""
         self.unknown = False
         """Whether the ranks have a plan that this controller does not know."""
         self._confirmed = False
@@ -89,6 +91,7 @@ class Plans:
     def issue(self, plan: Plan, directive: Directive) -> None:
         """Make ``plan`` the wanted one."""
         self.wanted, self.directive = plan, directive
+        self.issued = dict([*self.issued.items(), (plan.version, plan)][-OPEN_RECORDS:])
         self.unknown = self._confirmed = False
         self.refuse()
 
@@ -177,6 +180,18 @@ class LastDecision:
         return LastDecision(situation, situation.barrier)
 
 
+class Changed(NamedTuple):
+    """The last change of links. ``since``: the first iteration after it; ``another``: the plan in
+    effect was made for another state; ``ran``: since then, each iteration and plan version, with
+    the position of both among those that the decision predicts, :attr:`Replan.past`; ``coming``:
+    the iteration there that stands for all that had not finished."""
+
+    since: int
+    another: bool
+    ran: tuple[tuple[int, int, int], ...]
+    coming: int
+
+
 class Pending(NamedTuple):
     """A decision that waits for its proposal, and data for its record."""
 
@@ -187,6 +202,7 @@ class Pending(NamedTuple):
     """The last decision: a host that takes over meanwhile decides again from it."""
     since: int
     """The iteration after which those under the plan in effect are comparable."""
+    changed: Changed
     sources: Sources = frozenset()
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -52,6 +52,18 @@ KEPT_RECORDS = 256
 KEPT_DECISIONS = 64
 
 
+class Saving(NamedTuple):
+    """What an iteration under a plan saves in one state of links. ``seconds``: that it would take
+    longer under the plan of the start; ``fault_cost``: that slow links cost under that plan;
+    ``if_well``: like ``seconds``, if no link is slow, which iterations show that take less than
+    ``well_below``; that is 0 if measured times do not tell the one state from the other."""
+
+    seconds: float
+    fault_cost: float
+    if_well: float = 0.0
+    well_below: float = 0.0
+
+
 @dataclass(frozen=True)
 class Worth:
     """Seconds that a job's iterations took less than with the plan of the start; negative if they
@@ -59,7 +71,7 @@ class Worth:
 
     ``error``: half of the interval that has the truth in it in 95 of 100 jobs, seconds: of each
     change :data:`LEAST_ERROR` of what slow links would have cost, or what its promised and measured
-    gain differ by if that is more; where nothing was measured, that of the worst other change.
+    gain differ by if that is more; where nothing was measured, what those of the others do.
     """
 
     seconds: float = 0.0
@@ -81,23 +93,25 @@ class Worth:
 def worth(records: Iterable[AdaptationRecord]) -> Worth:
     """What some changes of plan were worth together."""
     every = list(records)
-    known = [found for each in every if (found := _wrong(each)) is not None]
-    usual = max(known, default=1.0)
+    known = [found for each in every if (found := _promise(each)) is not None]
+    promised = sum(abs(gain) for gain, _ in known)
+    # By all of them together: what a small promise is wrong by says nothing about a large one.
+    usual = min(1.0, sum(abs(g - m) for g, m in known) / promised) if promised else 1.0
     return sum((_of(each, usual) for each in every), Worth())
 
 
-def _wrong(record: AdaptationRecord) -> float | None:
-    """Part of the promised gain that was not measured; None if nothing was promised or measured."""
+def _promise(record: AdaptationRecord) -> tuple[float, float] | None:
+    """The gain that was promised and the measured one; None if there is only one of them."""
     if not record.promised or record.measured is None:
         return None
-    return min(1.0, abs(1 - record.measured / record.promised))
+    return record.promised, record.measured
 
 
 def _of(record: AdaptationRecord, usual: float) -> Worth:
     """``usual``: what promises are wrong by where nothing was measured."""
-    part, wrong = abs(record.saved), _wrong(record)
-    error = (usual if wrong is None else wrong) * part
-    error = max(error, LEAST_ERROR * max(part, record.fault_costs))
+    part, found = abs(record.saved), _promise(record)
+    wrong = usual if found is None else min(1.0, abs(1 - found[1] / found[0]))
+    error = max(wrong * part, LEAST_ERROR * max(part, record.fault_costs))
     return Worth(record.saved - (record.change_seconds or 0.0), error)
 
 
@@ -139,6 +153,8 @@ class Ledger:
         self._counted: dict[int, tuple[int, float, float]] = {}
         """Per iteration, the newest ones, the plan version that it ran, and the saving and the cost
         of faults that it counts with."""
+        self._savings: dict[int, Saving] = {}
+        """Per plan version, what each iteration saves from now on."""
         self._until: dict[int, int] = {}
         """Per plan version, the first iteration that is none of its figures any more."""
         self._last = -1
@@ -261,7 +277,7 @@ class Ledger:
             self._last = max(self._last, sample.index)
             changed = True
             if (record := self.record(sample.plan_version)) is not None:
-                self._count(record, sample.index)
+                self._count(record, sample)
         if not changed:
             return
         for record in self.open:
@@ -272,37 +288,56 @@ class Ledger:
             for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
                 del self._iterations[stale]
 
-    def _count(self, record: AdaptationRecord, iteration: int) -> None:
+    def _count(self, record: AdaptationRecord, sample: IterationSample) -> None:
         """An iteration under the record's plan has finished. Those before it, of which no report
         came, were under this plan too. One that ran again after a failure does not count again."""
+        iteration, saving = sample.index, record.saving or 0.0
         before = iteration - 1 if record.saved_until is None else record.saved_until
         if iteration <= before:
             return
-        saving, record.saved_until = record.saving or 0.0, iteration
-        record.saved += saving * (iteration - before)
-        record.fault_costs += record.fault_cost * (iteration - before)
+        record.saved_until = iteration
         for index in range(max(before, iteration - KEPT_ITERATIONS) + 1, iteration + 1):
             self._counted[index] = record.plan_version, saving, record.fault_cost
+        record.saved += saving * (iteration - before)
+        record.fault_costs += record.fault_cost * (iteration - before)
+        if (found := self._savings.get(record.plan_version)) is not None:
+            self.revise(record.plan_version, found, iteration, iteration)
         for stale in [i for i in self._counted if i <= iteration - KEPT_ITERATIONS]:
             del self._counted[stale]
 
-    def revise(
-        self, record: AdaptationRecord, saving: float, since: int, *, fault_cost: float = 0.0
-    ) -> None:
-        """An iteration under the record's plan saves ``saving`` now, of the ``fault_cost`` under
-        the plan of the start, and has from iteration ``since`` on, the first in which the present
-        state showed. That one counts as a whole: where the state began is not known more exactly,
-        and most often it is nearly all of it."""
+    def counted(self, since: int) -> list[tuple[int, int]]:
+        """The newest iterations from ``since`` on that count with a saving, each with the version
+        of its plan."""
+        return [(index, each[0]) for index, each in self._counted.items() if index >= since]
+
+    def revise(self, plan_version: int, saving: Saving, first: int, last: int | None) -> None:
+        """Count iterations under this plan from ``first`` to ``last`` with another ``saving``;
+        None: all from ``first`` on, also those to come. One in which a state of links began counts
+        as a whole: where in it is not known, and most often it is nearly all of it."""
+        if (record := self.record(plan_version)) is None:
+            return
+        if last is None:
+            record.saving, record.fault_cost = saving.seconds, saving.fault_cost
+            newest = [*self._savings.items(), (plan_version, saving)][-OPEN_RECORDS:]
+            self._savings, last = dict(newest), self._last
         for index, (version, saved, cost) in self._counted.items():
-            if index >= since and version == record.plan_version:
-                record.saved += saving - saved
-                record.fault_costs += fault_cost - cost
-                self._counted[index] = version, saving, fault_cost
-        record.saving, record.fault_cost = saving, fault_cost
+            if version != plan_version or not first <= index <= last:
+                continue
+            seconds, fault_cost = saving.seconds, saving.fault_cost
+            ran = self._iterations.get(index)
+            if ran is not None and ran.seconds < saving.well_below:
+                # Measured, the links are well, though that may not be certain yet.
+                seconds, fault_cost = saving.if_well, 0.0
+            record.saved += seconds - saved
+            record.fault_costs += fault_cost - cost
+            self._counted[index] = version, seconds, fault_cost
 
     def turn(self, record: AdaptationRecord, since: int) -> None:
         """The state that the record's plan was made for ended: its figures are those before
-        iteration ``since``."""
+        iteration ``since``. If it ended before that was found, the plan replaced had none other
+        in the iterations that count as before, and the figures are comparable."""
+        if since <= record.detectable_at:
+            return
         self._until.setdefault(record.plan_version, since)
         self._complete(record)
 
@@ -318,6 +353,7 @@ class Ledger:
         """Drop the iterations, which count from 0 again; records and decisions stay."""
         self._iterations.clear()
         self._counted.clear()
+        self._savings.clear()
         self._until.clear()
         self._last = -1
         self._barrier, self._without, self._with = None, 0, 0
