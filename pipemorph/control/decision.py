@@ -15,7 +15,7 @@ from typing import Literal
 
 from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import Option
-from pipemorph.control.decide.replan import CHECKED, NotConfirmed, Past, Proposal, Replan
+from pipemorph.control.decide.replan import CHECKED, NotConfirmed, Proposal, Replan
 from pipemorph.control.decide.situation import (
     BARRIER,
     Cause,
@@ -31,7 +31,14 @@ from pipemorph.control.decide.situation import (
     without,
     without_longer,
 )
-from pipemorph.control.decide.state import Changed, DecisionState, Hold, Pending, Trial
+from pipemorph.control.decide.state import (
+    DecisionState,
+    Hold,
+    Pending,
+    Trial,
+    changed_since,
+    revise_saved,
+)
 from pipemorph.control.decide.truth import (
     FEWEST,
     GIVEN_UP_AFTER,
@@ -87,8 +94,6 @@ since the link may be slow in a way that is not modelled, as one that is shaped,
 measured to be slower is undone; 4 times as many for each doubt."""
 WEIGHED = 0.05
 """Relative change of a delay from which what the plan saves is predicted anew."""
-REFINED = 3
-"""Iterations after a link became slow in which another delay is the first one, better known."""
 LONGEST_WAIT = 32
 """Most iterations between two looks at evidence that is not believed."""
 FORGET = 200
@@ -564,7 +569,7 @@ def _ask(
     """Leave the decision to the host. ``faster``: see :attr:`Replan.measured`."""
     last, plans = state.last, state.plans
     shown = _detectable_at(state, situation, links)
-    changed, past = _changed(state, cause, situation, links, shown)
+    changed, past = changed_since(state, cause, situation, links, shown)
     # Iterations for which the plan of a directive issued now would be in effect.
     remaining = state.spec.trainer.iterations - (_finished(state) + 1) - COMMIT_AHEAD
     state.pending = Pending(
@@ -609,7 +614,7 @@ def settle(state: DecisionState, asked: Replan, proposal: Proposal, now: float) 
         return
     state.pending = None
     if asked.cause == "weigh":
-        _revise_worth(state, pending, proposal)
+        revise_saved(state, pending, proposal)
         state.weighed = asked.situation
         return
     if proposal.waits:
@@ -623,7 +628,7 @@ def settle(state: DecisionState, asked: Replan, proposal: Proposal, now: float) 
         # Another reference, and not of the iteration that is running.
         state.reference_from, state.reference_complete = finished + 2, False
         state.trial = None  # It is of the situation before, and says nothing any more.
-    _revise_worth(state, pending, proposal)
+    revise_saved(state, pending, proposal)
     state.weighed = None
     if not proposal.waits:
         state.turned, state.turned_at = {}, None
@@ -664,7 +669,7 @@ def weigh(state: DecisionState, now: float) -> None:
     moved = change_of_links(situation, before, 0.0, WEIGHED)
     if moved is None and not times_differ(situation, before):
         return
-    changed, past = _changed(state, "weigh", situation, links, observed.iteration)
+    changed, past = changed_since(state, "weigh", situation, links, observed.iteration)
     state.pending = Pending(
         Replan(
             spec=state.rules,
@@ -686,68 +691,6 @@ def weigh(state: DecisionState, now: float) -> None:
         since=observed.iteration,
         changed=changed,
     )
-
-
-def _changed(
-    state: DecisionState, cause: Cause, now: Situation, links: Sequence[LinkState], shown: int
-) -> tuple[Changed, tuple[Past, ...]]:
-    """The last change of links, and the plans that have run since, each with the slow links."""
-    plans, before = state.plans, state.weighed or state.last.situation
-    least = state.spec.adaptation.min_delay_ms / 1e3
-    since, another = shown, change_of_links(now, before, least) is not None
-    # Links are as they are now since the first window of their last change.
-    began = [link.since_iteration for link in links if link.health is Health.SLOW]
-    refined = max((at for at in began if at is not None), default=-1)
-    if turned := turned_at(now, before, links):
-        # A link that is well is not slow in the situation, so that no earlier state is known.
-        ended = [
-            link.since_iteration
-            for link, was, is_slow in zip(links, before.slow, now.slow, strict=True)
-            if was and not is_slow and link.since_iteration is not None
-        ]
-        since = max(ended, default=min(turned))
-    elif since - refined <= REFINED:
-        since, another = refined, False
-    if state.turned_at is not None and cause != "weigh":
-        # A decision may have had to wait since its cause was there.
-        since = min(since, state.turned_at)
-    if cause == "undelivered":
-        since, another = -1, False  # What the change was for was never there.
-    known = plans.issued | {each.version: each for each in (plans.running, plans.wanted)}
-    coming = state.ledger.last_iteration + 1
-    ran, past = list[tuple[int, int, int]](), list[Past]()
-    for index, version in [
-        *state.ledger.counted(since),
-        *((coming, version) for version in {plans.running.version, plans.wanted.version}),
-    ]:
-        record = state.ledger.record(version)
-        if record is None or version not in known:
-            continue
-        if cause == "undelivered" and version != plans.wanted.version:
-            continue
-        were = {link.link for link in record.links if link.health is Health.SLOW}
-        slow = frozenset(
-            i
-            for i, link in enumerate(links)
-            if now.slow[i] and (i in were or (link.since_iteration or 0) <= index)
-        )
-        each = Past(known[version], slow)
-        if each not in past:
-            past.append(each)
-        ran.append((index, version, past.index(each)))
-    return Changed(since, another, tuple(ran), coming), tuple(past)
-
-
-def _revise_worth(state: DecisionState, pending: Pending, proposal: Proposal) -> None:
-    """Record what plans save in the present state of links, since this began."""
-    if proposal.saving is None:
-        return
-    present = state.ledger.record(pending.replan.current.version)
-    if present is not None and pending.changed.another:
-        state.ledger.turn(present, pending.changed.since)
-    for index, version, which in pending.changed.ran:
-        last = None if index == pending.changed.coming else index
-        state.ledger.revise(version, proposal.past[which], index, last)
 
 
 def _issue(

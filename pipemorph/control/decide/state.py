@@ -5,22 +5,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.replan import Replan
-from pipemorph.control.decide.situation import Cause, RouteCosts, Situation, Sources
+from pipemorph.control.decide.replan import Past, Proposal, Replan
+from pipemorph.control.decide.situation import (
+    Cause,
+    RouteCosts,
+    Situation,
+    Sources,
+    change_of_links,
+    turned_at,
+)
 from pipemorph.control.decide.truth import Promise, Reference
 from pipemorph.control.first_plan import initial_problem
 from pipemorph.control.observed.reports import Observed, Superseded
 from pipemorph.control.observed.stages import Room, expected_times
 from pipemorph.control.record.history import OPEN_RECORDS, Ledger
 from pipemorph.planning import Plan, StageTimes
-from pipemorph.wire import Directive, LinkState
+from pipemorph.wire import Directive, Health, LinkState
 
 HAND_IN_SECONDS = 5.0
 """Time for the agent to hand in its snapshot, before the controller decides without it."""
+REFINED = 3
+"""Iterations after a link became slow in which another delay is the first one, better known."""
 
 
 class PlanVersions:
@@ -300,3 +310,70 @@ class DecisionState:
     def settled(self) -> LastDecision:
         """The last decision that was settled."""
         return self.pending.before if self.pending else self.last
+
+
+# --- what plans save ---------------------------------------------------------------------------
+# A change is often found some iterations late, also after the next change of plan. So each finished
+# iteration counts with the plan that it ran and the links that were slow in it.
+
+
+def changed_since(
+    state: DecisionState, cause: Cause, now: Situation, links: Sequence[LinkState], shown: int
+) -> tuple[Changed, tuple[Past, ...]]:
+    """The last change of links, and the plans that have run since, each with the slow links."""
+    plans, before = state.plans, state.weighed or state.last.situation
+    least = state.spec.adaptation.min_delay_ms / 1e3
+    since, another = shown, change_of_links(now, before, least) is not None
+    # Links are as they are now since the first window of their last change.
+    began = [link.since_iteration for link in links if link.health is Health.SLOW]
+    refined = max((at for at in began if at is not None), default=-1)
+    if turned := turned_at(now, before, links):
+        # A link that is well is not slow in the situation, so that no earlier state is known.
+        ended = [
+            link.since_iteration
+            for link, was, is_slow in zip(links, before.slow, now.slow, strict=True)
+            if was and not is_slow and link.since_iteration is not None
+        ]
+        since = max(ended, default=min(turned))
+    elif since - refined <= REFINED:
+        since, another = refined, False
+    if state.turned_at is not None and cause != "weigh":
+        # A decision may have had to wait since its cause was there.
+        since = min(since, state.turned_at)
+    if cause == "undelivered":
+        since, another = -1, False  # What the change was for was never there.
+    known = plans.issued | {each.version: each for each in (plans.running, plans.wanted)}
+    coming = state.ledger.last_iteration + 1
+    ran, past = list[tuple[int, int, int]](), list[Past]()
+    for index, version in [
+        *state.ledger.counted(since),
+        *((coming, version) for version in {plans.running.version, plans.wanted.version}),
+    ]:
+        record = state.ledger.record(version)
+        if record is None or version not in known:
+            continue
+        if cause == "undelivered" and version != plans.wanted.version:
+            continue
+        were = {link.link for link in record.links if link.health is Health.SLOW}
+        slow = frozenset(
+            i
+            for i, link in enumerate(links)
+            if now.slow[i] and (i in were or (link.since_iteration or 0) <= index)
+        )
+        each = Past(known[version], slow)
+        if each not in past:
+            past.append(each)
+        ran.append((index, version, past.index(each)))
+    return Changed(since, another, tuple(ran), coming), tuple(past)
+
+
+def revise_saved(state: DecisionState, pending: Pending, proposal: Proposal) -> None:
+    """Record what plans save in the present state of links, since this began."""
+    if proposal.saving is None:
+        return
+    present = state.ledger.record(pending.replan.current.version)
+    if present is not None and pending.changed.another:
+        state.ledger.turn(present, pending.changed.since)
+    for index, version, which in pending.changed.ran:
+        last = None if index == pending.changed.coming else index
+        state.ledger.revise(version, proposal.past[which], index, last)
