@@ -294,7 +294,7 @@ def propose(asked: Replan) -> Proposal:
 
 
 def _saving(forecast: Forecast, asked: Replan, past: Past) -> Saving:
-    """What an iteration under a plan saves while some of the slow links are slow."""
+    """Saving of an iteration under a plan while some of the slow links are slow."""
     assert asked.start is not None
     then = _with_slow(forecast, asked.situation, past.slow)
     well = _with_slow(forecast, asked.situation, frozenset())

@@ -53,8 +53,8 @@ KEPT_DECISIONS = 64
 
 
 class Saving(NamedTuple):
-    """What an iteration under a plan saves in one state of links. ``seconds``: that it would take
-    longer under the plan of the start; ``fault_cost``: that slow links cost under that plan;
+    """Saving of an iteration under a plan, in one state of links. ``seconds``: by how much
+    longer it would take under the initial plan; ``fault_cost``: what slow links cost there;
     ``if_well``: like ``seconds``, if no link is slow, which iterations show that take less than
     ``well_below``; that is 0 if measured times do not tell the one state from the other."""
 
