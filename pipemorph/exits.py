@@ -35,6 +35,9 @@ PARTS_STAY = "the parts of the model cannot change: "
 """What :func:`stay_file` begins with if ranks do not leave for other parts, and never would."""
 
 
+PROGRESS_BYTES = 16
+
+
 def progress_file(rank: int) -> str:
     """Name of the file, in a folder of the host's, in which a rank says how many iterations are
     finished: :func:`progress_bytes`. A rank that has made it prints its stacks on SIGQUIT."""
@@ -54,7 +57,7 @@ def progress_bytes(finished: int, first: int) -> bytes:
 
 def progress_of(written: bytes) -> tuple[int, int] | None:
     """``finished`` and ``first`` of a file's content; None if they are not there yet."""
-    if len(written) < 16:
+    if len(written) < PROGRESS_BYTES:
         return None
     return int.from_bytes(written[:8], "little"), int.from_bytes(written[8:16], "little")
 

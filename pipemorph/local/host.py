@@ -337,15 +337,16 @@ class _Host:
     def _look(self) -> None:
         for line in self.hangs.notes():
             self.progress.note(line)
-        resumed = None
-        if (self.starting or self.recovering is not None) and self.kept is not None:
-            resumed = self.kept.resumed(self.life.generation)
-        first = self.journal.first(resumed.iteration if resumed is not None else 0)
         leaves = self.generations.state
         self.requests.look(self.life.generation, leaves.leave_for if leaves.leave else None)
         if self.moves.asked is not None:
             self.generations.look(now())
             self._follow()
+        resumed = None
+        if (self.starting or self.recovering is not None) and self.kept is not None:
+            resumed = self.kept.resumed(self.life.generation)
+        least = resumed.iteration if resumed is not None else self.hangs.began_with
+        first = self.journal.first(least)
         if first is not None and self.starting and self.moves.asked is None:
             self.starting = False
             self.moves.arrived(first[0], first[1] - self.left_at)

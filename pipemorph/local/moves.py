@@ -41,7 +41,7 @@ class LeaveRequests:
         kept = self._kept
         if kept is None:
             return
-        if self._awaits_word and (word := kept.resumed(generation)) is not None:
+        if self._awaits_word and (word := _resumed(kept, generation)) is not None:
             self._awaits_word = False
             self._answers.resumed(generation, word)
         # Rank 0 says why they go on as they are, whichever host has asked them.
@@ -61,3 +61,11 @@ class LeaveRequests:
     def _stays(self, generation: int, why: str) -> None:
         self._note(f"the ranks do not leave, as they were to: {why}")
         self._answers.stays(generation, why)
+
+
+def _resumed(kept: KeptFolder, generation: int) -> ResumedFrom | None:
+    """None, too, if it cannot be read now, as while this host may open no more files."""
+    try:
+        return kept.resumed(generation)
+    except OSError:
+        return None

@@ -9,6 +9,7 @@ job goes on.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from pipemorph.api.sections.recovery import FailurePolicy
 from pipemorph.errors import one_line
-from pipemorph.exits import progress_file, progress_of
+from pipemorph.exits import PROGRESS_BYTES, progress_file, progress_of
 from pipemorph.local.processes.ranks import RankProcess
 
 LONGEST_NOTE = 500
@@ -53,6 +54,7 @@ class HangWatch:
         self.finished = 0
         """The most iterations that any rank has finished in any life; 0 before one has finished one
         here. An iteration of a rank is finished once its ``step`` has returned."""
+        self._files: list[_CountFile] = []
         self.begin(())
 
     @property
@@ -73,7 +75,8 @@ class HangWatch:
 
     def begin(self, files: Sequence[Path]) -> None:
         """The ranks are about to be started, with these files for their counts."""
-        self._files = files
+        self._close()
+        self._files = [_CountFile(path) for path in files]
         self._noted: set[Path] = set()
         self._began = self._moved = self._looked = self._clock()
         self._counts = [-1 for _ in files]
@@ -89,10 +92,12 @@ class HangWatch:
         """Why the ranks are taken for hanging; None if they are not. Call it several times a
         second."""
         now = self._clock()
-        if (stall := now - self._looked) > STALL_SECONDS:
+        stall = now - self._looked
+        readable = self._read(now)
+        # What this host does not see is no reason to stop the ranks.
+        if stall > STALL_SECONDS or not readable:
             self._began, self._moved = self._began + stall, self._moved + stall
         self._looked = now
-        self._read(now)
         if max(self._counts, default=0) >= self._iterations:
             return None
         return self._why(now)
@@ -100,12 +105,12 @@ class HangWatch:
     def end(self) -> None:
         """The ranks have ended; their files are still there."""
         self._read(self._clock())
+        self._close()
 
     def notes(self) -> list[str]:
         """The lines that ranks have left for the output of this host since the last call."""
         found = []
-        for file in self._files:
-            path = file.with_name(f"note{file.suffix}")
+        for path in (file.path.with_name(f"note{file.path.suffix}") for file in self._files):
             if path not in self._noted and path.exists():
                 self._noted.add(path)
                 found.append(one_line(path.read_text(errors="replace"), LONGEST_NOTE))
@@ -121,21 +126,27 @@ class HangWatch:
         done = max(0, self._counts[index])
         return f"after {done} of {self._iterations} iterations" if done < self._iterations else None
 
-    def _read(self, now: float) -> None:
-        before = zip(self._counts, self._firsts, strict=True)
-        found = [_counts(file, *last) for file, last in zip(self._files, before, strict=True)]
+    def _close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _read(self, now: float) -> bool:
+        """Whether all counts that ranks have written could be read. Those of others stay."""
+        readable = [file.read() for file in self._files]
+        found = [(file.finished, file.first) for file in self._files]
         self.finished = max([self.finished, *(done for done, first in found if done > first)])
         if self.first is None and any(done >= 0 for done, _ in found):
             self.first = max(first for _, first in found)
         counts, self._firsts = [done for done, _ in found], [first for _, first in found]
         if counts == self._counts:
-            return
+            return all(readable)
         # The first count of a rank is what it begins with.
         goes_on = any(-1 < old != new for old, new in zip(self._counts, counts, strict=True))
         if goes_on and not self._ran:
             self._ran = True
             self.longest_start = max(self.longest_start or 0.0, now - self._began)
         self._counts, self._moved = counts, now
+        return all(readable)
 
     def _why(self, now: float) -> str | None:
         hang, start = self._policy.hang_seconds, self._policy.start_seconds
@@ -155,17 +166,33 @@ class HangWatch:
         return f"no iteration was finished for {took:.0f} s ({field})"
 
 
-def _counts(file: Path, done: int, first: int) -> tuple[int, int]:
-    """Iterations that a rank has finished, and those of them that it began with; -1 and 0 before it
-    has written them. ``done`` and ``first``, the last ones, while the file cannot be read, as when
-    this process has no free file descriptor."""
-    try:
-        written = file.read_bytes()
-    except FileNotFoundError:
-        return -1, 0
-    except OSError:
-        return done, first
-    return progress_of(written) or (-1, 0)
+class _CountFile:
+    """The file of a rank's counts. Stays open once it is there, so that it is also read while this
+    process may open no more files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, -1
+        self.finished, self.first = -1, 0
+        """Iterations that the rank has finished, and those of them that it began with; -1 and 0
+        before it has written them."""
+
+    def read(self) -> bool:
+        """False if the file is there and cannot be read."""
+        try:
+            if self._file < 0:
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            written = os.pread(self._file, PROGRESS_BYTES, 0)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        self.finished, self.first = progress_of(written) or (-1, 0)
+        return True
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def logged_wait(rank: RankProcess) -> str | None:

@@ -34,7 +34,8 @@ class KeptFolder:
         return KeptFolder(made.root, made)
 
     def resumed(self, generation: int) -> ResumedFrom | None:
-        """What the ranks of a generation have left word of; None if of nothing."""
+        """What the ranks of a generation have left word of; None if of nothing. Raises OSError if
+        that cannot be read."""
         try:
             found = json.loads((self.root / f"resumed.generation-{generation}").read_text())
             return ResumedFrom(
@@ -42,7 +43,7 @@ class KeptFolder:
                 rung=one_line(str(found["rung"]), 32),
                 why=one_line(str(found["why"]), LONGEST_WHY),
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
     def ask_to_leave(self, generation: int, layers: Sequence[int] = ()) -> None:

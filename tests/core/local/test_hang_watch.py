@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,46 @@ def test_none_finishes_an_iteration(tmp_path: Path) -> None:
     assert job.quiet_after(100.0) == 5.0, "a script may begin to count again"
     job.finished(0, 10)
     assert job.quiet_after(100.0) is None, "all are done"
+
+
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """This process may open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    taken = [os.dup(0) for _ in range(last)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in taken:
+            os.close(each)
+
+
+def test_counts_are_read_while_no_file_can_be_opened(tmp_path: Path) -> None:
+    job = Watched(tmp_path, hangSeconds=5)
+    job.finished(0, 3), job.finished(1, 3)
+    assert job.watch.look() is None
+    writable = os.open(job.files[1], os.O_WRONLY)
+    with no_free_descriptor():
+        for count in range(4, 10):
+            os.pwrite(writable, progress_bytes(count, 0), 0)
+            assert job.quiet_after(4.0) is None
+        assert job.quiet_after(100.0) == 1.0, "ranks that hang are found, too"
+    os.close(writable)
+    assert job.watch.reached == 9
+
+
+def test_counts_that_cannot_be_read_are_no_hang(tmp_path: Path) -> None:
+    job = Watched(tmp_path, hangSeconds=5, startSeconds=20)
+    assert job.quiet_after(4.0) is None
+    job.finished(0, 3), job.finished(1, 3)
+    with no_free_descriptor():
+        assert job.quiet_after(100.0) is None
+    assert job.quiet_after(100.0) == 16.0, "the time before counts"
 
 
 def test_with_how_many_iterations_ranks_began(tmp_path: Path) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.pods.following import Ladder, Rung
 from pipemorph.exits import END_NOW
+from pipemorph.local.moves import LeaveRequests
 from pipemorph.local.processes import kept
 from pipemorph.local.processes.kept import KeptFolder
 from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess
 from pipemorph.local.processes.supervise import _failure
-from pipemorph.wire import Loss
+from pipemorph.wire import Loss, ResumedFrom
 
 
 def failed(error: str | None = None, *, retry: bool = True) -> Loss:
@@ -134,6 +136,9 @@ def test_what_ranks_keep_is_private_and_goes(
     word.write_text('{"iteration": 7, "rung": "replica", "why": "rank 3 has none"}')
     assert str(folder.resumed(1)) == "from copies of other replicas (rank 3 has none)"
     assert folder.resumed(2) is None
+    (folder.root / "resumed.generation-2").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        folder.resumed(2)
     (folder.root / "copies").mkdir()
     (folder.root / "copies" / "rank-0.a").write_bytes(b"state")
     folder.clear()
@@ -141,3 +146,24 @@ def test_what_ranks_keep_is_private_and_goes(
     folder.remove()
     folder.remove()
     assert not folder.root.exists()
+
+
+def test_what_ranks_began_with_is_passed_on_when_it_can_be_read_again(tmp_path: Path) -> None:
+    class Answers:
+        words: ClassVar[list[ResumedFrom]] = []
+
+        def stays(self, generation: int, why: str) -> None:
+            raise AssertionError(why)
+
+        def resumed(self, generation: int, word: ResumedFrom) -> None:
+            self.words.append(word)
+
+    requests = LeaveRequests(kept.KeptFolder(tmp_path), Answers(), print)
+    requests.begin(word=True)
+    word = tmp_path / "resumed.generation-1"
+    word.mkdir()
+    requests.look(1, None)
+    assert not Answers.words
+    word.rmdir(), word.write_text('{"iteration": 7, "rung": "kept", "why": ""}')
+    requests.look(1, None), requests.look(1, None)
+    assert [each.iteration for each in Answers.words] == [7]
