@@ -39,6 +39,7 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import json
 import math
 import os
 import random
@@ -475,6 +476,13 @@ def cuts(folder: Path) -> Counter[str]:
     return found
 
 
+def mean_period(folder: Path) -> float:
+    """Seconds from the begin of one iteration of a run to the next one's, with checkpoints."""
+    traces = (folder / "0" / "out" / "trace" / "ops-rank0.jsonl").read_text().splitlines()
+    begins = [json.loads(line)["origin"] for line in traces[:-1]]  # The last may be cut.
+    return float(begins[-1] - begins[0]) / (len(begins) - 1)
+
+
 def growth(with_faults: Watched, without: Watched) -> list[tuple[str, bool]]:
     """What the run with faults held more at its end than at its beginning, and whether it may."""
     # The first faults load what only recoveries need.
@@ -518,6 +526,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
     left = calm.left()
     times = {each["index"]: each["seconds"] for each in usual["iterations"]}
     typical = median(times.values())
+    calm_seconds = mean_period(folder / "undisturbed")
     iterations = max(times) + 1
     without = "" if os.geteuid() == 0 else "disk"
     faults, apart = drawn(options.faults, iterations, draw, without)
@@ -542,9 +551,12 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
     print(f"; hangSeconds {hang_seconds}, longest undisturbed iteration {longest:.2f} s")
     print(f"load average of five minutes after each run: {loads[0]:.1f}, {loads[1]:.1f}")
     took: dict[str, list[float]] = {"kill": [], "stop": []}
+    counted: list[tuple[str, float]] = []
     for recovery in recoveries:  # Since the host was started the last time.
         before = [each for each in struck if each[1] <= recovery["lost_at"] + 0.05]
-        if before and recovery["seconds"] is not None:
+        # One that follows no strike of its own is shown below.
+        if before and before[-1] not in counted and recovery["seconds"] is not None:
+            counted.append(before[-1])
             kind, at = before[-1]
             took[kind].append(recovery["lost_at"] + recovery["seconds"] - at)
     for kind, seen in took.items():
@@ -566,7 +578,10 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[tuple[str, 
     if delayed := [t for index, t in found.items() if index in slow]:
         print(f", with a slow link {median(delayed):.3f} s", end="")
     print(f"\n{len(report['adaptations'])} changes of plan; cut: {dict(cuts(where))}")
-    print(f"with the median between faults {quiet * iterations / wall:.3f}")
+    print(f"with the median between faults {quiet * iterations / wall:.3f}", end="; ")
+    # Its checkpoints, and what else was on the machine, took time without faults, too.
+    same_undisturbed = calm_seconds * iterations / wall
+    print(f"with the mean undisturbed time from one iteration to the next {same_undisturbed:.3f}")
 
     expected, same = written_losses(folder / "undisturbed"), written_losses(where)
     differ = [index for index, loss in same.items() if loss != expected.get(index)]
