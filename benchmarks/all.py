@@ -1,8 +1,8 @@
-"""Every figure that docs/benchmarks.md quotes, one after another: ``python benchmarks/all.py``.
-Only ``faults.py`` is a part of ``make soak``.
+"""Runs all benchmarks that docs/benchmarks.md quotes, one after another.
 
-Leaves ``NAME.json`` and ``NAME.md`` in the folder given with --out. Goes on when one of them fails.
-Exits 1 if any did, or if a goal does not hold, and says which at the end.
+One command: ``python benchmarks/all.py``. ``faults.py`` is not among them: ``make soak`` runs it.
+Writes ``NAME.json`` and ``NAME.md`` to the folder given with --out. Continues if a benchmark fails.
+Exits 1 if one failed, or if a goal does not hold, and lists them at the end.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NAMES = (
     "scale",
 )
 CHECKED = {"engine", "recovery", "scale", "slow_link"}
-"""They hold their figures to their goals with --check only."""
+"""Benchmarks that check their goals only with --check."""
 
 
-def broken_goals(printed: str) -> list[str]:
-    """The lines of a benchmark that say that a goal does not hold."""
+def find_broken_goals(printed: str) -> list[str]:
+    """Printed lines of a benchmark with goals that do not hold."""
     return [line.strip() for line in printed.splitlines() if line.startswith("NO ")]
 
 
@@ -68,7 +68,7 @@ def main() -> int:
             continue
         print(done.stdout)
         (args.out / f"{name}.md").write_text(done.stdout)
-        if broken := broken_goals(done.stdout):
+        if broken := find_broken_goals(done.stdout):
             goals[name] = broken
         elif done.returncode:
             failed.append(f"{name} (exit {done.returncode})")

@@ -1,8 +1,7 @@
-"""What ops and hops cost in the executor, read off the traces of an undisturbed emulated run.
+"""Costs of ops and hops in the executor, from the traces of an undisturbed emulated run.
 
-The same inputs that the controller predicts with: op times and wire times as measured. Here
-they come from the ranks' op traces, so that the cost of handing over a message counts where it
-arises.
+The controller predicts with the same inputs, measured op times and wire times. Here they come from
+the ranks' op traces, so that the cost of handing over a message counts where it arises.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds. ``ops``: from the start of an op to that of the next one that had not to wait,
-    per kind; ``hop``: from the end of an op to the start of the one that waited for its
-    message; ``boundary``: from the last op of an iteration to the next iteration."""
+class ExecutorCosts:
+    """Costs in seconds. ``ops``: from the start of an op to that of the next op that did not wait,
+    per kind; ``hop``: from the end of an op to the start of the op that waited for its message;
+    ``boundary``: from the last op of an iteration to the next iteration."""
 
     ops: dict[str, float]
     hop: float
     boundary: float
 
 
-def calibrate(folder: Path, iteration_seconds: list[float]) -> Costs:
-    """From ``ops-rank*.jsonl`` in ``folder`` and the times of its first iterations, the very first
-    of which (shapes are exchanged) is left out. Raises ValueError if nothing was traced."""
+def read_costs(folder: Path, iteration_seconds: list[float]) -> ExecutorCosts:
+    """Read the costs from ``ops-rank*.jsonl`` in ``folder`` and the times of its iterations, except
+    the first one, which exchanges shapes. Raises ValueError without traces."""
     traces: dict[tuple[int, int], dict[str, Any]] = {}
     for path in sorted(folder.glob("ops-rank*.jsonl")):
         for line in path.read_text().splitlines():
@@ -64,7 +63,7 @@ def calibrate(folder: Path, iteration_seconds: list[float]) -> Costs:
                     hops.append(trace["origin"] + start - sent)
         ends.append(max(end_of.values()) - base)
     boundaries = [t - e for t, e in zip(iteration_seconds[1:], ends, strict=False)]
-    return Costs(
+    return ExecutorCosts(
         {kind: statistics.median(values) for kind, values in pitch.items()},
         statistics.median(hops),
         statistics.median(boundaries),

@@ -1,4 +1,4 @@
-"""How well slow links are found: simulated wire times with known faults.
+"""Quality of the detection of slow links, on simulated wire times with known faults.
 
     python benchmarks/detector.py [--seeds 100] [--json FILE]
 
@@ -20,9 +20,14 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Protocol
 
-from goals import arguments, write
+from goals import make_parser, write_figures
 
-from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds, alarm_level
+from pipemorph.detection.detector import (
+    DelayDetector,
+    DetectorLevel,
+    DetectorThresholds,
+    compute_alarm_level,
+)
 
 WINDOW = 0.05
 BASE = 0.006
@@ -30,11 +35,11 @@ LEAD = 60
 """Healthy windows before a fault."""
 
 Series = list[float | None]
-"""One wire time per window in seconds; None where no message came."""
+"""Wire time of each window in seconds; None for a window without messages."""
 
 
-class Judge(Protocol):
-    """What is measured: fed windows, says whether the link is slow and by how much."""
+class LinkJudge(Protocol):
+    """Detector under test: receives windows, and reports whether the link is slow and its delay."""
 
     def observe(self, value: float, mark: int) -> None: ...
 
@@ -45,25 +50,25 @@ class Judge(Protocol):
     def delay(self) -> float: ...
 
 
-class Cusum:
-    """The product's detector."""
+class CusumJudge:
+    """Detector of the product."""
 
     def __init__(self, series: int = 1) -> None:
-        self._detector = DelayDetector(Thresholds(alarm=alarm_level(series)))
+        self._detector = DelayDetector(DetectorThresholds(alarm=compute_alarm_level(series)))
 
     def observe(self, value: float, mark: int) -> None:
-        self._detector.observe(value, mark=mark, route="direct")
+        self._detector.observe_window(value, mark=mark, route="direct")
 
     @property
     def slow(self) -> bool:
-        return self._detector.level is Level.SLOW
+        return self._detector.level is DetectorLevel.SLOW
 
     @property
     def delay(self) -> float:
         return self._detector.delay
 
 
-class Bayesian:
+class BayesianJudge:
     """Bayesian online change-point detection with the same verification of size."""
 
     CUT, SHORT, HAZARD = 100, 5, 1 / 250
@@ -72,7 +77,7 @@ class Bayesian:
         self.slow, self.delay = False, 0.0
         self._recent: list[float] = []
         self._base: float | None = None
-        # Per run length: log mass, and the normal-gamma's mean, weight, shape, rate.
+        # For each run length: log mass, and the normal-gamma's mean, weight, shape, rate.
         self._prior = (BASE, 0.1, 1.0, (0.1 * BASE) ** 2)
         self._runs: list[tuple[float, float, float, float, float]] = [(0.0, *self._prior)]
 
@@ -105,9 +110,9 @@ class Bayesian:
         total = log(sum(exp(run[0] - top) for run in runs)) + top
         self._runs = [(run[0] - total, *run[1:]) for run in runs]
         self._recent = [*self._recent, value][-self.CUT :]
-        self._judge()
+        self._update_verdict()
 
-    def _judge(self) -> None:
+    def _update_verdict(self) -> None:
         short = sum(exp(run[0]) for run in self._runs[: self.SHORT])
         likeliest = max(range(len(self._runs)), key=lambda i: self._runs[i][0]) + 1
         level = fmean(self._recent[-likeliest:])
@@ -139,15 +144,17 @@ def _log_student(value: float, mean: float, weight: float, shape: float, rate: f
 
 
 QUIET = ((0.0, 1.0), (0.01, 1.0), (0.05, 1.0), (0.01, 2.0), (0.05, 2.0))
-"""Part of the windows of a healthy link that are late, and how many are late in a row."""
+"""Fraction of late windows of a healthy link, and mean number of late windows in a row."""
 STALLS = (0.01, 2.0)
 
 # --- scenarios -----------------------------------------------------------------------------
 
 
-def quiet(rng: random.Random, count: int, outliers: float = 0.01, run: float = 1.0) -> list[float]:
-    """Wire times of a healthy link. ``outliers``: part of the windows; ``run``: how many of them
-    come in a row, on average, as when a machine stalls."""
+def make_quiet_series(
+    rng: random.Random, count: int, outliers: float = 0.01, run: float = 1.0
+) -> list[float]:
+    """Wire times of a healthy link. ``outliers``: fraction of the windows; ``run``: mean number of
+    outliers in a row, as when a machine stalls."""
     values, stalled = [], False
     for _ in range(count):
         stalled = rng.random() < (1 - 1 / run if stalled else outliers / run)
@@ -156,38 +163,38 @@ def quiet(rng: random.Random, count: int, outliers: float = 0.01, run: float = 1
     return values
 
 
-def step(delay: float, *, missing: float = 0.0) -> Callable[[random.Random], Series]:
-    def make(rng: random.Random) -> Series:
-        values: Series = [*quiet(rng, LEAD)]
-        values += [value + delay for value in quiet(rng, 200)]
-        values += quiet(rng, 200)
+def make_step(delay: float, *, missing: float = 0.0) -> Callable[[random.Random], Series]:
+    def add_step(rng: random.Random) -> Series:
+        values: Series = [*make_quiet_series(rng, LEAD)]
+        values += [value + delay for value in make_quiet_series(rng, 200)]
+        values += make_quiet_series(rng, 200)
         return [None if rng.random() < missing else value for value in values]
 
-    return make
+    return add_step
 
 
-def jitter(rng: random.Random) -> Series:
+def add_jitter(rng: random.Random) -> Series:
     """Delays redrawn every 50-400 ms from N(30, 10) ms (paper, "numbers to stand next to")."""
-    values: Series = [*quiet(rng, LEAD)]
-    delay, left = 0.0, 0
-    for value in quiet(rng, 200):
-        if left == 0:
-            delay, left = max(0.0, rng.gauss(0.030, 0.010)), rng.randint(1, 8)
-        left -= 1
+    values: Series = [*make_quiet_series(rng, LEAD)]
+    delay, windows = 0.0, 0
+    for value in make_quiet_series(rng, 200):
+        if windows == 0:
+            delay, windows = max(0.0, rng.gauss(0.030, 0.010)), rng.randint(1, 8)
+        windows -= 1
         values.append(value + delay)
-    return [*values, *quiet(rng, 200)]
+    return [*values, *make_quiet_series(rng, 200)]
 
 
-def ramp(rng: random.Random) -> Series:
-    """0 to 30 ms in ten seconds, then back at once."""
-    values: Series = [*quiet(rng, LEAD)]
-    values += [value + 0.030 * i / 200 for i, value in enumerate(quiet(rng, 200))]
-    return [*values, *quiet(rng, 200)]
+def add_ramp(rng: random.Random) -> Series:
+    """Delay that grows from 0 to 30 ms in ten seconds, then returns to 0 at once."""
+    values: Series = [*make_quiet_series(rng, LEAD)]
+    values += [value + 0.030 * i / 200 for i, value in enumerate(make_quiet_series(rng, 200))]
+    return [*values, *make_quiet_series(rng, 200)]
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What one judge made of one scenario, over all seeds. Windows, and milliseconds."""
+class ScenarioFigures:
+    """Result of a judge in a scenario, over all seeds. Windows, and milliseconds."""
 
     scenario: str
     judge: str
@@ -200,10 +207,10 @@ class Figures:
 
 
 def run_fault(
-    name: str, make: Callable[[random.Random], Series], judge: Callable[[], Judge],
+    name: str, make: Callable[[random.Random], Series], judge: Callable[[], LinkJudge],
     seeds: int, truth: float,
-) -> Figures:  # fmt: skip
-    """A fault from window LEAD to LEAD + 200."""
+) -> ScenarioFigures:  # fmt: skip
+    """Run a judge on a fault from window LEAD to LEAD + 200."""
     delays, clears, extra, errors, found = [], [], 0, [], 0
     for seed in range(seeds):
         it, was, alarm, clear = judge(), False, None, None
@@ -226,7 +233,7 @@ def run_fault(
         if clear is not None:
             clears.append(clear - LEAD - 200 + 1)
     nan = float("nan")
-    return Figures(
+    return ScenarioFigures(
         scenario=name,
         judge=judge.__name__.lower(),
         found=found / seeds,
@@ -238,13 +245,13 @@ def run_fault(
     )
 
 
-def false_alarms(
-    judge: Callable[[], Judge], seeds: int, outliers: float, run: float
+def measure_false_alarms(
+    judge: Callable[[], LinkJudge], seeds: int, outliers: float, run: float
 ) -> tuple[float, float]:
     """Alarms per hour of a healthy link, and microseconds per window."""
     alarms, took, windows = 0, 0.0, 2000
     for seed in range(seeds):
-        values = quiet(random.Random(10_000 + seed), windows, outliers, run)
+        values = make_quiet_series(random.Random(10_000 + seed), windows, outliers, run)
         it, was = judge(), False
         began = perf_counter()
         for i, value in enumerate(values):
@@ -257,18 +264,18 @@ def false_alarms(
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="runs per scenario (default 100)")
     args = parser.parse_args()
     scenarios: list[tuple[str, Callable[[random.Random], Series], float]] = [
-        *((f"step {ms} ms", step(ms / 1e3), ms / 1e3) for ms in (3, 10, 30, 60)),
-        ("step 30 ms, half missing", step(0.030, missing=0.5), 0.030),
-        ("N(30,10) every 50-400 ms", jitter, 0.030),
-        ("ramp to 30 ms in 10 s", ramp, 0.030),
+        *((f"step {ms} ms", make_step(ms / 1e3), ms / 1e3) for ms in (3, 10, 30, 60)),
+        ("step 30 ms, half missing", make_step(0.030, missing=0.5), 0.030),
+        ("N(30,10) every 50-400 ms", add_jitter, 0.030),
+        ("ramp to 30 ms in 10 s", add_ramp, 0.030),
     ]
-    judges: list[tuple[Callable[[], Judge], int]] = [
-        (Cusum, args.seeds),
-        (Bayesian, max(1, args.seeds // 10)),
+    judges: list[tuple[Callable[[], LinkJudge], int]] = [
+        (CusumJudge, args.seeds),
+        (BayesianJudge, max(1, args.seeds // 10)),
     ]
     figures = [
         run_fault(name, make, judge, seeds, truth)
@@ -278,7 +285,7 @@ def main() -> None:
     quiet_figures = []
     for judge, seeds in judges:
         for outliers, length in QUIET:
-            rate, cost = false_alarms(judge, seeds, outliers, length)
+            rate, cost = measure_false_alarms(judge, seeds, outliers, length)
             quiet_figures.append(
                 {
                     "judge": judge.__name__.lower(),
@@ -289,7 +296,7 @@ def main() -> None:
                 }
             )
     faults = [vars(f) for f in figures]
-    write({"window_seconds": WINDOW, "faults": faults, "quiet": quiet_figures}, args.json)
+    write_figures({"window_seconds": WINDOW, "faults": faults, "quiet": quiet_figures}, args.json)
     print(f"{'scenario':26}{'detector':>10}{'found':>8}{'windows to alarm':>18}"
           f"{'to clear':>10}{'extra':>7}{'error':>9}")  # fmt: skip
     for f in figures:
@@ -299,7 +306,7 @@ def main() -> None:
             f"{f.cleared_p50:>10g}{f.extra_alarms:>7.2f}{f.error_ms:>6.1f} ms"
         )
     for series in (16, 2016, 20160):
-        rate, _ = false_alarms(lambda n=series: Cusum(n), args.seeds, *STALLS)
+        rate, _ = measure_false_alarms(lambda n=series: CusumJudge(n), args.seeds, *STALLS)
         print(
             f"a job of {series} link directions, {STALLS[0]:.0%} outliers in runs of"
             f" {STALLS[1]:g}: {rate:.2f} false alarms per hour and direction"

@@ -2,25 +2,25 @@
 
 One command: ``python benchmarks/emulated.py [--json FILE] [--rounds N]``. Eight emulated
 stages with the op times of a 14B model (10 / 10.5 / 5.5 ms) and 24 microbatches run the plans
-that four policies make for 0, 30 and 60 ms on the last link. Plans are given to the ranks;
-how they come about by themselves is shown by ``benchmarks/slow_link.py``. Every rank waits for the
-gradient norm of all stages after each iteration, but for two variants without this barrier. In one
-variant the last link is not delayed but narrow: 2.5 Gb/s for messages of 16 MB, of which each
+of four policies for 0, 30 and 60 ms on the last link. The ranks get their plans directly;
+``benchmarks/slow_link.py`` shows how the controller finds them. Every rank waits for the gradient
+norm of all stages after each iteration, except in two variants without this barrier. In one
+variant the last link is not delayed but narrow: 2.5 Gb/s for messages of 16 MB, each of which
 occupies it for 51.2 ms.
 
-All variants run in the same processes, in rounds, so that what disturbs the machine disturbs
-all of them. Zero-bubble runs on two kinds of direct route: with one queue per pair of ranks a
-send waits for what the neighbour sends, as on the NCCL stream torch.distributed gives a pair
-of ranks, and as the published baseline behaves; with one queue per direction it does better.
+All variants run in the same processes, in rounds, so that a disturbance of the machine affects
+all of them. Zero-bubble runs on two kinds of direct route: with one queue per pair of ranks, a
+send waits for the neighbour's sends, as on the NCCL stream that torch.distributed gives a pair
+of ranks, and in the published baseline; with one queue per direction it does better.
 
-Simulated is given twice. *Nominal*: the op times above and a network that takes no time but the
+There are two simulated times. *Nominal*: the op times above and a network that costs only the
 delay. *Measured costs*: op, hop and boundary times as traced in the undisturbed zero-bubble
 iterations of this run (``calibrate.py``), from which all other cells are predicted.
-Exits 1 if a promise of docs/benchmarks.md is not kept.
+Exits 1 if a promise of docs/benchmarks.md does not hold.
 
-``--saved N``: seconds that N runs with drawn faults say they saved, against the same runs without
-adaptation. In every second run the plan outlives the last fault. Medians of each state and plan
-count: what disturbs the machine in one of two runs is no saving.
+``--saved N``: compares the seconds that N runs with drawn faults report as saved with the same
+runs without adaptation. In every second run the plan outlives the last fault. Medians of each
+state and plan count, so that a disturbance of one of two runs does not look like a saving.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
-from calibrate import Costs, calibrate
-from goals import arguments, finish, tell
+from calibrate import ExecutorCosts, read_costs
+from goals import finish_benchmark, make_parser, print_goals
 from ranks import run_ranks
 
 from pipemorph.planning import (
@@ -47,11 +47,11 @@ from pipemorph.planning import (
     Policy,
     Route,
     StageTimes,
-    lower_bound,
+    build_problem,
+    compute_lower_bound,
     plan,
     predict,
     predict_period,
-    problem_for,
 )
 from pipemorph.planning.problem import transfer_ms
 
@@ -61,10 +61,10 @@ SLOW_LINK = STAGES - 2
 DELAYS_MS = (0.0, 30.0, 60.0)
 STANDS_FOR_BYTES = 16 << 20
 GBPS, NARROW_BYTES = 2.5, 16_000_000
-"""Of the narrow link, and what a message stands for there. The messages that are sent are smaller,
-and their rate in proportion."""
+"""Rate of the narrow link, and size of its messages. The messages that are sent are smaller, and
+their rate in proportion."""
 IN_FLIGHT, RECOMPUTE_LIMIT = 8, 112
-"""Of the variants with a limit: a microbatch's inputs take a sixteenth of its activations."""
+"""Limits of the limited variants: a microbatch's inputs take a sixteenth of its activations."""
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUN = 28
 """Iterations of a run with drawn faults."""
@@ -77,17 +77,16 @@ class Variant:
     policy: str
     delegated: bool
     adapted: bool
-    """The plan is made for the delay; otherwise for none."""
+    """True if the plan is made for the delay; else it is made for none."""
     half_duplex: bool = False
-    """Both directions of a direct link share one queue."""
+    """True if both directions of a direct link share one queue."""
     barrier: bool = True
-    """Whether stages wait for each other between iterations; otherwise the plan is for the
-    period."""
+    """True if stages wait for each other between iterations; else the plan minimizes the period."""
     limited: bool = False
-    """At most :data:`IN_FLIGHT` microbatches are in flight, unless activations are recomputed."""
+    """True if at most :data:`IN_FLIGHT` microbatches are in flight without recomputation."""
     recomputes: bool = False
     narrow: bool = False
-    """The last link has :data:`GBPS`."""
+    """True if the last link has :data:`GBPS`."""
 
     @property
     def delays_ms(self) -> tuple[float, ...]:
@@ -123,22 +122,22 @@ class Row:
     variant: str
     delay_ms: float
     nominal: float
-    """Seconds: simulated with the nominal op times and no cost of a hop."""
+    """Simulated seconds with the nominal op times and no cost of a hop."""
     simulated: float
-    """Seconds: simulated with the costs measured in this run."""
+    """Simulated seconds with the costs measured in this run."""
     measured: float
-    """Seconds, median over all rounds."""
+    """Measured seconds, median over all rounds."""
     bound: float
-    """Seconds that no schedule can go below, at the costs measured in this run."""
+    """Lower bound of any schedule in seconds, at the costs measured in this run."""
     iterations: list[float]
     warmup: list[int]
 
 
-def make(
-    variant: Variant, delay_ms: float, costs: Costs | None = None
+def make_plan(
+    variant: Variant, delay_ms: float, costs: ExecutorCosts | None = None
 ) -> tuple[Plan, float, float, float]:
-    """The plan of a variant under a delay, its simulated iteration time in seconds, nominal and
-    with measured costs (0 without), and the bound of the latter."""
+    """Plan of a variant under a delay, its simulated iteration time in seconds, nominal and with
+    measured costs (0 without), and the bound of the latter."""
     forward, backward_input, backward_weight = (t / 1e3 for t in TIMES_MS)
     held = IN_FLIGHT if variant.limited else None
     stages = [
@@ -158,9 +157,9 @@ def make(
         "transfers": [variant.transfer if link == SLOW_LINK else 0.0 for link in range(STAGES - 1)],
         "half_duplex": variant.half_duplex,
     }
-    real = problem_for(MICROBATCHES, stages, delays, routes, **links)
-    # Made before anything is known of the link: pure latency, no queue to mind.
-    unaware = problem_for(MICROBATCHES, stages, [0.0] * (STAGES - 1))
+    real = build_problem(MICROBATCHES, stages, delays, routes, **links)
+    # The plan without knowledge of the link: pure latency, no shared queue.
+    unaware = build_problem(MICROBATCHES, stages, [0.0] * (STAGES - 1))
     problem = real if variant.adapted and disturbed else unaware
     if not variant.barrier:
         problem = problem.model_copy(update={"objective": "period"})
@@ -173,15 +172,15 @@ def make(
             forward=costs.ops["F"], backward_input=costs.ops["B"], backward_weight=costs.ops["W"]
         )
         hops = [delay + costs.hop for delay in delays]
-        full = problem_for(MICROBATCHES, [timed] * STAGES, hops, routes, **links)
-        as_measured = seconds_of(planned.schedule, full.under(ready)) + costs.boundary
-        bound = lower_bound(full) + costs.boundary
-    return ready, seconds_of(planned.schedule, real.under(ready)), as_measured, bound
+        full = build_problem(MICROBATCHES, [timed] * STAGES, hops, routes, **links)
+        as_measured = seconds_of(planned.schedule, full.with_plan_limits(ready)) + costs.boundary
+        bound = compute_lower_bound(full) + costs.boundary
+    return ready, seconds_of(planned.schedule, real.with_plan_limits(ready)), as_measured, bound
 
 
 def rank_main(rounds: int, iterations: int, message_bytes: int, traces: Path) -> None:
-    """What every rank runs; rank 0 prints one line of JSON per measurement."""
-    from pipemorph.api.sections.faults import Fault
+    """Program of a rank; rank 0 prints a line of JSON per measurement."""
+    from pipemorph.spec.sections.faults import Fault
     from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 
     context = TrainerContext.from_env()
@@ -189,7 +188,7 @@ def rank_main(rounds: int, iterations: int, message_bytes: int, traces: Path) ->
     for round_ in range(rounds):
         for variant in VARIANTS:
             for delay_ms in variant.delays_ms:
-                plan, *_ = make(variant, delay_ms)
+                plan, *_ = make_plan(variant, delay_ms)
                 calibrates = variant.name == CALIBRATION and not delay_ms
                 folder = traces / str(round_) if calibrates else None
                 if folder is not None:
@@ -215,7 +214,7 @@ def rank_main(rounds: int, iterations: int, message_bytes: int, traces: Path) ->
                     print(json.dumps([variant.name, delay_ms, times[1:]]), flush=True)
 
 
-def measure(
+def measure_variants(
     rounds: int, iterations: int, message_bytes: int, traces: Path
 ) -> dict[tuple[str, float], list[float]]:
     """Iteration times in seconds by variant and delay, round after round."""
@@ -233,22 +232,22 @@ def measure(
     return found
 
 
-def calibrate_all(traces: Path, times: list[float], iterations: int) -> Costs:
+def calibrate_all(traces: Path, times: list[float], iterations: int) -> ExecutorCosts:
     """Median costs over all rounds."""
     rounds = [
-        # The first iteration of a round is traced but not in its times.
-        calibrate(folder, [0.0, *times[k * iterations : (k + 1) * iterations]])
+        # The first iteration of a round is traced, but its time is missing.
+        read_costs(folder, [0.0, *times[k * iterations : (k + 1) * iterations]])
         for k, folder in enumerate(sorted(traces.iterdir(), key=lambda p: int(p.name)))
     ]
-    return Costs(
+    return ExecutorCosts(
         {kind: statistics.median(c.ops[kind] for c in rounds) for kind in rounds[0].ops},
         statistics.median(c.hop for c in rounds),
         statistics.median(c.boundary for c in rounds),
     )
 
 
-def promises(rows: list[Row]) -> list[tuple[str, bool]]:
-    """What docs/benchmarks.md says about these figures, and whether it holds."""
+def check_goals(rows: list[Row]) -> list[tuple[str, bool]]:
+    """Claims of docs/benchmarks.md about these figures, and their results."""
     at = {(row.variant, row.delay_ms): row for row in rows}
     ours, own = at["pipemorph", 60.0].measured, at["pipemorph", 0.0].measured
     bound = at["pipemorph", 60.0].bound
@@ -278,7 +277,7 @@ def promises(rows: list[Row]) -> list[tuple[str, bool]]:
     ]  # fmt: skip
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     head = "".join(f" {d:g} ms nominal | simulated | measured |" for d in DELAYS_MS)
     shown = [variant for variant in VARIANTS if not variant.narrow]
     lines = [f"| policy (emulated stages) |{head}", "|---|" + "---:|---:|---:|" * len(DELAYS_MS)]
@@ -297,8 +296,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def saved(seed: int, folder: Path) -> tuple[str, bool]:
-    """Text on the seconds that a run says it saved; whether the true ones are in its interval."""
+def compare_saving(seed: int, folder: Path) -> tuple[str, bool]:
+    """Text on the seconds that a run reports as saved; True if its interval has the true ones."""
     rng, ends = random.Random(seed), RUN - (2 if seed % 2 else 8)
     faults, at = list[dict[str, float]](), rng.randint(6, 8)
     while at < ends - 2:
@@ -338,7 +337,7 @@ def saved(seed: int, folder: Path) -> tuple[str, bool]:
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--saved", type=int, default=0, metavar="N", help="runs of this kind only")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=4, help="per variant and round")
@@ -351,14 +350,18 @@ def main() -> int:
         return 0
     if args.saved:
         with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
-            return 0 if tell(saved(seed, Path(scratch)) for seed in range(args.saved)) else 1
+            return (
+                0
+                if print_goals(compare_saving(seed, Path(scratch)) for seed in range(args.saved))
+                else 1
+            )
     with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
-        found = measure(args.rounds, args.iterations, args.message_bytes, Path(scratch))
+        found = measure_variants(args.rounds, args.iterations, args.message_bytes, Path(scratch))
         costs = calibrate_all(Path(scratch), found[CALIBRATION, 0.0], args.iterations)
     rows = []
     for variant in VARIANTS:
         for delay_ms in variant.delays_ms:
-            plan, nominal, simulated, bound = make(variant, delay_ms, costs)
+            plan, nominal, simulated, bound = make_plan(variant, delay_ms, costs)
             times = found[variant.name, delay_ms]
             rows.append(
                 Row(variant.name, delay_ms, nominal, simulated, statistics.median(times), bound,
@@ -374,8 +377,8 @@ def main() -> int:
         f"measured costs, undisturbed: {shown}, hop {costs.hop * 1e3:.2f}, "
         f"boundary {costs.boundary * 1e3:.2f} ms"
     )
-    print(table(rows))
-    return 0 if finish(promises(rows), args.json, [asdict(row) for row in rows]) else 1
+    print(format_table(rows))
+    return 0 if finish_benchmark(check_goals(rows), args.json, [asdict(row) for row in rows]) else 1
 
 
 if __name__ == "__main__":

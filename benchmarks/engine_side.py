@@ -1,4 +1,4 @@
-"""The contenders of ``engine.py``: two processes, and what each of them does in a round."""
+"""Contenders of ``engine.py``: two processes, and the transfers of each in a round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from pipemorph_trainer._engine import Engine, Link
 from pipemorph_trainer.bench import transfers
-from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
-from pipemorph_trainer.links.faults import LinkFaults
-from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock
+from pipemorph_trainer.transport.channels.delegated import DelegatedIncoming, DelegatedOutgoing
+from pipemorph_trainer.transport.fault_injection import LinkFaults
+from pipemorph_trainer.transport.link_recorder import LinkRecorder, PeerClock
+from pipemorph_trainer.transport.message import Direction, MessageBatch, TensorMeta
 
 TIMEOUT = 120.0
 LATENCY_BYTES = 4096
@@ -28,16 +28,16 @@ SOCKETS = 4
 Times = dict[str, list[float]]
 RAW = ("raw TCP", "raw Unix socket")
 KEYED = ("tcp mac", "tcp aead", "shm mac")
-"""Transports, and what proves their payloads. In shared memory, aead is the same as mac."""
+"""Transports and the integrity of their payloads. In shared memory, aead is the same as mac."""
 
 
 def raw_unix(pid: int) -> str:
-    """A name without a file."""
+    """Name of an abstract Unix socket, which has no file."""
     return f"\0pipemorph-benchmark-{pid}"
 
 
-class Side:
-    """What both processes know: links, process group, tensors."""
+class EngineSide:
+    """State of one of the two processes: links, process group, tensors."""
 
     def __init__(self, rank: int, options: argparse.Namespace, ports: Any) -> None:
         torch.set_num_threads(1)
@@ -101,7 +101,7 @@ class Side:
                 link.reserve(transfers.BACKWARD, options.window, LATENCY_BYTES)
         self.round = 0
         meta = TensorMeta((options.size,), torch.uint8)
-        self.batch = Batch(0, 0, options.messages, (meta,))
+        self.batch = MessageBatch(0, 0, options.messages, (meta,))
         self.outgoing: dict[str, DelegatedOutgoing] = {}
         self.incoming: dict[str, DelegatedIncoming] = {}
         for name, link in self.links.items():
@@ -109,7 +109,7 @@ class Side:
                 self.outgoing[name] = DelegatedOutgoing(
                     link=link,
                     direction=Direction.FORWARD,
-                    hold=LinkFaults([], Direction.FORWARD).hold,
+                    hold=LinkFaults([], Direction.FORWARD).hold_message,
                     queues=8,
                     on_block=lambda iteration, microbatch: None,
                     on_unblock=lambda: None,
@@ -121,10 +121,10 @@ class Side:
                     peer_clock=PeerClock(),
                     recorder=LinkRecorder(0, 0, Direction.FORWARD),
                 )
-                self.incoming[name].reserve(max(1, options.window - 1), self.batch, 1)
+                self.incoming[name].reserve_slots(max(1, options.window - 1), self.batch, 1)
 
-    def copied(self) -> int:
-        """Bytes that the engine has moved from memory to memory over shared memory, here."""
+    def read_copied_bytes(self) -> int:
+        """Bytes that this process's engine has copied over shared memory."""
         stats = self.links["shm"].stats()
         return stats.bytes_copied_out + stats.bytes_copied_in
 
@@ -135,12 +135,12 @@ class Side:
             raw.close()
         dist.destroy_process_group()
 
-    def memcpy(self, sources: list[torch.Tensor]) -> None:
+    def copy_messages(self, sources: list[torch.Tensor]) -> None:
         for i in range(self.count):
             np.copyto(self.tensors[i % self.window].numpy(), sources[i % self.window].numpy())
 
 
-# Which transport, whether one at a time, and how a message is delivered.
+# Transport, True for one message at a time, and the way of delivery.
 CONTENDERS: dict[str, tuple[str, bool, str]] = {
     "gloo": ("gloo", False, ""),
     "tcp": ("tcp", False, "trainer"),
@@ -162,31 +162,31 @@ HANDOVERS = ("copied", "leased", "trainer")
 HAND = "hand over "
 
 
-def play(side: Side, contender: str) -> None:
+def play_transfers(side: EngineSide, contender: str) -> None:
     kind, single, way = CONTENDERS[contender]
     window = 1 if single else side.window
     side.round += 1
     if kind == "gloo":
-        act = transfers.gloo_send if side.rank == 0 else transfers.gloo_receive
+        act = transfers.send_over_gloo if side.rank == 0 else transfers.receive_over_gloo
         act(side.tensors, side.count, window, 1 - side.rank)
         return
     link = side.links[kind]
     if way == "trainer":
         play_by_trainer(side, kind, single=single)
     elif side.rank == 0:
-        transfers.engine_send(link, side.round, side.tensors, side.count, window)
+        transfers.send_over_engine(link, side.round, side.tensors, side.count, window)
     else:
-        transfers.engine_receive(link, side.round, side.tensors, side.count, window)
+        transfers.receive_over_engine(link, side.round, side.tensors, side.count, window)
 
 
-def play_by_trainer(side: Side, kind: str, *, single: bool) -> Times:
-    """Messages between the trainer's own ends of a link, which are read where they are. Sends do
-    not wait; slots limit what is under way. Returns the seconds from each hand-over to the first
-    read."""
-    link, bell = side.links[kind], side.engines[kind].bell_fd
+def play_by_trainer(side: EngineSide, kind: str, *, single: bool) -> Times:
+    """Transfer messages between the trainer's own ends of a link; the receiver reads them in their
+    slots. Sends do not wait; slots limit the messages in flight. Returns the seconds from each
+    hand-over to the first read."""
+    link, bell = side.links[kind], side.engines[kind].notifier_fd
     batch = replace(side.batch, iteration=side.round)
     times: list[float] = []
-    (side.outgoing if side.rank == 0 else side.incoming)[kind].begin(batch)
+    (side.outgoing if side.rank == 0 else side.incoming)[kind].begin_batch(batch)
     for i in range(side.count):
         back = (0, side.round, i, transfers.BACKWARD, 0)
         if side.rank == 0:
@@ -199,10 +199,10 @@ def play_by_trainer(side: Side, kind: str, *, single: bool) -> Times:
         incoming, deadline = side.incoming[kind], time.monotonic() + TIMEOUT
         while incoming.ready_at(i) is None:
             if not select.select([bell], [], [], deadline - time.monotonic())[0]:
-                raise RuntimeError(f"message {i} did not come within {TIMEOUT:g} s")
+                raise RuntimeError(f"message {i} did not arrive within {TIMEOUT:g} s")
             os.read(bell, 8)
         given_at = incoming._notes[i].posted_at
-        tensors = incoming.take(i)
+        tensors = incoming.pop_message(i)
         assert tensors is not None and tensors[0] is not None
         read = int(tensors[0][-1])
         times.append(time.time() - given_at)
@@ -214,27 +214,27 @@ def play_by_trainer(side: Side, kind: str, *, single: bool) -> Times:
     return {"trainer": times}
 
 
-def ping(side: Side, contender: str) -> list[float]:
-    """One-way seconds of 4 KiB messages, half of each round trip; empty at the answering end."""
+def ping_engine(side: EngineSide, contender: str) -> list[float]:
+    """Measure one-way seconds of 4 KiB messages (half a round trip); empty at the responder."""
     side.round += 1
     kind, polled = contender.split(",", maxsplit=1)[0], "polled" in contender
     if kind == "gloo":
         if side.rank == 0:
-            return transfers.gloo_ping(side.small, side.pings, 1)
-        transfers.gloo_pong(side.small, side.pings, 0)
+            return transfers.ping_over_gloo(side.small, side.pings, 1)
+        transfers.pong_over_gloo(side.small, side.pings, 0)
     elif kind in RAW:
         return ping_raw(side.raw[kind], side.pings, first=side.rank == 0)
     elif polled:
         return ping_polled(side.links[kind], side.round, side.small, side.pings, side.rank)
     elif side.rank == 0:
-        return transfers.engine_ping(side.links[kind], side.round, side.small, side.pings)
+        return transfers.ping_over_engine(side.links[kind], side.round, side.small, side.pings)
     else:
-        transfers.engine_pong(side.links[kind], side.round, side.small, side.pings)
+        transfers.pong_over_engine(side.links[kind], side.round, side.small, side.pings)
     return []
 
 
 def ping_raw(peer: socket.socket, count: int, *, first: bool) -> list[float]:
-    """Like ``transfers.engine_ping`` and ``engine_pong``, over one blocking socket."""
+    """Variant of ``transfers.ping_over_engine`` and ``pong_over_engine`` over a socket."""
     own = memoryview(bytearray(LATENCY_BYTES))
     peer.settimeout(None)
 
@@ -258,8 +258,8 @@ def ping_raw(peer: socket.socket, count: int, *, first: bool) -> list[float]:
 def ping_polled(
     link: Link, run: int, tensor: torch.Tensor, count: int, direction: int
 ) -> list[float]:
-    """Like ``transfers.engine_ping`` and ``engine_pong``, but neither end sleeps."""
-    own = transfers.memory(tensor)
+    """Variant of ``transfers.ping_over_engine`` and ``pong_over_engine`` without sleep."""
+    own = transfers.view_bytes(tensor)
     times = []
     for i in range(count):
         began = time.perf_counter()
@@ -267,7 +267,7 @@ def ping_polled(
             link.send((0, run, i, direction, 0), own)
         while (message := link.try_receive((0, run, i, 1 - direction, 0))) is None:
             if time.perf_counter() - began > TIMEOUT:
-                raise RuntimeError(f"4 KiB message {i} did not come within {TIMEOUT:g} s")
+                raise RuntimeError(f"4 KiB message {i} did not arrive within {TIMEOUT:g} s")
             os.sched_yield()
         message.copy_into(own)
         message.release()
@@ -277,23 +277,23 @@ def ping_polled(
     return times
 
 
-def hand_over(side: Side, way: str) -> Times:
-    """Seconds from the producer's last write of a message to the consumer's first read of it, over
-    shared memory, one message at a time; nothing at the producer."""
+def measure_hand_over(side: EngineSide, way: str) -> Times:
+    """Measure seconds from the producer's last write of a message to the consumer's first read,
+    over shared memory, one message at a time; empty at the producer."""
     side.round += 1
     if way == "trainer":
         return play_by_trainer(side, "shm", single=True)
     link = side.links["shm"]
     delays: list[float] = []
     for i in range(side.count):
-        tensor = transfers.memory(side.tensors[i % side.window])
+        tensor = transfers.view_bytes(side.tensors[i % side.window])
         there = (0, side.round, i, transfers.FORWARD, 0)
         back = (0, side.round, i, transfers.BACKWARD, 0)
         if side.rank == 0:
             if way == "leased":
                 lease = link.lease(there, tensor.nbytes)
                 if lease is None:
-                    raise RuntimeError(f"message {i} finds no slot to be written in")
+                    raise RuntimeError(f"message {i}: no slot is free for a lease")
                 np.frombuffer(memoryview(lease), np.uint8)[-1] = i % side.window
                 ticket = lease.send()
             else:
@@ -314,22 +314,22 @@ def hand_over(side: Side, way: str) -> Times:
     return {way: delays}
 
 
-def sender(connection: Connection, options: argparse.Namespace) -> None:
-    def ports(own: dict[str, int]) -> Any:
+def run_sender(connection: Connection, options: argparse.Namespace) -> None:
+    def send_ports(own: dict[str, int]) -> Any:
         connection.send(own)
         return connection.recv()
 
-    side = Side(0, options, ports)
+    side = EngineSide(0, options, send_ports)
     while (contender := connection.recv()) is not None:
         start = time.process_time()
         if contender.startswith(PING):
-            connection.send(ping(side, contender.removeprefix(PING)))
+            connection.send(ping_engine(side, contender.removeprefix(PING)))
             continue
         if contender.startswith(HAND):
-            before = side.copied()
-            hand_over(side, contender.removeprefix(HAND))
-            connection.send((time.process_time() - start, side.copied() - before))
+            before = side.read_copied_bytes()
+            measure_hand_over(side, contender.removeprefix(HAND))
+            connection.send((time.process_time() - start, side.read_copied_bytes() - before))
             continue
-        play(side, contender)
+        play_transfers(side, contender)
         connection.send(time.process_time() - start)
     side.close()

@@ -1,16 +1,16 @@
-"""A GPT on GPUs: step times per route, and how much of the copying is hidden behind ops.
+"""GPT on GPUs: step times per route, and the part of the copies that ops hide.
 
 One command: ``python benchmarks/gpu.py [--stages N] [--json FILE]``, on a machine with a CUDA
-device; exits 2 in words where there is none. With a GPU per stage it compares four runs:
+device; without one, it exits 2 with a message. With a GPU per stage it compares four runs:
 
-* *no messages*: the plan's length with the op times each rank measures alone, all ranks at once
-  and links that take no time. What a route cannot beat;
+* *no messages*: length of the plan with the op times that each rank measures alone, all ranks
+  concurrently, and links that take no time: a lower bound for all routes;
 * *direct*: NCCL;
-* *delegated tcp* and *shm*: everything through host memory and the engine.
+* *delegated tcp* and *shm*: all messages through host memory and the engine.
 
 With fewer GPUs the ranks share them: then there is no direct route, processes take turns on a GPU,
-and *no messages* is how long all ranks take for their ops at once. That shows what staging costs,
-not what it hides from the network.
+and *no messages* is the time of all ranks for their ops, run concurrently. That shows the cost of
+staging, not the part of it that it hides from the network.
 
 *hidden* is the share of the copies between device and host that ran while a kernel ran on the same
 GPU for the same rank, by the trace of torch.profiler.
@@ -25,7 +25,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from goals import arguments, finish
+from goals import finish_benchmark, make_parser
 from ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 900
 WARM = 3
-"""Steps before the times count: shapes, what the first iteration measures, page-locked memory."""
+"""Steps before the timed ones, for shapes, measurements of the first iteration, pinned memory."""
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """What every rank runs; rank 0 prints one line of JSON."""
+    """Program of a rank; rank 0 prints a line of JSON."""
     import torch
     import torch.distributed as dist
 
-    from pipemorph_trainer import Part, Pipeline, TrainerContext
-    from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
+    from pipemorph_trainer import ModelShard, Pipeline, TrainerContext
+    from pipemorph_trainer.examples.gpt import GPTArguments, GPTStage, loss_fn
 
     context = TrainerContext.from_env()
     device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    shape = Arguments(
+    shape = GPTArguments(
         width=args.width,
         heads=args.width // 128,
         sequence=args.sequence,
@@ -63,9 +63,9 @@ def rank_main(args: argparse.Namespace) -> None:
     ).to(device)
     x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def module() -> torch.nn.Module:
+    def make_module() -> torch.nn.Module:
         torch.manual_seed(context.rank)
-        stage = GPTStage(shape, Part(context.rank, args.stages), args.layers)
+        stage = GPTStage(shape, ModelShard(context.rank, args.stages), args.layers)
         return stage.to(device=device, dtype=torch.bfloat16)
 
     own = torch.cuda.device_count() >= args.stages
@@ -79,7 +79,7 @@ def rank_main(args: argparse.Namespace) -> None:
     ways += [("delegated", "tcp"), ("delegated", "shm")]
     for route, engine in ways:
         pipe = Pipeline(
-            module(),
+            make_module(),
             context=context,
             loss_fn=loss_fn,
             microbatches=args.microbatches,
@@ -87,23 +87,25 @@ def rank_main(args: argparse.Namespace) -> None:
             options=Options(route=route, engine=engine),  # type: ignore[arg-type]
         )
         with pipe:
-            run = steps(pipe, x, target, args.iterations)
-        everybody: list[Any] = [None] * args.stages
-        dist.all_gather_object(everybody, run)
+            run = time_steps(pipe, x, target, args.iterations)
+        all_runs: list[Any] = [None] * args.stages
+        dist.all_gather_object(all_runs, run)
         name = route if route == "direct" else f"{route} {engine}"
         found["runs"][name] = {
-            "seconds": statistics.median(everybody[0]["seconds"]),
-            "loss": everybody[0]["loss"],
-            "hidden": [each["hidden"] for each in everybody],
-            "copying_seconds": [each["copying"] for each in everybody],
+            "seconds": statistics.median(all_runs[0]["seconds"]),
+            "loss": all_runs[0]["loss"],
+            "hidden": [each["hidden"] for each in all_runs],
+            "copying_seconds": [each["copying"] for each in all_runs],
         }
-    found["no_messages"] = bound(context, module(), x=x, target=target, args=args, own=own)
+    found["no_messages"] = compute_bound(
+        context, make_module(), x=x, target=target, args=args, own=own
+    )
     if context.rank == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
 
 
-def steps(pipe: Any, x: torch.Tensor, target: torch.Tensor, iterations: int) -> dict[str, Any]:
+def time_steps(pipe: Any, x: torch.Tensor, target: torch.Tensor, iterations: int) -> dict[str, Any]:
     """Step times of one run, then the trace of one more step."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -120,12 +122,12 @@ def steps(pipe: Any, x: torch.Tensor, target: torch.Tensor, iterations: int) -> 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         pipe.step(x, target=target)
         torch.cuda.synchronize()
-    hidden, copying = overlap(trace)
+    hidden, copying = measure_overlap(trace)
     return {"seconds": seconds, "loss": loss, "hidden": hidden, "copying": copying}
 
 
-def overlap(trace: profile) -> tuple[float | None, float]:
-    """Share of the copies' time in which a kernel ran too, and seconds of copying."""
+def measure_overlap(trace: profile) -> tuple[float | None, float]:
+    """Fraction of the copies' time in which a kernel also ran, and seconds of copying."""
     import torch
 
     kernels, copies = [], []
@@ -156,7 +158,7 @@ def overlap(trace: profile) -> tuple[float | None, float]:
     return both / total, total / 1e6
 
 
-def bound(
+def compute_bound(
     context: TrainerContext,
     module: torch.nn.Module,
     *,
@@ -165,16 +167,16 @@ def bound(
     args: argparse.Namespace,
     own: bool,
 ) -> float:
-    """Seconds of a step whose messages take no time; see the module."""
+    """Seconds of a step whose messages take no time: see the module."""
     import torch
     import torch.distributed as dist
 
     from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate
+    from pipemorph_trainer.backward import ModuleRunner
     from pipemorph_trainer.examples.gpt import loss_fn
-    from pipemorph_trainer.executor.split import StageRunner
 
     first, last = context.rank == 0, context.rank == args.stages - 1
-    runner = StageRunner(
+    runner = ModuleRunner(
         module,
         is_first=first,
         is_last=last,
@@ -188,7 +190,7 @@ def bound(
     times: dict[str, list[float]] = {"F": [], "B": [], "W": []}
     marks: list[tuple[str, Any, Any]] = []
 
-    def op(kind: str, run: Any) -> None:
+    def read_op_seconds(kind: str, run: Any) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -205,18 +207,18 @@ def bound(
         marks.clear()
         runner.begin_iteration(fused=frozenset())
         for m in range(args.microbatches):
-            op("F", lambda m=m: runner.forward(m, (given,), {}, target[:size]))
-            op("B", lambda m=m: runner.backward_input(m, grads))
-            op("W", lambda m=m: runner.backward_weight(m))
+            read_op_seconds("F", lambda m=m: runner.run_forward(m, (given,), {}, target[:size]))
+            read_op_seconds("B", lambda m=m: runner.backward_input(m, grads))
+            read_op_seconds("W", lambda m=m: runner.backward_weight(m))
         torch.cuda.synchronize()
         whole = time.perf_counter() - began
     for kind, start, end in marks:
         times[kind].append(start.elapsed_time(end))
     mine = {kind: statistics.median(each) for kind, each in times.items()}
-    everybody: list[Any] = [None] * args.stages
-    dist.all_gather_object(everybody, (mine, whole))
+    all_times: list[Any] = [None] * args.stages
+    dist.all_gather_object(all_times, (mine, whole))
     if not own:
-        return max(seconds for _, seconds in everybody)
+        return max(seconds for _, seconds in all_times)
     equal = Problem(
         microbatches=args.microbatches,
         stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * args.stages,
@@ -226,7 +228,7 @@ def bound(
         microbatches=args.microbatches,
         stages=tuple(
             StageTimes(forward=t["F"], backward_input=t["B"], backward_weight=t["W"])
-            for t, _ in everybody
+            for t, _ in all_times
         ),
         links=(Link(),) * (args.stages - 1),
     )
@@ -234,7 +236,7 @@ def bound(
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
@@ -262,7 +264,7 @@ def main() -> int:
         f"{args.policy}\n"
     )
     floor = found["no_messages"]
-    print("| route | step | beside no messages | copying per step | hidden |")
+    print("| route | step | against no messages | copying per step | hidden |")
     print("|---|---:|---:|---:|---:|")
     print(f"| no messages | {floor * 1e3:.1f} ms | 1.00× | | |")
     for name, run in found["runs"].items():
@@ -275,7 +277,7 @@ def main() -> int:
     losses = {run["loss"] for run in found["runs"].values()}
     goal = f"losses of all runs are equal to the bit: {sorted(losses)}"
     print()
-    return 0 if finish([(goal, len(losses) == 1)], args.json, found) else 1
+    return 0 if finish_benchmark([(goal, len(losses) == 1)], args.json, found) else 1
 
 
 if __name__ == "__main__":

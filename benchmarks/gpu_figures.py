@@ -1,17 +1,17 @@
-"""The simulator beside what the paper's authors measured on GPUs.
+"""Compares the simulator with the paper authors' measurements on GPUs.
 
-One command: ``python benchmarks/gpu_figures.py [--json FILE]``. Nothing runs but the planner and
-the simulator. Measured are iteration times of the 14B model of "Attack of the Bubbles", 8 stages on
+One command: ``python benchmarks/gpu_figures.py [--json FILE]``. Only the planner and the simulator
+run. The measurements are iteration times of the 14B model of "Attack of the Bubbles", 8 stages on
 as many GPUs and 24 microbatches, with 0 to 60 ms on the last link, or 30 ms on two or three links:
 the means of the last five iterations in the logs that the authors published with their code
 (github.com/wutianyuan1/PipeMorph, ``experiments/increasing-delay`` and ``experiments/multiple``).
 
-Simulated are schedules by the same rules under the op times of this model, without any cost of a
-message but the delay. The one constant that is fitted is what an iteration takes beside its ops:
-the measured time of undisturbed zero-bubble, less the simulated one. The last way is compared with
-plans of this planner, which are not those that the authors' planner made.
+The simulated schedules follow the same rules under the op times of this model; messages cost only
+their delay. One constant is fitted, the time of an iteration outside its ops: the measured time of
+undisturbed zero-bubble, less the simulated one. The last way is compared with plans of this
+planner, which differ from those of the authors' planner.
 
-Exits 1 if a promise of docs/benchmarks.md is not kept.
+Exits 1 if a promise of docs/benchmarks.md does not hold.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from goals import arguments, finish
+from goals import finish_benchmark, make_parser
 
-from pipemorph.planning import Link, Policy, Problem, Route, StageTimes, link_on, plan, simulate
+from pipemorph.planning import Link, Policy, Problem, Route, StageTimes, build_link, plan, simulate
 
 TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
 STAGES, MICROBATCHES = 8, 24
@@ -35,37 +35,37 @@ CONDITIONS = (
 """Milliseconds of delay by link."""
 
 
-class Way(NamedTuple):
+class MeasuredWay(NamedTuple):
     name: str
     policy: Policy
     route: Route
     half_duplex: bool
     adapted: bool
-    """The plan is made for the delays."""
+    """True if the plan is made for the delays."""
     measured: tuple[int, ...]
     """Milliseconds, in the order of :data:`CONDITIONS`."""
 
 
 WAYS = (
-    Way("1F1B", Policy.ONE_F_ONE_B, Route.DIRECT, False, False,
+    MeasuredWay("1F1B", Policy.ONE_F_ONE_B, Route.DIRECT, False, False,
         (873, 1082, 1331, 1580, 1832, 2108, 2334, 2106, 2186, 1626, 1687)),
-    Way("zero-bubble, one queue per pair of GPUs", Policy.ZERO_BUBBLE, Route.DIRECT, True, False,
-        (755, 1007, 1359, 1825, 2299, 2828, 3257, 2307, 2104, 1995, 2123)),
-    Way("zero-bubble, slow links delegated", Policy.ZERO_BUBBLE, Route.DELEGATED, False, False,
-        (755, 903, 1053, 1221, 1356, 1522, 1691, 1113, 1111, 1217, 1272)),
-    Way("delegated and adapted", Policy.PIPEMORPH, Route.DELEGATED, False, True,
+    MeasuredWay("zero-bubble, one queue per pair of GPUs", Policy.ZERO_BUBBLE, Route.DIRECT,
+        True, False, (755, 1007, 1359, 1825, 2299, 2828, 3257, 2307, 2104, 1995, 2123)),
+    MeasuredWay("zero-bubble, slow links delegated", Policy.ZERO_BUBBLE, Route.DELEGATED,
+        False, False, (755, 903, 1053, 1221, 1356, 1522, 1691, 1113, 1111, 1217, 1272)),
+    MeasuredWay("delegated and adapted", Policy.PIPEMORPH, Route.DELEGATED, False, True,
         (755, 834, 854, 876, 889, 877, 891, 898, 893, 880, 944)),
 )  # fmt: skip
 BASELINE = WAYS[1]
 
 
-def simulated(way: Way, delays: dict[int, float]) -> float:
-    """Milliseconds of one iteration without what it takes beside its ops."""
+def simulate_way(way: MeasuredWay, delays: dict[int, float]) -> float:
+    """Milliseconds of an iteration without the time outside its ops."""
     unaware = Problem(
         microbatches=MICROBATCHES, stages=(TIMES,) * STAGES, links=(Link(),) * (STAGES - 1)
     )
     links = [
-        link_on(
+        build_link(
             way.route if link in delays else Route.DIRECT,
             delays.get(link, 0.0),
             half_duplex=way.half_duplex,
@@ -77,15 +77,15 @@ def simulated(way: Way, delays: dict[int, float]) -> float:
     return simulate(made.schedule, real).makespan
 
 
-def shown(delays: dict[int, float]) -> str:
+def format_row(delays: dict[int, float]) -> str:
     if not delays:
         return "none"
     names = ", ".join(map(str, delays))
     return f"link{'s' if len(delays) > 1 else ''} {names}: {next(iter(delays.values())):g} ms"
 
 
-def promises(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What docs/benchmarks.md says about these figures, and whether it holds."""
+def check_goals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Claims of docs/benchmarks.md about these figures, and their results."""
     one = [row for row in rows if len(row["delays"]) <= 1]
     plain = max(abs(row["error"]) for row in one if row["way"] == WAYS[0].name)
     long = [row for row in one if max(row["delays"].values(), default=0.0) >= 20]
@@ -112,17 +112,17 @@ def promises(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     args = parser.parse_args()
-    beside = BASELINE.measured[0] - simulated(BASELINE, {})
+    outside = BASELINE.measured[0] - simulate_way(BASELINE, {})
     rows: list[dict[str, Any]] = []
     for way in WAYS:
         for delays, measured in zip(CONDITIONS, way.measured, strict=True):
-            took = simulated(way, delays) + beside
+            took = simulate_way(way, delays) + outside
             row = {"way": way.name, "delays": delays, "measured": measured, "simulated": took}
             rows.append(row | {"error": took / measured - 1})
     print(
-        f"measured on GPUs by the paper's authors / simulated, ms; {beside:.0f} ms beside the ops"
+        f"measured on GPUs by the paper's authors / simulated, ms; {outside:.0f} ms outside the ops"
     )
     print("\n| slow | " + " | ".join(way.name for way in WAYS) + " |")
     print("|---|" + "---|" * len(WAYS))
@@ -131,9 +131,9 @@ def main() -> int:
             f"{row['measured']} / {row['simulated']:.0f} ({row['error']:+.1%})"
             for row in rows[k :: len(CONDITIONS)]
         ]
-        print(f"| {shown(delays)} | " + " | ".join(cells) + " |")
+        print(f"| {format_row(delays)} | " + " | ".join(cells) + " |")
     print()
-    return 0 if finish(promises(rows), args.json, rows) else 1
+    return 0 if finish_benchmark(check_goals(rows), args.json, rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Processor time of the main thread per op, beyond the op itself.
 
-One command: ``python benchmarks/op_cost.py [--json FILE]``. Two stages, each a
-linear layer of 8 values, run 64 microbatches under zero-bubble, so that the ops cost next to
-nothing. Per iteration, what the main thread has used of a processor (``CLOCK_THREAD_CPUTIME_ID``)
-less what the forwards and backwards themselves took of it is divided by the number of ops:
-messages, waits, telemetry and the boundary between two iterations. Waiting uses no processor time,
-so other load on the machine changes it less than a time on the clock.
+One command: ``python benchmarks/op_cost.py [--json FILE]``. Two stages, each a linear layer of 8
+values, run 64 microbatches under zero-bubble, so that the ops cost next to nothing. The processor
+time of the main thread in an iteration (``CLOCK_THREAD_CPUTIME_ID``), less that of the forwards and
+backwards themselves, is divided by the number of ops: the rest is messages, waits, telemetry and
+the boundary between two iterations. Waiting uses no processor time, so other load on the machine
+changes this figure less than a wall-clock time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 from time import thread_time
 from typing import Any
 
-from goals import arguments, write
+from goals import make_parser, write_figures
 from ranks import run_ranks
 
 STAGES, MICROBATCHES, WIDTH, WARM_UP = 2, 64, 8, 3
@@ -30,7 +30,7 @@ DEADLINE_SECONDS = 300
 
 
 def rank_main(route: str, iterations: int) -> None:
-    """What every rank runs. Rank 0 prints a line of JSON: microseconds per op on each rank."""
+    """Program of a rank. Rank 0 prints a line of JSON: microseconds per op on each rank."""
     import torch
     import torch.distributed as dist
 
@@ -46,15 +46,15 @@ def rank_main(route: str, iterations: int) -> None:
     )  # fmt: skip
     in_ops = [0.0]
 
-    def timed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def time_op(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began = thread_time()
         found = run(*args, **kwargs)
         in_ops[0] += thread_time() - began
         return found
 
-    runner: Any = next(each for each in gc.get_objects() if type(each).__name__ == "StageRunner")
-    for name in ("forward", "backward_input", "backward_weight", "backward"):
-        setattr(runner, name, partial(timed, getattr(runner, name)))
+    runner: Any = next(each for each in gc.get_objects() if type(each).__name__ == "ModuleRunner")
+    for name in ("run_forward", "backward_input", "backward_weight", "run_fused_backward"):
+        setattr(runner, name, partial(time_op, getattr(runner, name)))
     x, target = torch.randn(2, MICROBATCHES, WIDTH).unbind()
     costs = []
     for _ in range(WARM_UP + iterations):
@@ -70,7 +70,7 @@ def rank_main(route: str, iterations: int) -> None:
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=30, help="per route and round")
     parser.add_argument("--rank", choices=ROUTES, help=argparse.SUPPRESS)
@@ -79,7 +79,7 @@ def main() -> int:
         rank_main(args.rank, args.iterations)
         return 0
     found: dict[str, list[float]] = {route: [] for route in ROUTES}
-    """Per round, the mean over ranks."""
+    """Mean over ranks, in each round."""
     for _ in range(args.rounds):
         for route in ROUTES:
             flags = [route, "--iterations", str(args.iterations)]
@@ -92,7 +92,7 @@ def main() -> int:
     )
     for route, costs in found.items():
         print(f"| {route} | {statistics.median(costs):.0f} | {min(costs):.0f}–{max(costs):.0f} |")
-    write(found, args.json)
+    write_figures(found, args.json)
     return 0
 
 

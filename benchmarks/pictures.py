@@ -1,10 +1,10 @@
-"""Draws the pages that users have of a job, to look at.
+"""Renders the pages of a job for review.
 
-One command: ``python benchmarks/pictures.py --out DIR``. Jobs of 4, 8 and 64 stages that are
-healthy, have a slow link, have answered it, have recovered, and have failed. Plans are the
-planner's and ops the simulator's, states and times are given. A headless browser
-(tests/support/browser.py) draws the live page (light, dark, as wide as a phone), what its button
-saves, and the page of a replay, which is a real one. ``DIR/index.html`` shows all of them.
+One command: ``python benchmarks/pictures.py --out DIR``. The jobs have 4, 8 and 64 stages and are
+healthy, have a slow link, have adapted to it, have recovered, or have failed. Plans come from the
+planner, ops from the simulator; states and times are given. A headless browser
+(tests/support/browser.py) draws the live page (light, dark, as wide as a phone), the file that its
+button saves, and the page of a real replay. ``DIR/index.html`` shows all of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ from browser import Browser as WebBrowser  # noqa: E402
 from watched_jobs import LATE, SLOW_AT, WELL_AT, WIRE, Case, watched  # noqa: E402
 
 from pipemorph.planning import Link, Problem, StageTimes  # noqa: E402
-from pipemorph.replay.contenders import Replay, replay  # noqa: E402
-from pipemorph.replay.page import render_page as render_replay  # noqa: E402
-from pipemorph.replay.trace import LinkTrace, parse_trace  # noqa: E402
-from pipemorph.watch.build import StageTrace, Watched, watch_view, worst_column  # noqa: E402
-from pipemorph.watch.documents import render_page  # noqa: E402
+from pipemorph.replay.baselines import ReplayResult, replay_trace  # noqa: E402
+from pipemorph.replay.link_trace import LinkTrace, parse_trace  # noqa: E402
+from pipemorph.replay.replay_page import render_replay_page as render_replay  # noqa: E402
+from pipemorph.views.live_page.document_cache import render_live_page  # noqa: E402
+from pipemorph.views.live_page.page_builder import (  # noqa: E402
+    StageTrace,
+    WatchedJob,
+    build_page_document,
+    find_slowest_column,
+)
 
 MICROBATCHES = {4: 12, 8: 24, 64: 128}
 CASES: tuple[Case, ...] = ("healthy", "slow", "adapted", "recovered", "failed")
@@ -42,30 +47,30 @@ LARGE = 32
 Fate = Literal["healthy", "slow", "recovered", "failed"]
 
 
-class Drawer:
-    """Draws HTML into ``out``. ``made``: the names of the pictures."""
+class PageDrawer:
+    """Draws HTML into ``out``. ``made``: names of the pictures."""
 
     def __init__(self, browser: WebBrowser, out: Path, scratch: Path) -> None:
         self._browser, self._out, self._scratch = browser, out, scratch
         self.made: list[str] = []
 
-    def page(self, name: str, text: str, looks: Sequence[str] = ("light",)) -> None:
+    def draw_page(self, name: str, text: str, looks: Sequence[str] = ("light",)) -> None:
         path = self._scratch / f"{name}.html"
         path.write_text(text)
         for look in looks:
             width, dark = LOOKS[look]
             self._browser.look(path.as_uri(), width=width, dark=dark)
-            self._take(name if len(looks) == 1 else f"{name}-{look}")
+            self._take_picture(name if len(looks) == 1 else f"{name}-{look}")
 
-    def saved(self, name: str, text: str) -> None:
-        """What the page's own button makes of it."""
+    def draw_saved_page(self, name: str, text: str) -> None:
+        """Save the picture that the page's own button downloads."""
         path = self._scratch / f"{name}.html"
         path.write_text(text)
         self._browser.look(path.as_uri())
         shutil.move(self._browser.download("#png", self._scratch), self._out / f"{name}.png")
         self.made.append(name)
 
-    def _take(self, name: str) -> None:
+    def _take_picture(self, name: str) -> None:
         self._browser.picture(self._out / f"{name}.png")
         if self._browser.errors:
             raise RuntimeError(f"{name}: {self._browser.errors[0]}")
@@ -73,9 +78,9 @@ class Drawer:
         print(name, flush=True)
 
 
-def replayed(stages: int, microbatches: int, fate: Fate) -> tuple[Replay, LinkTrace]:
-    """The job of so many stages, in which a link is slow from an iteration on until another, or
-    until it ends, or breaks then. Large jobs have fewer iterations: each takes a while."""
+def replay_job(stages: int, microbatches: int, fate: Fate) -> tuple[ReplayResult, LinkTrace]:
+    """Replay of a job whose link turns slow in an iteration, and later recovers, stays slow or
+    breaks. Large jobs have fewer iterations, because each takes a while."""
     begin, end, count = (SLOW_AT, WELL_AT, 56) if stages < LARGE else (4, 12, 18)
     link = stages // 2 - 1 if stages > 2 else 0
     times = StageTimes(forward=10.0, backward_input=10.5, backward_weight=5.5)
@@ -88,31 +93,31 @@ def replayed(stages: int, microbatches: int, fate: Fate) -> tuple[Replay, LinkTr
         lines.append({"at_iteration": end, "links": after[fate]})
     text = "\n".join(json.dumps(each) for each in lines or [{"at_iteration": 0, "links": {}}])
     trace = parse_trace(text, stages - 1, "a trace", replicas=1)
-    return replay(problem, trace, iterations=count), trace
+    return replay_trace(problem, trace, iterations=count), trace
 
 
-def live_page(known: Watched, traces: Sequence[StageTrace]) -> str:
-    column = worst_column(known)
-    return render_page(watch_view(known, traces, column=column, live=False))
+def live_page(known: WatchedJob, traces: Sequence[StageTrace]) -> str:
+    column = find_slowest_column(known)
+    return render_live_page(build_page_document(known, traces, column=column, live=False))
 
 
-def draw(to: Drawer, stages: int) -> None:
-    """All of so many stages."""
+def draw_all(to: PageDrawer, stages: int) -> None:
+    """Draw all pages of jobs with that number of stages."""
     for case in CASES:
         name = f"{stages}-{case}"
         known, traces = watched(stages, MICROBATCHES[stages], case)
         live = live_page(known, traces)
-        to.page(f"live-{name}", live, tuple(LOOKS))
+        to.draw_page(f"live-{name}", live, tuple(LOOKS))
         if case == "adapted":
-            to.saved(f"saved-{name}", live)
+            to.draw_saved_page(f"saved-{name}", live)
     for fate in get_args(Fate):
-        found, trace = replayed(stages, min(64, MICROBATCHES[stages]), fate)
+        found, trace = replay_job(stages, min(64, MICROBATCHES[stages]), fate)
         looks = tuple(LOOKS) if fate == "recovered" else ("light",)
         title = f"{fate}.jsonl, {stages}-stages.yaml"
-        to.page(f"replay-{stages}-{fate}", render_replay(found, trace, title), looks)
+        to.draw_page(f"replay-{stages}-{fate}", render_replay(found, trace, title), looks)
 
 
-def index(made: Sequence[str]) -> str:
+def write_index(made: Sequence[str]) -> str:
     pictures = "".join(
         f"<figure><figcaption>{html.escape(name)}</figcaption>"
         f"<img loading=lazy src='{html.escape(name)}.png' style='max-width:100%'></figure>"
@@ -131,13 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pictures-") as scratch, WebBrowser() as browser:
-        to = Drawer(browser, options.out, Path(scratch))
+        to = PageDrawer(browser, options.out, Path(scratch))
         for stages in options.stages:
-            draw(to, stages)
+            draw_all(to, stages)
         if 64 in options.stages:
             known, traces = watched(64, 64, "adapted", replicas=REPLICAS)
-            to.page(f"live-64x{REPLICAS}-adapted", live_page(known, traces), ("light", "phone"))
-        (options.out / "index.html").write_text(index(to.made))
+            to.draw_page(
+                f"live-64x{REPLICAS}-adapted", live_page(known, traces), ("light", "phone")
+            )
+        (options.out / "index.html").write_text(write_index(to.made))
     print(f"{len(to.made)} pictures in {options.out} after {time.monotonic() - began:.0f} s")
     return 0
 

@@ -1,20 +1,20 @@
-"""How near the optimum plans are, and how long planning takes.
+"""Distance of plans to the optimum, and time to plan.
 
-One command: ``python benchmarks/planner.py [--json FILE]``. Two minutes, one core,
-nothing runs but the planner. ``--quick`` takes seconds, and shows that it runs.
+One command: ``python benchmarks/planner.py [--json FILE]``. Two minutes on one core; only the
+planner runs. ``--quick`` takes seconds, and checks that the benchmark works.
 
 1. Distance to the proven optimum on the problems of ``planner_problems.py`` (270: S 2–8, N 6–24;
    stages alike, uneven, several slow links; no in-flight cap, 2S, S+2), for this planner, the
    paper's algorithm, zero-bubble and 1F1B. The optima are in ``planner_facts.json``.
 2. CPU time to plan, from S=8, N=32 to S=64, N=256, on the same kinds of problems and for the same
-   planners, and how it grows with S·N. Where the bound is not reached, as with several slow links
-   under a cap, the search goes on to the end of its effort: that is the slowest it gets.
-3. What is proven of larger problems, whose optimum nobody knows: S=16 and 32, N=3S, op times of
-   several models mixed, 4 to 8 slow links, no cap, 2S, S+2 and S. The gap is the distance of our
-   plan to the tight lower bound, as ``pipemorph plan`` prints it; beside it that to the quick
-   bound, which the planner itself begins with. ``--large`` prints these alone.
+   planners, and its growth with S·N. If a plan does not reach the bound, as with several slow links
+   under a cap, the search uses its whole effort: that is the slowest case.
+3. Proven gaps of larger problems with unknown optima: S=16 and 32, N=3S, op times of several models
+   mixed, 4 to 8 slow links, no cap, 2S, S+2 and S. The gap is the distance of our plan to the tight
+   lower bound, as printed by ``pipemorph plan``; a second column has the distance to the quick
+   bound, with which the planner itself begins. ``--large`` prints only these.
 
-Exits 1 if a promise of docs/benchmarks.md is not kept.
+Exits 1 if a promise of docs/benchmarks.md does not hold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from goals import arguments, finish
+from goals import finish_benchmark, make_parser
 from planner_problems import (
     CAPS,
     FACTS,
@@ -36,9 +36,9 @@ from planner_problems import (
     LARGE_STAGES,
     SEED,
     SHAPES,
-    Case,
-    digest,
+    ProblemCase,
     harder_problems,
+    hash_problem,
     large_problem,
     load_facts,
     problem_set,
@@ -46,50 +46,56 @@ from planner_problems import (
 )
 
 from pipemorph.planning import Policy, Problem, plan, validate
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import (
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import (
     Costs,
-    Rules,
-    lower_bound,
-    paper_warmup,
-    tight_lower_bound,
+    DispatchRules,
+    choose_paper_warmup,
+    compute_lower_bound,
+    compute_tight_lower_bound,
 )
 
 SIZES = ((8, 32), (16, 64), (32, 128), (64, 256))
 REPETITIONS = {8: 15, 16: 9, 32: 5, 64: 5}
-"""Problems per size, shape and cap that ours is timed on; the others on at most so many:"""
+"""Timed problems per size, shape and cap for our planner."""
 OTHERS_REPETITIONS = 3
+"""Limit of timed problems for the other planners."""
 HARDER_REPETITIONS = {8: 5, 64: 2}
 PROMISED_GAPS = {"none": (0.01, 0.05), "capped": (0.05, 1.0)}
 """Mean and worst distance to the optimum, in percent."""
 PROMISED_PROOF = {"S+2": (2.0, 4.0)}
-"""The same of large problems, to the tight lower bound."""
+"""Mean and worst distance to the tight lower bound of large problems, in percent."""
 PROMISED_MS = {(8, 32): 40.0, (64, 256): 150.0}
 
 
-def papers_algorithm(problem: Problem) -> float:
-    codes, makespan = core.online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-    # As for every policy of plan: a schedule that was checked.
-    validate(core.decode(codes, problem.microbatches), problem.in_flight_limits())
+def plan_like_paper(problem: Problem) -> float:
+    codes, makespan = execution.schedule_online(
+        Costs.from_problem(problem),
+        DispatchRules.from_problem(problem, choose_paper_warmup(problem)),
+    )
+    # The schedule is validated, as in plan for every policy.
+    validate(
+        execution.decode_schedule(codes, problem.microbatches), problem.list_in_flight_limits()
+    )
     return makespan
 
 
 PLANNERS: dict[str, Callable[[Problem], float]] = {
     "pipemorph": lambda problem: plan(problem, Policy.PIPEMORPH).makespan,
-    "paper": papers_algorithm,
+    "paper": plan_like_paper,
     "zero-bubble": lambda problem: plan(problem, Policy.ZERO_BUBBLE).makespan,
     "1f1b": lambda problem: plan(problem, Policy.ONE_F_ONE_B).makespan,
 }
-"""From a problem to the makespan of its plan, milliseconds."""
+"""Functions from a problem to the makespan of its plan, milliseconds."""
 
 
-def gaps(cases: list[Case], facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Per problem: percent above the best known, per planner, and whether ours was certified."""
+def measure_gaps(cases: list[ProblemCase], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Percent above the best known makespan, by problem and planner; True if ours was certified."""
     found = []
     for case in cases:
         fact = facts.get(case.key)
-        if fact is None or fact["digest"] != digest(case.problem):
-            sys.exit(f"{FACTS.name} does not have {case.key} as it is now")
+        if fact is None or fact["digest"] != hash_problem(case.problem):
+            sys.exit(f"{FACTS.name} has no current entry for {case.key}")
         optimum = fact["optimum"]
         planned = plan(case.problem)
         found.append(
@@ -108,7 +114,7 @@ def gaps(cases: list[Case], facts: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_gaps(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and worst gap in percent and the share at the optimum, per planner."""
     planners = {}
     for planner in rows[0]["gaps"]:
@@ -126,10 +132,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def planning_times(
+def measure_planning_times(
     sizes: tuple[tuple[int, int], ...], repetitions: dict[int, int]
 ) -> list[dict[str, Any]]:
-    """CPU milliseconds of one plan: medians, so that a busy machine does not count."""
+    """CPU milliseconds of a plan: medians, so that other load hardly matters."""
     found = []
     for stages, microbatches in sizes:
         for shape in SHAPES:
@@ -145,7 +151,9 @@ def planning_times(
                         makespan = planner(problem)
                         taken[name].append(1e3 * (time.process_time() - began))
                         if name == "pipemorph":
-                            above.append(100 * max(0.0, makespan / lower_bound(problem) - 1))
+                            above.append(
+                                100 * max(0.0, makespan / compute_lower_bound(problem) - 1)
+                            )
                 found.append(
                     {
                         "stages": stages,
@@ -160,8 +168,8 @@ def planning_times(
     return found
 
 
-def harder_times(sizes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
-    """CPU milliseconds of one of our plans where there is more to plan for, medians."""
+def measure_harder_times(sizes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
+    """CPU milliseconds of our plans for problems with more choices, medians."""
     found = []
     for stages, microbatches in sizes:
         taken: dict[str, list[float]] = {}
@@ -182,9 +190,9 @@ def harder_times(sizes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
     return found
 
 
-def large_gaps(per_kind: int) -> list[dict[str, Any]]:
+def measure_large_gaps(per_kind: int) -> list[dict[str, Any]]:
     """Percent above the tight and the quick bound, and CPU milliseconds of the plan and of the
-    tight bound, which is looked for once there is a plan."""
+    tight bound, which is computed after the plan."""
     found = []
     for stages in LARGE_STAGES:
         for cap in LARGE_CAPS:
@@ -193,14 +201,15 @@ def large_gaps(per_kind: int) -> list[dict[str, Any]]:
                 began = time.process_time()
                 planned = plan(problem)
                 planned_at = time.process_time()
-                bound = tight_lower_bound(problem, planned.makespan)
+                bound = compute_tight_lower_bound(problem, planned.makespan)
                 proven_at = time.process_time()
                 found.append(
                     {
                         "stages": stages,
                         "cap": cap,
                         "gap": 100 * max(0.0, planned.makespan / bound - 1),
-                        "quick_gap": 100 * max(0.0, planned.makespan / lower_bound(problem) - 1),
+                        "quick_gap": 100
+                        * max(0.0, planned.makespan / compute_lower_bound(problem) - 1),
                         "ms": 1e3 * (planned_at - began),
                         "bound_ms": 1e3 * (proven_at - planned_at),
                     }
@@ -208,7 +217,7 @@ def large_gaps(per_kind: int) -> list[dict[str, Any]]:
     return found
 
 
-def growth(rows: list[dict[str, Any]]) -> float:
+def fit_growth(rows: list[dict[str, Any]]) -> float:
     """Exponent of our time over S·N, by least squares on logarithms."""
     points = [
         (math.log(r["stages"] * r["microbatches"]), math.log(r["ms"]["pipemorph"])) for r in rows
@@ -218,8 +227,8 @@ def growth(rows: list[dict[str, Any]]) -> float:
     return over / sum((x - x_mean) ** 2 for x, _ in points)
 
 
-def promises(found: dict[str, Any]) -> list[tuple[str, bool]]:
-    kept = []
+def check_goals(found: dict[str, Any]) -> list[tuple[str, bool]]:
+    goals = []
     for name, (mean, worst) in PROMISED_GAPS.items():
         ours = found["gaps"][name]["planners"]["pipemorph"]
         cap = "no cap" if name == "none" else "with a cap"
@@ -227,14 +236,14 @@ def promises(found: dict[str, Any]) -> list[tuple[str, bool]]:
             f"{cap}: {ours['mean']:.3f}% mean (at most {mean}),"
             f" {ours['worst']:.2f}% worst (at most {worst})"
         )
-        kept.append((text, ours["mean"] <= mean and ours["worst"] <= worst))
+        goals.append((text, ours["mean"] <= mean and ours["worst"] <= worst))
     for cap, (mean, worst) in PROMISED_PROOF.items():
         values = [row["gap"] for row in found["large"] if row["cap"] == cap]
         text = (
             f"large, cap {cap}: {statistics.mean(values):.2f}% mean proven (at most {mean}),"
             f" {max(values):.2f}% worst (at most {worst})"
         )
-        kept.append((text, statistics.mean(values) <= mean and max(values) <= worst))
+        goals.append((text, statistics.mean(values) <= mean and max(values) <= worst))
     for (stages, microbatches), most in PROMISED_MS.items():
         timed = [
             row
@@ -249,11 +258,11 @@ def promises(found: dict[str, Any]) -> list[tuple[str, bool]]:
             f"S={stages}, N={microbatches}: {took:.1f} ms median (at most {most:.0f}),"
             f" {slowest['shape']}, cap {slowest['cap']}"
         )
-        kept.append((text, took <= most))
-    return kept
+        goals.append((text, took <= most))
+    return goals
 
 
-def show(found: dict[str, Any]) -> None:
+def print_report(found: dict[str, Any]) -> None:
     everything = found["gaps"]["all"]
     print(
         f"Distance to the optimum, {everything['problems']} seeded problems,"
@@ -293,10 +302,10 @@ def show(found: dict[str, Any]) -> None:
     for row in found["harder"]:
         print(f"| {row['stages']} | {row['microbatches']} | {row['what']} | {row['ms']:.1f} ms |")
     print()
-    show_large(found["large"])
+    print_large_report(found["large"])
 
 
-def show_large(rows: list[dict[str, Any]]) -> None:
+def print_large_report(rows: list[dict[str, Any]]) -> None:
     each = len(rows) // len(LARGE_STAGES) // len(LARGE_CAPS)
     print(
         f"Large problems, {each} of each kind: what our plans are above the lower bound at most\n"
@@ -319,25 +328,25 @@ def show_large(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--quick",
         action="store_true",
         help="a problem of each kind and the two smallest sizes only: seconds",
     )
     parser.add_argument(
-        "--large", action="store_true", help="only what is proven of the larger problems"
+        "--large", action="store_true", help="only the proven gaps of the larger problems"
     )
     args = parser.parse_args()
     if args.large:
-        show_large(large_gaps(LARGE_PER_KIND))
+        print_large_report(measure_large_gaps(LARGE_PER_KIND))
         return 0
     cases, sizes, repetitions, large = problem_set(), SIZES, REPETITIONS, LARGE_PER_KIND
     if args.quick:
         cases, sizes, large = problem_set(1), SIZES[:2], 1
         repetitions = dict.fromkeys(REPETITIONS, OTHERS_REPETITIONS)
-    rows = gaps(cases, load_facts()["problems"])
-    times = planning_times(sizes, repetitions)
+    rows = measure_gaps(cases, load_facts()["problems"])
+    times = measure_planning_times(sizes, repetitions)
     groups = {"all": rows, "none": [], "capped": []}
     for row in rows:
         groups["none" if row["cap"] == "none" else "capped"].append(row)
@@ -346,15 +355,15 @@ def main() -> int:
     for shape in SHAPES:
         groups[shape] = [row for row in rows if row["shape"] == shape]
     found = {
-        "gaps": {name: summary(chosen) for name, chosen in groups.items()},
+        "gaps": {name: summarize_gaps(chosen) for name, chosen in groups.items()},
         "times": times,
-        "harder": harder_times(sizes),
-        "large": large_gaps(large),
-        "growth": growth(times),
+        "harder": measure_harder_times(sizes),
+        "large": measure_large_gaps(large),
+        "growth": fit_growth(times),
     }
-    show(found)
+    print_report(found)
     print()
-    return 0 if finish(promises(found), args.json, found | {"problems": rows}) else 1
+    return 0 if finish_benchmark(check_goals(found), args.json, found | {"problems": rows}) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The seeded problems planners are judged on, and what is known of their optima.
+"""Seeded problems that compare planners, and known facts about their optima.
 
 ``problem_set()`` makes the same problems everywhere. ``planner_facts.json`` has, for each, the
 makespan and bound that a constraint solver (CP-SAT of OR-tools) found within the time limit, and
-whether that is proven the shortest.
+true if the makespan is proven optimal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipemorph.planning import Link, Problem, Route, StageTimes, link_on
+from pipemorph.planning import Link, Problem, Route, StageTimes, build_link
 
 FACTS = Path(__file__).with_name("planner_facts.json")
 SEED = 1
@@ -30,11 +30,11 @@ LARGE_STAGES = (16, 32)
 LARGE_PER_KIND = 12
 LARGE_CAPS: dict[str, Callable[[int], int | None]] = CAPS | {"S": lambda stages: stages}
 PROFILES = ((10, 10.5, 5.5), (11, 10, 4), (10, 10, 10), (10, 12, 8), (10, 10, 6), (10, 11, 7))
-"""Times of F, B and W, in proportions like those measured of models of 7B to 140B parameters."""
+"""Times of F, B and W, in proportions as measured for models of 7B to 140B parameters."""
 
 
-class Case(NamedTuple):
-    """One problem, milliseconds. ``key`` names it in the facts."""
+class ProblemCase(NamedTuple):
+    """Problem in milliseconds. ``key`` names it in the facts."""
 
     key: str
     shape: str
@@ -42,10 +42,10 @@ class Case(NamedTuple):
     problem: Problem
 
 
-def problem_set(per_kind: int = PER_KIND, seed: int = SEED) -> list[Case]:
-    """``per_kind`` problems for each shape under each cap.
+def problem_set(per_kind: int = PER_KIND, seed: int = SEED) -> list[ProblemCase]:
+    """Make ``per_kind`` problems for each shape under each cap.
 
-    S 2–8, N 6–24. uniform: stages alike, one slow link; uneven: op times 0.7–1.3 of each other,
+    S 2–8, N 6–24. uniform: equal stages, one slow link; uneven: op times 0.7–1.3 of each other,
     one slow link; multi-link: stages uneven or not, two to four slow links.
     """
     cases = []
@@ -53,18 +53,18 @@ def problem_set(per_kind: int = PER_KIND, seed: int = SEED) -> list[Case]:
         for cap, limit in CAPS.items():
             for index in range(per_kind):
                 key = f"{shape}/{cap}/{index}"
-                problem = _problem(random.Random(f"{seed}/{key}"), shape, limit)
-                cases.append(Case(key, shape, cap, problem))
+                problem = _make_problem(random.Random(f"{seed}/{key}"), shape, limit)
+                cases.append(ProblemCase(key, shape, cap, problem))
     return cases
 
 
 def sized_problem(shape: str, cap: str, stages: int, microbatches: int, index: int) -> Problem:
-    """One of the same kind at any size, to measure the time to plan; its optimum is not known."""
+    """Problem of the same kind with any size, to measure the time to plan; optimum unknown."""
     rng = random.Random(f"{SEED}/{shape}/{cap}/{stages}x{microbatches}/{index}")
-    return _problem(rng, shape, CAPS[cap], (stages, microbatches))
+    return _make_problem(rng, shape, CAPS[cap], (stages, microbatches))
 
 
-def _problem(
+def _make_problem(
     rng: random.Random,
     shape: str,
     cap: Callable[[int], int | None],
@@ -91,8 +91,8 @@ def _problem(
 
 
 def large_problem(stages: int, cap: str, index: int) -> Problem:
-    """N = 3S, each stage by one of :data:`PROFILES`, 4 to 8 slow links of 10 to 120 ms. The same
-    times and delays under each cap; the optimum is not known."""
+    """Problem with N = 3S, each stage by one of :data:`PROFILES`, 4 to 8 slow links of 10 to
+    120 ms. Times and delays are equal under each cap; the optimum is unknown."""
     rng = random.Random(f"{SEED}/large/{stages}/{index}")
     limit = LARGE_CAPS[cap](stages)
     times = []
@@ -112,12 +112,12 @@ def large_problem(stages: int, cap: str, index: int) -> Problem:
 
 
 def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Problem]:
-    """Several slow links under a cap of S+2, and what else there is to plan for: how links carry
-    messages, backwards that may be fused, activations that may go to host memory."""
+    """Problems with several slow links under a cap of S+2, and further choices: routes of links,
+    backwards that may be fused, activations that may go to host memory."""
     problem = sized_problem("multi-link", "S+2", stages, microbatches, index)
 
-    def linked(route: Route, *, half_duplex: bool = False) -> Problem:
-        links = (link_on(route, each.delay, half_duplex=half_duplex) for each in problem.links)
+    def with_links(route: Route, *, half_duplex: bool = False) -> Problem:
+        links = (build_link(route, each.delay, half_duplex=half_duplex) for each in problem.links)
         return problem.model_copy(update={"links": tuple(links)})
 
     fused = [
@@ -134,19 +134,18 @@ def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Pro
     ]
     return {
         "nothing else": problem,
-        "delegated routes": linked(Route.DELEGATED),
-        "direct routes": linked(Route.DIRECT),
-        "direct routes, half duplex": linked(Route.DIRECT, half_duplex=True),
+        "delegated routes": with_links(Route.DELEGATED),
+        "direct routes": with_links(Route.DIRECT),
+        "direct routes, half duplex": with_links(Route.DIRECT, half_duplex=True),
         "a fused backward, 0.8 of B + W": problem.model_copy(update={"stages": tuple(fused)}),
         "offload, device limit S+2": problem.model_copy(update={"stages": tuple(offloading)}),
     }
 
 
-def digest(problem: Problem) -> str:
-    """Tells a problem that is not the one a fact is about."""
+def hash_problem(problem: Problem) -> str:
+    """Hash of a problem, which detects facts about another version of it."""
     data = problem.model_dump(mode="json", exclude_none=True)
-    # The facts are older than rates of links, the choice of an objective and that of a placement,
-    # and recomputation.
+    # The facts predate rates of links, objectives, placements and recomputation.
     for link in data["links"]:
         if not link["transfer"]:
             del link["transfer"]
@@ -162,8 +161,8 @@ def digest(problem: Problem) -> str:
 
 
 def load_facts() -> dict[str, Any]:
-    """``{"seed", "per_kind", "problems": {key: {"digest", "optimum", "bound", "proven",
-    "time_limit", "seconds"}}}``; the problems empty where nothing was proven yet."""
+    """Load ``{"seed", "per_kind", "problems": {key: {"digest", "optimum", "bound", "proven",
+    "time_limit", "seconds"}}}``; without the file, the problems are empty."""
     if not FACTS.exists():
         return {"seed": SEED, "per_kind": PER_KIND, "problems": {}}
     facts: dict[str, Any] = json.loads(FACTS.read_text())

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def held_port() -> Iterator[int]:
-    """A port of loopback that no other program is given meanwhile. A store that asks to share it
-    (SO_REUSEADDR) may listen there: its holder shares it, and does not listen."""
+def hold_port() -> Iterator[int]:
+    """Loopback port that no other program gets during the context. A store with SO_REUSEADDR may
+    listen there, because the holder shares the port and does not listen."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -21,12 +21,12 @@ def held_port() -> Iterator[int]:
 
 
 def run_ranks(file: str, world: int, arguments: list[str], deadline_seconds: float) -> str:
-    """Run ``python FILE --rank ARGUMENTS`` on ``world`` local ranks; what rank 0 printed.
+    """Run ``python FILE --rank ARGUMENTS`` on ``world`` local ranks; return rank 0's output.
 
     Raises RuntimeError if a rank fails (its stderr is passed on) and
     :class:`subprocess.TimeoutExpired` after ``deadline_seconds``.
     """
-    with held_port() as port:
+    with hold_port() as port:
         return _run_ranks(file, world, arguments, deadline_seconds, port)
 
 
@@ -57,5 +57,5 @@ def _run_ranks(
         for rank in ranks:
             rank.kill()
     if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}; what they said is above")
+        raise RuntimeError(f"ranks ended with {codes}; their output is above")
     return out

@@ -1,21 +1,21 @@
-"""How long a job takes to go on after a rank was killed, and whether it goes on as if nothing was.
+"""Time for a job to recover from a killed rank, and a check that its losses do not change.
 
     python benchmarks/recovery.py [--kills 50] [--stops 10] [--terms 5] [--pods 10] [--seed 0]
                                   [--out FOLDER] [--json FILE] [--check]
 
 Runs a small GPT, 2 stages × 2 replicas, under ``pipemorph run``: once undisturbed, and once with
-``kill -9`` of a drawn rank at a drawn moment of an iteration, again when the job has gone on.
-Prints the seconds from each kill to the end of the next iteration (as the host hears of it, a
-fraction of a second later), how many finished iterations were run again, and whether all losses are
-the same to the bit.
+``kill -9`` of a drawn rank at a drawn moment of an iteration, repeated after each recovery. Prints
+the seconds from each kill to the end of the next iteration (as received by the host, a fraction of
+a second later), the number of repeated iterations, and a check that all losses are bitwise equal.
 
-The same with SIGSTOP and ``failurePolicy.hangSeconds``: how long until the rank is found, too.
+A second series uses SIGSTOP and ``failurePolicy.hangSeconds``, and also prints the time until the
+rank is found.
 
-Then the run as a whole gets SIGTERM at drawn moments, with 30 s of grace: how long until it has
-saved and ended, and whether the next run goes on with the next iteration.
+Then the run as a whole gets SIGTERM at drawn moments, with 30 s of grace: prints the time until it
+has saved and ended, and checks that the next run continues with the next iteration.
 
-Then kills with 4 stages of one replica, each rank in a pod of its own, as far as its memory
-goes: with the rank its folder is lost, so that its state comes from the next pod's.
+Then ranks are killed in a job with 4 stages and one replica, in which each rank has its own memory,
+as in a pod: its folder is lost with it, so that its state comes from the next pod.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from goals import arguments, finish
+from goals import finish_benchmark, make_parser
 
 STAGES, REPLICAS = 2, 2
 POD_STAGES, EVERY = 4, 4
-"""Of the second job: stages, and iterations from one copy of its state to the next."""
+"""Stages of the second job, and iterations from one copy of its state to the next."""
 MEDIAN, WORST = 5.0, 10.0
-"""Goals, seconds from a kill, or from when a stopped rank is found, to the end of the next
+"""Goals in seconds from a kill, or from the detection of a stopped rank, to the end of the next
 iteration."""
 HANG_SECONDS, HANG_OVER_LONGEST, NOTICED_SECONDS = 3, 3.0, 2.0
-"""The deadline of an iteration, at least so many times the longest undisturbed one; and how much
-later a stopped rank may be found: others end the iteration in which it is stopped."""
+"""Deadline of an iteration; its least multiple of the longest undisturbed one; and allowed delay of
+detection beyond it: other ranks first end the iteration in which a rank is stopped."""
 GRACE_SECONDS = 30
 DEADLINE = 120.0
-"""Seconds without an iteration after which the run is given up."""
+"""Seconds without an iteration after which the run is aborted."""
 
 
-def manifest(
+def make_manifest(
     iterations: int,
     restarts: int,
     folder: Path,
@@ -62,8 +62,8 @@ def manifest(
     pods: bool = False,
     policy: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """``pods``: of the second job, whose ranks have folders of their own. ``policy``: more of its
-    failure policy."""
+    """Manifest of a job. ``pods``: the second job, whose ranks have separate folders. ``policy``:
+    further fields of its failure policy."""
     stages, replicas = (POD_STAGES, 1) if pods else (STAGES, REPLICAS)
     program: dict[str, Any] = {"module": "pipemorph_trainer.examples.gpt"}
     if pods:
@@ -95,8 +95,8 @@ def manifest(
     }
 
 
-class Run:
-    """One ``pipemorph run`` in ``folder``. ``env``: of the host, beside this process's own."""
+class WatchedJobRun:
+    """Run by ``pipemorph run`` in ``folder``. ``env``: additional environment of the host."""
 
     def __init__(
         self, folder: Path, job: dict[str, Any], env: Mapping[str, str] | None = None
@@ -113,20 +113,20 @@ class Run:
             env=os.environ | (env or {}),
         )
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return Path(self._log.name).read_text()
 
-    def finish(self) -> dict[str, Any]:
+    def wait_for_end(self) -> dict[str, Any]:
         if self.host.wait(3600) != 0:
-            raise SystemExit(f"the run failed:\n{self.said()[-4000:]}")
-        return self.report()
+            raise SystemExit(f"the run failed:\n{self.read_output()[-4000:]}")
+        return self.read_report()
 
-    def report(self) -> dict[str, Any]:
+    def read_report(self) -> dict[str, Any]:
         report: dict[str, Any] = json.loads((self.out / "report.json").read_text())
         return report
 
-    def rank(self, number: int) -> int | None:
-        """The process id of a rank that is running."""
+    def find_rank_process(self, number: int) -> int | None:
+        """Process id of a running rank; None if it does not run."""
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 name = (entry / "comm").read_text().strip()
@@ -137,48 +137,48 @@ class Run:
                 return int(entry.name)
         return None
 
-    def iterations(self) -> int:
-        """Lines of rank 0's trace: one per iteration that it has finished in any generation."""
+    def count_iterations(self) -> int:
+        """Number of iterations that rank 0 has finished in any generation, by its trace."""
         trace = self.out / "trace" / "ops-rank0.jsonl"
         return trace.read_bytes().count(b"\n") if trace.exists() else 0
 
-    def await_iterations(self, count: int) -> bool:
-        """Wait until rank 0 has finished that many; False if the run has ended before."""
+    def wait_for_iterations(self, count: int) -> bool:
+        """Wait until rank 0 has finished ``count`` iterations; False if the run ends before."""
         end = time.monotonic() + DEADLINE
-        while self.iterations() < count:
+        while self.count_iterations() < count:
             if self.host.poll() is not None:
                 return False
             if time.monotonic() > end:
                 self.host.kill()
-                raise SystemExit(f"no iteration for {DEADLINE:g} s:\n{self.said()[-4000:]}")
+                raise SystemExit(f"no iteration for {DEADLINE:g} s:\n{self.read_output()[-4000:]}")
             time.sleep(0.01)
         return True
 
 
 def as_rank(folder: Path) -> None:
-    """A rank of the second job: what it keeps is in a folder of its own, as in a pod."""
-    kept = os.environ.get("PIPEMORPH_KEPT_DIR")
-    if kept is not None:
+    """Program of a rank of the second job, with its state in a separate folder, as in a pod."""
+    shared = os.environ.get("PIPEMORPH_KEPT_DIR")
+    if shared is not None:
         rank, word = os.environ["RANK"], f"resumed.generation-{os.environ['PIPEMORPH_GENERATION']}"
-        own = Path(kept) / f"pod-{rank}"
+        own = Path(shared) / f"pod-{rank}"
         own.mkdir(mode=0o700, exist_ok=True)
-        if rank == "0" and not (Path(kept) / word).is_symlink():
-            # Where the host reads it.
-            (Path(kept) / word).symlink_to(own / word)
+        if rank == "0" and not (Path(shared) / word).is_symlink():
+            # The host reads the file in the shared folder.
+            (Path(shared) / word).symlink_to(own / word)
         (folder / f"kept-{rank}").write_text(str(own))
         os.environ["PIPEMORPH_KEPT_DIR"] = str(own)
     sys.argv = sys.argv[:1]
     runpy.run_module("pipemorph_trainer.examples.gpt", run_name="__main__")
 
 
-def lose(folder: Path, rank: int) -> Path:
-    """Take a rank's folder away while it runs, so that no later one finds it."""
+def remove_folder(folder: Path, rank: int) -> Path:
+    """Move the folder of a running rank away, so that its successor does not find it."""
     own = Path((folder / f"kept-{rank}").read_text())
     return own.rename(own.with_name(f"lost-{time.time_ns()}"))
 
 
 def killed_run(
-    run: Run,
+    run: WatchedJobRun,
     kills: int,
     apart: int,
     draw: random.Random,
@@ -187,21 +187,21 @@ def killed_run(
     pods: Path | None = None,
     by: signal.Signals = signal.SIGKILL,
 ) -> list[float]:
-    """Send drawn ranks a signal at drawn moments; the times. ``pods``: where the folders of ranks
-    are written down, which are lost with them."""
+    """Send drawn ranks a signal at drawn moments; return the times. ``pods``: folder with the paths
+    of the ranks' folders, which are lost with the ranks."""
     times: list[float] = []
     # The first iterations are slower: they test the split of the backward.
-    while len(times) < kills and run.await_iterations(run.iterations() + apart):
+    while len(times) < kills and run.wait_for_iterations(run.count_iterations() + apart):
         began = time.monotonic()
-        if not run.await_iterations(run.iterations() + 1):
+        if not run.wait_for_iterations(run.count_iterations() + 1):
             break
         iteration = time.monotonic() - began
         time.sleep(draw.random() * min(iteration, 5.0))
         rank = draw.randrange(ranks)
-        pid = run.rank(rank)
+        pid = run.find_rank_process(rank)
         if pid is None:
             continue
-        gone = lose(pods, rank) if pods is not None else None
+        gone = remove_folder(pods, rank) if pods is not None else None
         times.append(time.time())
         os.kill(pid, by)
         if gone is not None:
@@ -209,40 +209,40 @@ def killed_run(
     return times
 
 
-def losses(report: dict[str, Any]) -> dict[int, float]:
+def read_losses(report: dict[str, Any]) -> dict[int, float]:
     return {each["index"]: each["loss"] for each in report["iterations"]}
 
 
-def measure(
+def measure_kills(
     name: str, options: argparse.Namespace, folder: Path, kills: int
 ) -> tuple[list[tuple[str, bool]], dict[str, Any]]:
-    """Run a job undisturbed and with kills, and print what came of it. Returns goals, with whether
-    they hold, and figures. ``name``: ``ranks`` or ``pods`` are killed, or ``stops``."""
+    """Run a job undisturbed and with kills, and print the results. Returns goals, with True if they
+    hold, and figures. ``name``: ``ranks`` or ``pods`` are killed; ``stops``: ranks are stopped."""
     pods, stops = name == "pods", name == "stops"
     apart = options.iterations_apart + (EVERY if pods else 0)
     iterations = (kills + 1) * (apart + 4)
-    # A checkpoint on a busy disk takes longer than an iteration may.
+    # A checkpoint on a busy disk may take longer than the deadline of an iteration.
     every = 10 * iterations if stops else options.checkpoint_every
 
-    def job(what: str, restarts: int, policy: Mapping[str, int]) -> Run:
+    def make_job(what: str, restarts: int, policy: Mapping[str, int]) -> WatchedJobRun:
         where = folder / f"{name}-{what}"
-        made = manifest(iterations, restarts, where, every, pods=pods, policy=policy)
-        return Run(where, made)
+        made = make_manifest(iterations, restarts, where, every, pods=pods, policy=policy)
+        return WatchedJobRun(where, made)
 
-    undisturbed = job("undisturbed", 0, {}).finish()
+    undisturbed = make_job("undisturbed", 0, {}).wait_for_end()
     longest = max(each["seconds"] for each in undisturbed["iterations"][1:])
     hang = max(HANG_SECONDS, math.ceil(HANG_OVER_LONGEST * longest))
-    run = job("killed", kills, {"hangSeconds": hang} if stops else {})
+    run = make_job("killed", kills, {"hangSeconds": hang} if stops else {})
     ranks = POD_STAGES if pods else STAGES * REPLICAS
     where = folder / f"{name}-killed" if pods else None
     draw = random.Random(options.seed)
     by = signal.SIGSTOP if stops else signal.SIGKILL
     times = killed_run(run, kills, apart, draw, ranks=ranks, pods=where, by=by)
-    report = run.finish()
+    report = run.wait_for_end()
 
     recoveries = [each for each in report["recoveries"] if each["seconds"] is not None]
     caused: dict[float, float] = {}
-    """By when a failure was noticed, when its signal was sent."""
+    """Time of the signal, by the time at which the failure was noticed."""
     for at in times:
         later = [each["lost_at"] for each in report["recoveries"] if at <= each["lost_at"] + 0.05]
         if later:
@@ -256,7 +256,7 @@ def measure(
     if other := len(report["recoveries"]) - len(caused):
         print(f"{name}: {other} failures that no signal caused; is the machine busy?")
     repeated = [each["repeated"] for each in recoveries]
-    found, expected = losses(report), losses(undisturbed)
+    found, expected = read_losses(report), read_losses(undisturbed)
     same = all(found[index] == expected[index] for index in found)
     shape = f"{STAGES} stages x {REPLICAS} replicas"
     if pods:
@@ -302,41 +302,43 @@ def measure(
     return goals, figures
 
 
-def asked_to_end(
+def measure_requested_ends(
     options: argparse.Namespace, folder: Path, terms: int
 ) -> tuple[list[tuple[str, bool]], dict[str, Any]]:
-    """Ask a run to end at drawn moments, and begin the next one where it has saved. Goals and
-    figures as of :func:`measure`."""
+    """End a run by SIGTERM at drawn moments, and start the next one from its checkpoint. Returns
+    goals and figures as :func:`measure_kills` does."""
     draw = random.Random(options.seed)
     iterations = (terms + 1) * (options.iterations_apart + 4)
 
-    def job(what: str) -> dict[str, Any]:
-        # Nothing but what they save as they are asked to end: no other checkpoint is due.
-        return manifest(iterations, 0, folder / what, 10 * iterations)
+    def make_job(what: str) -> dict[str, Any]:
+        # The only checkpoints are those saved on SIGTERM: no other one is due.
+        return make_manifest(iterations, 0, folder / what, 10 * iterations)
 
-    undisturbed = Run(folder / "terms-undisturbed", job("terms-undisturbed")).finish()
+    undisturbed = WatchedJobRun(
+        folder / "terms-undisturbed", make_job("terms-undisturbed")
+    ).wait_for_end()
     seconds, lost, ran = [], [], 0
     found: dict[int, float] = {}
     for number in range(terms + 1):
-        run = Run(folder / f"terms-{number}", job("terms"))
+        run = WatchedJobRun(folder / f"terms-{number}", make_job("terms"))
         last = number == terms
         if not last:
-            run.await_iterations(options.iterations_apart)
+            run.wait_for_iterations(options.iterations_apart)
             time.sleep(draw.random() * 0.2)
             began = time.monotonic()
             run.host.terminate()
             run.host.wait(DEADLINE)
             seconds.append(time.monotonic() - began)
-        report = run.finish() if last else run.report()
-        each = losses(report)
-        if not each or (not last and "saved a checkpoint" not in run.said()):
-            raise SystemExit(f"the run has not saved:\n{run.said()[-4000:]}")
+        report = run.wait_for_end() if last else run.read_report()
+        each = read_losses(report)
+        if not each or (not last and "saved a checkpoint" not in run.read_output()):
+            raise SystemExit(f"the run has not saved:\n{run.read_output()[-4000:]}")
         ran += len(each)
         if number:
-            # Negative where one ran again.
+            # Negative if an iteration ran again.
             lost.append(min(each) - max(found) - 1)
         found |= each
-    same = found == losses(undisturbed)
+    same = found == read_losses(undisturbed)
     print(f"terms: {terms} times SIGTERM for a run of {STAGES} stages x {REPLICAS} replicas")
     return [
         (
@@ -353,11 +355,11 @@ def asked_to_end(
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--kills", type=int, default=50, help="of ranks; 0: no such run")
-    parser.add_argument("--stops", type=int, default=10, help="the same by SIGSTOP")
-    parser.add_argument("--terms", type=int, default=5, help="of runs, by SIGTERM; 0: none")
-    parser.add_argument("--pods", type=int, default=10, help="that are lost; 0: no such run")
+    parser = make_parser(__doc__)
+    parser.add_argument("--kills", type=int, default=50, help="killed ranks; 0: no such run")
+    parser.add_argument("--stops", type=int, default=10, help="stopped ranks; 0: no such run")
+    parser.add_argument("--terms", type=int, default=5, help="runs ended by SIGTERM; 0: none")
+    parser.add_argument("--pods", type=int, default=10, help="lost pods; 0: no such run")
     parser.add_argument("--iterations-apart", type=int, default=4)
     parser.add_argument("--checkpoint-every", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -370,14 +372,14 @@ def main() -> None:
     figures = {}
     for name, kills in (("ranks", options.kills), ("stops", options.stops), ("pods", options.pods)):
         if kills:
-            found, figures[name] = measure(name, options, folder, kills)
+            found, figures[name] = measure_kills(name, options, folder, kills)
             goals += found
     if options.terms:
-        found, figures["terms"] = asked_to_end(options, folder, options.terms)
+        found, figures["terms"] = measure_requested_ends(options, folder, options.terms)
         goals += found
-    kept = finish(goals, options.json, figures)
+    all_hold = finish_benchmark(goals, options.json, figures)
     same = all(each["same_losses"] for each in figures.values())
-    raise SystemExit(0 if same and (kept or not options.check) else 1)
+    raise SystemExit(0 if same and (all_hold or not options.check) else 1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Played agents and ranks for scale.py, in processes of their own.
 
-:func:`running` starts ``python benchmarks/scale_load.py``, sends a JSON object to its standard
+:func:`run_load` starts ``python benchmarks/scale_load.py``, sends a JSON object to its standard
 input and returns its figures. Two kinds of load exist:
 
 agents  one agent per job: reports and a long poll over TLS (:class:`AgentsLoad`)
 ranks   the ranks of one large job, connected to its real agent (:class:`RanksLoad`)
 
 The product's own observer makes every report, from played telemetry in virtual time. A report is
-recorded once per kind and sent with other numbers, so that the load leaves the processors to what
-is measured. HTTP is written by hand for the same reason.
+recorded once per kind and sent with other numbers, so that the load leaves the processors to the
+measured programs. HTTP is written by hand for the same reason.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.observer import REPORT_SECONDS, Observer
-from pipemorph.control.observe.rank_monitor import RankMonitor
+from pipemorph.detection.job_observer import REPORT_SECONDS, JobObserver
+from pipemorph.detection.rank_monitor import RankMonitor
 from pipemorph.planning import Route
-from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
-from pipemorph.wire import (
+from pipemorph.protocol import (
     DirectiveEnvelope,
     IterationSample,
     LinkHealthReport,
@@ -43,7 +41,9 @@ from pipemorph.wire import (
     StageProfile,
     WireTime,
 )
-from pipemorph.wire.ranks import RANK_PROTOCOL, RankReport, ToRank
+from pipemorph.protocol.rank_messages import RANK_PROTOCOL, RankFrame, RankReport
+from pipemorph.replay.replayed_ranks import JobTelemetry, ReplayedRanks
+from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.agent import frames
 
 ITERATION = REPORT_SECONDS
@@ -51,14 +51,14 @@ ITERATION = REPORT_SECONDS
 Kind = Literal["first", "quiet", "alarm", "slow"]
 """first: all states; quiet: an iteration; alarm: a link turned slow; slow: an iteration since."""
 NORMAL, SLOW, OP = 0.002, (0.04, 0.12), 0.01
-"""Seconds: wire time, of a slow link (drawn), and of an op."""
+"""Seconds of a normal wire time, of a slow one (range), and of an op."""
 WINDOW, SETTLED, MOST, POOL = 0.05, 60, 80, 8
-"""Seconds of a window; windows before the first report, and at most until the next kind; different
-windows of a direction of a large job."""
+"""Seconds of a window; windows before the first report; limit of windows until the next kind;
+different windows of a direction of a large job."""
 DIRECTIONS = ("forward", "backward")
 OPENED_AT_A_TIME = 32
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.1, 1.0
-"""Between two tries of an agent whose ingest does not answer."""
+"""Time between two tries of an agent whose ingest does not answer."""
 BEGAN = "began"
 """Printed to standard error once everything is connected: the load's time begins."""
 DEADLINE = 900.0
@@ -66,17 +66,19 @@ DEADLINE = 900.0
 _NAME, _NAMESPACE = "the-name-of-the-job", "the-namespace-of-the-job"
 _SEQUENCE, _INDEX, _ITERATION, _VERSION = 900_000_001, 900_000_002, 900_000_003, 900_000_004
 _OBSERVED, _SECONDS, _NONE = 900_000_005, 1234.5, '"iterations":[]'
-"""Placeholders in a recorded report for what differs from report to report."""
+"""Placeholders in a recorded report for values that differ between reports."""
 
 
 # --- telemetry and reports -----------------------------------------------------------------------
 
 
-def recorded(mesh: MeshShape, draw: random.Random, slow: Mapping[int, float]) -> dict[Kind, str]:
-    """A report of each kind, by the observer of a job. ``slow``: wire times of slow links, seconds.
-    Raises RuntimeError if the reports never come to rest."""
-    observer = Observer(mesh, job=_NAME, namespace=_NAMESPACE, attempt=0)
-    ranks = PlayedRanks(mesh, observer)
+def record_reports(
+    mesh: MeshShape, draw: random.Random, slow: Mapping[int, float]
+) -> dict[Kind, str]:
+    """Record a report of each kind by the observer of a job. ``slow``: wire times of slow links,
+    seconds. Raises RuntimeError if the reports never settle."""
+    observer = JobObserver(mesh, job=_NAME, namespace=_NAMESPACE, attempt=0)
+    ranks = ReplayedRanks(mesh, observer)
     directions = [
         (link, column, direction)
         for link in range(mesh.stages - 1)
@@ -85,18 +87,18 @@ def recorded(mesh: MeshShape, draw: random.Random, slow: Mapping[int, float]) ->
     ]
     now, texts = 1.7e9, {}
 
-    def observe(links: Mapping[int, float], *, finished: bool = False) -> None:
+    def observe_window(links: Mapping[int, float], *, finished: bool = False) -> None:
         nonlocal now
         now += WINDOW
         done = IterationSample(
             index=_INDEX, seconds=_SECONDS, loss=draw.uniform(2, 3), plan_version=_VERSION,
             bubble_fraction=draw.uniform(0.1, 0.2),
         )  # fmt: skip
-        told = JobTelemetry(
+        telemetry = JobTelemetry(
             iteration=_ITERATION, applied_plan_version=_VERSION, ports=0,
-            links=[window(draw, *at, links.get(at[0], NORMAL)) for at in directions],
+            links=[make_window(draw, *at, links.get(at[0], NORMAL)) for at in directions],
             stages=[
-                profile(draw, stage, column)
+                make_profile(draw, stage, column)
                 for stage in range(mesh.stages)
                 for column in range(mesh.columns)
             ]
@@ -104,35 +106,37 @@ def recorded(mesh: MeshShape, draw: random.Random, slow: Mapping[int, float]) ->
             else [],
             iterations=[done] if finished else [],
         )  # fmt: skip
-        ranks.observe(told, now, refresh=finished)
+        ranks.process_telemetry(telemetry, now, refresh=finished)
 
-    def report() -> LinkHealthReport:
-        made = observer.report(_SEQUENCE, now, _OBSERVED)
-        observer.delivered(made, DirectiveEnvelope(memory="it"))
+    def make_report() -> LinkHealthReport:
+        made = observer.build_report(_SEQUENCE, now, _OBSERVED)
+        observer.record_delivery(made, DirectiveEnvelope(memory="it"))
         return made
 
     for number in range(SETTLED):
-        observe({}, finished=number % 4 == 3)
-    texts["first"] = report()
+        observe_window({}, finished=number % 4 == 3)
+    texts["first"] = make_report()
     for _ in range(MOST):
-        observe({}, finished=True)
-        texts["quiet"] = report()
+        observe_window({}, finished=True)
+        texts["quiet"] = make_report()
         if texts["quiet"].is_progress:
             break
     else:
-        raise RuntimeError(f"{mesh}: the reports of well links never come to rest")
+        raise RuntimeError(f"{mesh}: the reports of healthy links never settle")
     for _ in range(MOST):
-        observe(slow)
-        if observer.due(now) and (alarm := report()).directions:
+        observe_window(slow)
+        if observer.is_report_due(now) and (alarm := make_report()).directions:
             texts["alarm"] = alarm
             break
-    observe(slow, finished=True)
-    texts["slow"] = report()
-    return {kind: each.body().decode() for kind, each in texts.items()}
+    observe_window(slow, finished=True)
+    texts["slow"] = make_report()
+    return {kind: each.to_json().decode() for kind, each in texts.items()}
 
 
-def window(draw: random.Random, link: int, column: int, direction: str, usual: float) -> LinkSample:
-    """A window in which messages take about ``usual`` seconds."""
+def make_window(
+    draw: random.Random, link: int, column: int, direction: str, usual: float
+) -> LinkSample:
+    """Make a window in which messages take about ``usual`` seconds."""
     least, middle, most = (usual * (1 + draw.uniform(0, 0.02) + more) for more in (0, 0.02, 0.04))
     wire = WireTime(count=5, exact=5, min=least, p50=middle, p99=most, mean=middle)
     return LinkSample(
@@ -141,7 +145,7 @@ def window(draw: random.Random, link: int, column: int, direction: str, usual: f
     )  # fmt: skip
 
 
-def profile(draw: random.Random, stage: int, column: int) -> StageProfile:
+def make_profile(draw: random.Random, stage: int, column: int) -> StageProfile:
     names = ("forward", "backward_input", "backward_weight")
     return StageProfile(
         stage=stage, replica=column, split="deferred", peak_memory=2**34,
@@ -149,24 +153,24 @@ def profile(draw: random.Random, stage: int, column: int) -> StageProfile:
     )  # fmt: skip
 
 
-class Reports:
-    """Bodies of the reports of one job of ``stages`` stages. ``seed``: of its op times, of which
-    link turns slow, and of its delay."""
+class RecordedReports:
+    """Bodies of the reports of a job of ``stages`` stages. ``seed``: determines its op times, its
+    slow link and the delay."""
 
     def __init__(self, stages: int, seed: int = 0) -> None:
         draw = random.Random(f"{stages} {seed}")
         slow = {draw.randrange(stages - 1): draw.uniform(*SLOW)}
-        texts = recorded(MeshShape(stages), draw, slow)
+        texts = record_reports(MeshShape(stages), draw, slow)
         self._texts = {kind: _without_iteration(text) for kind, text in texts.items()}
 
-    def body(
+    def make_body(
         self, namespace: str, job: str, sequence: int, observed: int, kind: Kind, *,
         applied: int | None = None, iteration: int | None = None, finished: int = 1,
         seconds: float = ITERATION,
     ) -> str:  # fmt: skip
-        """Report number ``sequence``. ``observed``, ``applied``: plan versions; ``iteration``: the
-        one in progress (default: one per report); ``finished``: iterations of ``seconds`` each that
-        it reports, if its kind does."""
+        """Body of report number ``sequence``. ``observed``, ``applied``: plan versions;
+        ``iteration``: the one in progress (default: one per report); ``finished``: number of
+        iterations of ``seconds`` each that it reports, if its kind reports any."""
         text, sample = self._texts[kind]
         at = sequence % 2**31 + 1 if iteration is None else iteration
         if sample:
@@ -184,7 +188,7 @@ class Reports:
 
 
 def _without_iteration(text: str) -> tuple[str, str]:
-    """A report without the iteration that it has, and that iteration; empty if it has none."""
+    """Split a report into the rest and its iteration; the latter is empty if there is none."""
     report = json.loads(text)
     compact = json.JSONEncoder(separators=(",", ":")).encode
     if not (samples := report.get("iterations")):
@@ -192,15 +196,15 @@ def _without_iteration(text: str) -> tuple[str, str]:
     return compact(report | {"iterations": []}), compact(samples[0])
 
 
-reports_of = cache(Reports)
+reports_of = cache(RecordedReports)
 
 
 # --- one agent per job ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job that reports. ``slow_at``: seconds after which its link turns slow; ``slow_iteration``:
+class ReportingJob:
+    """Reporting job. ``slow_at``: seconds after which its link turns slow; ``slow_iteration``:
     seconds of an iteration from then until another plan is in effect."""
 
     namespace: str
@@ -214,8 +218,8 @@ class Job:
 
 @dataclass(frozen=True)
 class AgentsLoad:
-    """All jobs report once per ``period`` or as seldom as the ingest asks, for ``seconds``.
-    ``gone_at``: seconds after which the ingest may be away; before that, an agent that is refused
+    """Load of agents: all jobs report once per ``period``, or as seldom as the ingest requests, for
+    ``seconds``. ``gone_at``: seconds after which the ingest may be away; before, a refused agent
     ends the load. ``first``: sequence number of the first reports."""
 
     port: int
@@ -229,11 +233,11 @@ class AgentsLoad:
 
 
 @dataclass
-class Figures:
-    """Seconds that the agents measured. ``directives``: stages, when the link turned slow, and from
-    the alarm to the directive. ``back``: from ``gone_at`` until a report was answered again, per
-    job. ``unasked``: directives before the alarm, by when that was due. ``twice``: versions that
-    came with two different plans. ``wall``, ``own_cpu``: until ``gone_at``."""
+class AgentFigures:
+    """Seconds measured by the agents. ``directives``: stages, time at which the link turned slow,
+    and time from the alarm to the directive. ``back``: time from ``gone_at`` until a report was
+    answered again, per job. ``unasked``: due times of alarms that a directive preceded. ``twice``:
+    versions with two different plans. ``wall``, ``own_cpu``: until ``gone_at``."""
 
     reports: int = 0
     wall: float = 0.0
@@ -247,12 +251,12 @@ class Figures:
     twice: list[str] = field(default_factory=list)
 
 
-class Refused(Exception):
-    """The ingest answered with an error."""
+class HttpError(Exception):
+    """Raised if the ingest answers with an error."""
 
 
-class Connection(asyncio.Protocol):
-    """One HTTP connection, one request at a time."""
+class HttpConnection(asyncio.Protocol):
+    """HTTP connection with one request at a time."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -278,8 +282,8 @@ class Connection(asyncio.Protocol):
             self._buffer = b""
             self._answer.set_result((int(head[9:12]), rest[:length]))
 
-    async def request(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+    async def send_request(self, request: bytes) -> tuple[int, bytes]:
+        """Send a request; return status and body of the answer."""
         if self._transport is None:
             raise ConnectionError("the ingest hung up")
         self._answer = asyncio.get_running_loop().create_future()
@@ -287,68 +291,73 @@ class Connection(asyncio.Protocol):
         return await self._answer
 
 
-class Reporter:
-    """The agent of one job: a connection for reports, and one for the long poll."""
+class PlayedAgent:
+    """Agent of a job: a connection for reports, and one for the long poll."""
 
     def __init__(
-        self, load: AgentsLoad, trust: ssl.SSLContext, job: Job, address: str, out: Figures
+        self,
+        load: AgentsLoad,
+        trust: ssl.SSLContext,
+        job: ReportingJob,
+        address: str,
+        out: AgentFigures,
     ) -> None:
         self._load, self._trust, self.job, self._address, self._out = load, trust, job, address, out
-        reports_of(job.stages, job.seed)  # Recorded before anything is timed.
+        reports_of(job.stages, job.seed)  # Record before the timed part.
         self._base = f"/v1/jobs/{job.namespace}/{job.name}"
         self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
         self._sequence = load.first - 1
         self._iteration = self._sequence % 2**31
         self._memory = b""
         self._complete = False
-        """Whether the ingest has all states of the job."""
+        """True if the ingest has all states of the job."""
         self._plans: dict[int, bytes] = {}
         self.observed = self._before_alarm = 0
         self._slow_reported = False
         self.again = asyncio.Event()
-        """Set when a poll fails: an agent reports at once then."""
+        """Set when a poll fails: then the agent reports at once."""
         self.pause = load.period
-        """Seconds until the next report, as the ingest asks."""
+        """Seconds until the next report, as the ingest requests."""
         self.alarm_sent: float | None = None
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> HttpConnection:
         _, connection = await asyncio.get_running_loop().create_connection(
-            Connection, "127.0.0.1", self._load.port, ssl=self._trust,
+            HttpConnection, "127.0.0.1", self._load.port, ssl=self._trust,
             server_hostname=self._load.server_name, ssl_handshake_timeout=120,
             local_addr=(self._address, 0),
         )  # fmt: skip
         return connection
 
-    async def send(self, connection: Connection, *, slow: bool = False) -> float:
-        """Send the next report. Seconds to the answer."""
+    async def send_report(self, connection: HttpConnection, *, slow: bool = False) -> float:
+        """Send the next report; return the seconds to the answer."""
         kind: Kind = "first" if not self._complete else "slow" if slow else "quiet"
         if slow and self.alarm_sent is None and self._complete:
             kind = "alarm"
-        request = self._request(kind)
+        request = self._make_request(kind)
         started = time.monotonic()
         if kind == "alarm":
             self.alarm_sent, self._before_alarm = started, self.observed
-        answer = self._take(*await connection.request(request))
+        answer = self._handle_answer(*await connection.send_request(request))
         took = time.monotonic() - started
         # Each iteration is reported as it finishes while a link is slow.
         urgent = slow or b'"attentive":true' in answer
-        self.pause = self._load.period if urgent else float(_field(answer, b'"seldom":', b","))
-        # Another ingest remembers nothing: the next report has all states.
-        memory = _field(answer, b'"memory":"', b'"')
+        self.pause = self._load.period if urgent else float(_read_field(answer, b'"seldom":', b","))
+        # Another ingest has no states: the next report has all of them.
+        memory = _read_field(answer, b'"memory":"', b'"')
         self._complete = kind == "first" or memory == self._memory
         self._memory = memory
         return took
 
-    def _request(self, kind: Kind) -> bytes:
+    def _make_request(self, kind: Kind) -> bytes:
         self._sequence += 1
-        # The iteration in which a link turns slow ends under the plan before.
+        # The iteration in which a link turns slow ends under the previous plan.
         first = kind == "slow" and not self._slow_reported
         self._slow_reported |= first
         applied = self._before_alarm if first else self.observed
         slow = kind == "slow" and applied == self._before_alarm
         finished = 0 if kind == "alarm" else round(self.pause / self._load.period)
         self._iteration += finished
-        body = reports_of(self.job.stages, self.job.seed).body(
+        body = reports_of(self.job.stages, self.job.seed).make_body(
             self.job.namespace, self.job.name, self._sequence, self.observed, kind,
             applied=applied, iteration=self._iteration, finished=finished,
             seconds=self.job.slow_iteration if slow else ITERATION,
@@ -358,15 +367,15 @@ class Reporter:
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         ).encode()
 
-    async def poll(self, connection: Connection) -> None:
-        """Wait for a directive, as long as a poll may."""
+    async def poll_directive(self, connection: HttpConnection) -> None:
+        """Wait for a directive, for the duration of a poll."""
         query = f"attempt=0&after={self.observed}&wait=25"
         request = f"GET {self._base}/directive?{query} HTTP/1.1\r\n{self._end}\r\n"
-        self._take(*await connection.request(request.encode()))
+        self._handle_answer(*await connection.send_request(request.encode()))
 
-    def _take(self, status: int, body: bytes) -> bytes:
+    def _handle_answer(self, status: int, body: bytes) -> bytes:
         if status != 200:
-            raise Refused(f"{self.job.name} was answered {status}: {body!r}")
+            raise HttpError(f"{self.job.name} was answered {status}: {body!r}")
         if b'"plan_version"' in body:
             directive = json.loads(body)["directive"]
             version = directive["plan_version"]
@@ -377,14 +386,14 @@ class Reporter:
         return body
 
 
-def _field(body: bytes, name: bytes, end: bytes) -> bytes:
+def _read_field(body: bytes, name: bytes, end: bytes) -> bytes:
     return body.partition(name)[2].partition(end)[0]
 
 
-class Agents:
-    """The agents of all jobs."""
+class PlayedAgents:
+    """Agents of all jobs."""
 
-    def __init__(self, load: AgentsLoad, reporters: list[Reporter], out: Figures) -> None:
+    def __init__(self, load: AgentsLoad, reporters: list[PlayedAgent], out: AgentFigures) -> None:
         self._load, self._reporters, self._out = load, reporters, out
         self._all_connected = asyncio.Barrier(len(reporters))
         self._opening = asyncio.Semaphore(OPENED_AT_A_TIME)
@@ -393,17 +402,17 @@ class Agents:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for number, reporter in enumerate(self._reporters):
-                tasks.create_task(self._report(number, reporter))
+                tasks.create_task(self._report_periodically(number, reporter))
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         return time.monotonic() - self._began
 
-    async def _report(self, number: int, reporter: Reporter) -> None:
+    async def _report_periodically(self, number: int, reporter: PlayedAgent) -> None:
         load, out = self._load, self._out
         async with self._opening:
             connection = await reporter.connect()
-            await reporter.send(connection)
-            polling = asyncio.create_task(self._poll(reporter))
+            await reporter.send_report(connection)
+            polling = asyncio.create_task(self._poll_forever(reporter))
         await self._all_connected.wait()
         if not self._began:
             self._began, self._cpu = time.monotonic(), time.process_time()
@@ -411,18 +420,20 @@ class Agents:
         due, backoff, away = load.period * number / len(self._reporters), 0.0, False
         while due < load.seconds:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(reporter.again.wait(), max(0.0, due - self._now()))
+                await asyncio.wait_for(reporter.again.wait(), max(0.0, due - self._read_clock()))
             reporter.again.clear()
-            now = self._now()
+            now = self._read_clock()
             due, slow_at = min(due, now), reporter.job.slow_at
             if now < load.gone_at:
                 out.late = max(out.late, now - due)
                 out.wall, out.own_cpu = now, time.process_time() - self._cpu
             try:
-                took = await reporter.send(connection, slow=slow_at is not None and now >= slow_at)
-            except (OSError, Refused) as error:
-                away = self._now() >= load.gone_at
-                if isinstance(error, Refused) and not away:
+                took = await reporter.send_report(
+                    connection, slow=slow_at is not None and now >= slow_at
+                )
+            except (OSError, HttpError) as error:
+                away = self._read_clock() >= load.gone_at
+                if isinstance(error, HttpError) and not away:
                     raise
                 backoff = min(max(2 * backoff, FIRST_BACKOFF_SECONDS), LAST_BACKOFF_SECONDS)
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
@@ -430,7 +441,7 @@ class Agents:
                     async with self._opening:
                         connection = await reporter.connect()
                     out.reconnects += not away
-                due = self._now()
+                due = self._read_clock()
                 continue
             backoff = 0.0
             if now < load.gone_at:
@@ -438,23 +449,23 @@ class Agents:
                 out.answers.append(took)
             elif away:
                 away = False
-                out.back.append(self._now() - load.gone_at)
+                out.back.append(self._read_clock() - load.gone_at)
             due += reporter.pause
             if slow_at is not None and reporter.alarm_sent is None:
-                due = min(due, max(slow_at, self._now()))  # The alarm is sent at once.
+                due = min(due, max(slow_at, self._read_clock()))  # The alarm is sent at once.
         polling.cancel()
         for error in await asyncio.gather(polling, return_exceptions=True):
             if isinstance(error, Exception):
                 raise error
 
-    async def _poll(self, reporter: Reporter) -> None:
+    async def _poll_forever(self, reporter: PlayedAgent) -> None:
         connection, backoff, seen = await reporter.connect(), FIRST_BACKOFF_SECONDS, False
         while True:
             try:
-                await reporter.poll(connection)
+                await reporter.poll_directive(connection)
                 backoff = FIRST_BACKOFF_SECONDS
-            except (OSError, Refused) as error:
-                if isinstance(error, Refused) and self._now() < self._load.gone_at:
+            except (OSError, HttpError) as error:
+                if isinstance(error, HttpError) and self._read_clock() < self._load.gone_at:
                     raise
                 if backoff == FIRST_BACKOFF_SECONDS:
                     reporter.again.set()
@@ -474,12 +485,12 @@ class Agents:
 
 
 def play_agents(load: AgentsLoad) -> dict[str, Any]:
-    trust, out = ssl.create_default_context(cafile=load.ca_file), Figures()
+    trust, out = ssl.create_default_context(cafile=load.ca_file), AgentFigures()
     reporters = [
-        Reporter(load, trust, Job(**job), f"127.1.{1 + i // 250}.{1 + i % 250}", out)
+        PlayedAgent(load, trust, ReportingJob(**job), f"127.1.{1 + i // 250}.{1 + i % 250}", out)
         for i, job in enumerate(load.jobs)
     ]
-    asyncio.run(Agents(load, reporters, out).run())
+    asyncio.run(PlayedAgents(load, reporters, out).run())
     return asdict(out)
 
 
@@ -488,9 +499,9 @@ def play_agents(load: AgentsLoad) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RanksLoad:
-    """All ranks of a large job, connected to its agent, process ``agent``, at ``port``. Links are
-    well for ``settle`` and for ``healthy`` seconds, then link 0 is slow, and after another
-    ``fault`` seconds half of all links are, for as long."""
+    """Load of all ranks of a large job, connected to its agent, process ``agent``, at ``port``.
+    Links are healthy for ``settle`` and ``healthy`` seconds; then link 0 is slow for ``fault``
+    seconds, then half of all links, for ``fault`` seconds, too."""
 
     port: int
     agent: int
@@ -508,43 +519,44 @@ def cpu_seconds(pid: int) -> float:
 
 
 class PlayedRank:
-    """One rank: its monitor, its windows, and its connection."""
+    """Played rank: its monitor, its windows, and its connection."""
 
     def __init__(self, mesh: MeshShape, rank: int) -> None:
         self.rank, self.monitor = rank, RankMonitor(mesh, rank)
-        at, draw = mesh.coordinate(rank), random.Random(rank)
+        at, draw = mesh.find_coordinate(rank), random.Random(rank)
         received = [(at.stage - 1, "forward"), (at.stage, "backward")]
         self._links = [each for each in received if 0 <= each[0] < mesh.stages - 1]
         wires = {False: NORMAL, True: sum(SLOW) / 2}
         self._windows = {
-            (link, slow): [window(draw, link, at.column, way, wire) for _ in range(POOL)]
+            (link, slow): [make_window(draw, link, at.column, way, wire) for _ in range(POOL)]
             for link, way in self._links
             for slow, wire in wires.items()
         }
-        self._profiles = [profile(draw, at.stage, at.column) for _ in range(POOL)]
+        self._profiles = [make_profile(draw, at.stage, at.column) for _ in range(POOL)]
         self.writer: asyncio.StreamWriter | None = None
         self.sent = 0
 
-    def turn(self, number: int, now: float, slow: int, iteration: int | None) -> None:
-        """A window's end. ``slow``: number of slow links; ``iteration``: one that has ended."""
+    def end_window(self, number: int, now: float, slow: int, iteration: int | None) -> None:
+        """End a window. ``slow``: number of slow links; ``iteration``: finished one, if any."""
         windows = [
             found.model_copy(update={"iteration": number}) if link < slow else found
             for link, _ in self._links
             for found in [self._windows[link, link < slow][number % POOL]]
         ]
         profiles = [] if iteration is None else [self._profiles[number % POOL]]
-        self.monitor.observe(windows, now, profiles=profiles)
+        self.monitor.observe_windows(windows, now, profiles=profiles)
         finished = None
         if self.rank == 0 and iteration is not None:
             finished = IterationSample(
                 index=iteration, seconds=ITERATION, loss=2.5, plan_version=0, bubble_fraction=0.1
             )
-        if finished is not None or self.monitor.due(now):
+        if finished is not None or self.monitor.is_report_due(now):
             report = RankReport(
                 rank=self.rank, state="training", iteration=iteration or 0, ports=0,
-                applied_plan_version=0, finished_iteration=finished, **self.monitor.take(now),
+                applied_plan_version=0, finished_iteration=finished,
+                **self.monitor.take_changes(now),
             )  # fmt: skip
-            data = frames.frame(report.body())
+            data = frames.add_length_prefix(report.to_json())
             assert self.writer is not None
             self.writer.write(data)
             self.sent += len(data)
@@ -558,18 +570,18 @@ async def play_ranks(load: RanksLoad) -> dict[str, Any]:
     async def connect(each: PlayedRank) -> asyncio.StreamReader:
         async with gate:
             reader, each.writer = await asyncio.open_connection("127.0.0.1", load.port)
-            await introduce(reader, each.writer, bytes.fromhex(load.secret), each.rank)
-        each.monitor.connected()
+            await send_handshake(reader, each.writer, bytes.fromhex(load.secret), each.rank)
+        each.monitor.record_connection()
         return reader
 
     async def receive(each: PlayedRank, reader: asyncio.StreamReader) -> None:
         nonlocal answered
         while True:
-            payload = await frames.read(reader)
+            payload = await frames.read_frame(reader)
             answered += len(payload)
-            if ToRank.is_one(payload):
-                answer = ToRank.model_validate_json(payload).answer
-                each.monitor.hear(answer, time.monotonic())
+            if RankFrame.is_answer(payload):
+                answer = RankFrame.model_validate_json(payload).answer
+                each.monitor.process_answer(answer, time.monotonic())
 
     readers = await asyncio.gather(*(connect(each) for each in ranks))
     tasks = [
@@ -592,11 +604,11 @@ async def play_ranks(load: RanksLoad) -> dict[str, Any]:
             for i, each in enumerate(ranks):
                 if i % 64 == 0:
                     await asyncio.sleep(0)
-                each.turn(number, time.monotonic(), slow, iteration if rest == 0 else None)
+                each.end_window(number, time.monotonic(), slow, iteration if rest == 0 else None)
             due = began + number * WINDOW
             late = max(late, time.monotonic() - due)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-        # Of the time that was played: a busy machine takes longer.
+        # Relative to the played time: a busy machine takes longer.
         found[phase] = (cpu_seconds(load.agent) - used) / seconds
     for task in tasks:
         if task.done():
@@ -606,16 +618,16 @@ async def play_ranks(load: RanksLoad) -> dict[str, Any]:
     return found | {"sent": sent, "answered": answered, "load_late": late}
 
 
-async def introduce(
+async def send_handshake(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int
 ) -> None:
-    """Do a rank's part of the handshake."""
-    challenge = frames.decode(frames.Challenge, await frames.read(reader)).nonce
+    """Perform the rank's part of the handshake."""
+    challenge = frames.decode_message(frames.Challenge, await frames.read_frame(reader)).nonce
     nonce = frames.new_nonce()
-    mine = frames.proof(secret, "rank", challenge, nonce, rank)
+    mine = frames.compute_proof(secret, "rank", challenge, nonce, rank)
     hello = frames.Hello(rank=rank, nonce=nonce, proof=mine, protocol=RANK_PROTOCOL)
-    writer.write(frames.encode(hello))
-    welcome = frames.decode(frames.Welcome, await frames.read(reader))
+    writer.write(frames.encode_frame(hello))
+    welcome = frames.decode_message(frames.Welcome, await frames.read_frame(reader))
     if welcome.proof is None:
         raise RuntimeError(f"the agent refused rank {rank}: {welcome.refused}")
 
@@ -624,9 +636,9 @@ async def introduce(
 
 
 @contextlib.contextmanager
-def running(kind: str, **load: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Run a load in a process of its own. Entered once all is connected; yields a function that
-    waits for its figures. Raises RuntimeError if the process fails."""
+def run_load(kind: str, **load: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Run a load in a separate process. Enters once everything is connected; yields a function that
+    waits for the figures. Raises RuntimeError if the process fails."""
     process = subprocess.Popen(
         [sys.executable, __file__, kind],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -639,14 +651,14 @@ def running(kind: str, **load: Any) -> Iterator[Callable[[], dict[str, Any]]]:
         if (line := process.stderr.readline()).strip() != BEGAN:
             raise RuntimeError(f"scale_load.py: {line}{process.stderr.read()[-2000:]}")
 
-        def figures() -> dict[str, Any]:
+        def read_figures() -> dict[str, Any]:
             out, errors = process.communicate(timeout=DEADLINE)
             if process.returncode != 0:
                 raise RuntimeError(f"scale_load.py: {errors[-2000:]}")
             found: dict[str, Any] = json.loads(out)
             return found
 
-        yield figures
+        yield read_figures
     finally:
         process.kill()
         process.wait()

@@ -1,21 +1,20 @@
-"""The closed loop under a slow last link: five ways to run, 0, 30 and 60 ms, emulated stages.
+"""Closed loop under a slow last link: five ways to run, 0, 30 and 60 ms, emulated stages.
 
 One command: ``python benchmarks/slow_link.py [--json FILE] [--keep DIR] [--check] [--short]``; with
 --short only the two ways that the goals compare. Every row is one ``pipemorph run`` of a 14B-like
-profile (8 emulated stages, 24 microbatches) whose fault trace walks the delay of the last link
-through 0, 30 and 60 ms. The controller gets no hint: what pipemorph does in a phase it found out
-from the trainer's telemetry. A phase's time is the median of its iterations once the schedule has
-settled; beside it stands what the simulator says of it, and for pipemorph the least time of any
-schedule with the op times, hops and boundaries that its undisturbed iterations had. How long that
-took is printed for each change: iterations from the first slow one to the first under the new plan.
-Last, pipemorph runs while that link is not
-delayed but narrow for a while: 5 Gb/s for messages of 16 MB. Each goal is said to
-hold or not. If one does not, pipemorph is measured once more and both figures are shown; with
---check the exit status is 1 if a goal fails again.
+profile (8 emulated stages, 24 microbatches) whose fault trace sets the delay of the last link to 0,
+30 and 60 ms in turn. The controller gets no hint: pipemorph reacts only to the trainer's telemetry.
+The time of a phase is the median of its iterations once the schedule has settled. The table adds
+the simulated time and, for pipemorph, the lower bound of any schedule with the op times, hops and
+boundaries of its undisturbed iterations. For each change it prints the iterations from the first
+slow one to the first under the new plan. Finally, pipemorph runs while that link is temporarily
+narrow instead: 5 Gb/s for messages of 16 MB. Prints for each goal whether it holds. If one does
+not, pipemorph is measured once more and both figures are shown; with --check the exit status is 1
+if a goal fails again.
 
-Zero-bubble is run on two kinds of direct route. With one queue per pair of ranks, a send waits
-for what the neighbour sends: torch.distributed gives a pair of ranks one NCCL stream, and the
-paper's baseline behaves like it. With one queue per direction it does better than published.
+Zero-bubble runs on two kinds of direct route. With one queue per pair of ranks, a send waits for
+the neighbour's sends: torch.distributed gives a pair of ranks one NCCL stream, and the paper's
+baseline behaves like it. With one queue per direction it does better than published.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from calibrate import calibrate
-from goals import arguments, tell, write
+from calibrate import read_costs
+from goals import make_parser, print_goals, write_figures
 
-from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
+from pipemorph.planning import Policy, Route, StageTimes, build_problem, plan, predict
 from pipemorph.planning.problem import transfer_ms
 
 STAGES, MICROBATCHES = 8, 24
@@ -42,12 +41,12 @@ TIMES = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
 MESSAGE_BYTES, STANDS_FOR = 1 << 16, 1 << 24
 DELAYS_MS = (0.0, 30.0, 60.0)
 GBPS, NARROW_BYTES = 5.0, 16_000_000
-"""Of the narrow link, and what a message stands for there: it occupies the link for about as long
-as a stage takes for a microbatch. At half the rate the link is all that counts, whatever the plan.
-The messages that are sent are smaller, and their rate in proportion."""
+"""Rate of the narrow link, and size of its messages: one occupies the link for about the time of a
+microbatch in a stage. At half the rate, the link alone would determine the time of any plan. The
+messages that are sent are smaller, and their rate in proportion."""
 PHASE, SETTLE = 8, 4
-"""Iterations per delay, and how many of them at its start are not counted as settled:
-the one that shows the fault, and those until iteration times are steady."""
+"""Iterations per delay, and number of these at its start that do not count as settled: the one that
+shows the fault, and those until iteration times are steady."""
 MOST_OF_OWN, LEAST_FASTER, MOST_OF_BOUND, MOST_ITERATIONS = 1.15, 3.0, 1.05, 1
 """Goals: times its own undisturbed iteration, times faster than zero-bubble, and times the bound,
 all at the longest delay; iterations until a new plan is in effect."""
@@ -82,18 +81,18 @@ class Row:
     seconds: dict[str, float]
     """Settled iteration time per delay in milliseconds (as text, for JSON)."""
     simulated: dict[str, float]
-    """What the simulator says of the schedule and routes that were settled on."""
+    """Simulated time of the settled schedule and routes."""
     bound: dict[str, float]
-    """Of pipemorph: seconds that no schedule is shorter than with the costs of the run's
-    undisturbed iterations."""
+    """Lower bound of any schedule in seconds, for pipemorph, at the costs of the run's undisturbed
+    iterations."""
     adaptations: list[dict[str, Any]]
     iterations: list[float]
 
 
 @dataclass(frozen=True)
-class Narrow:
-    """pipemorph on a link that is narrow in the second of three phases. Seconds per iteration,
-    settled, but for ``bound``: of the second phase, at the costs of the first."""
+class NarrowLinkRun:
+    """Result of pipemorph on a link that is narrow in the second of three phases. Settled seconds
+    per iteration; ``bound``: lower bound of the second phase, at the costs of the first."""
 
     before: float
     narrow: float
@@ -103,18 +102,18 @@ class Narrow:
     iterations: list[float]
 
     @property
-    def answers(self) -> list[dict[str, Any]]:
-        """The adaptations that were decided on while it was narrow."""
+    def adaptations_while_narrow(self) -> list[dict[str, Any]]:
+        """Adaptations that were decided while the link was narrow."""
         return [a for a in self.adaptations if PHASE <= a["detected_at_iteration"] < 2 * PHASE]
 
 
-def phase(k: int, **fault: float) -> dict[str, Any]:
-    """A fault of the last link in one phase."""
+def make_fault(k: int, **fault: float) -> dict[str, Any]:
+    """Fault of the last link in phase ``k``."""
     during = {"fromIteration": k * PHASE, "toIteration": (k + 1) * PHASE}
     return {"link": STAGES - 2, **during, **fault}
 
 
-def manifest(variant: Variant, faults: list[dict[str, Any]]) -> dict[str, Any]:
+def make_manifest(variant: Variant, faults: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "apiVersion": "pipemorph.io/v1alpha1",
         "kind": "PipeMorphJob",
@@ -142,41 +141,45 @@ def manifest(variant: Variant, faults: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(variant: Variant, out: Path) -> Row:
-    """One ``pipemorph run`` under each delay."""
-    report = train(variant, [phase(k, delayMs=d) for k, d in enumerate(DELAYS_MS) if d], out)
+def run_delays(variant: Variant, out: Path) -> Row:
+    """Run ``pipemorph run`` once, under each delay in turn."""
+    report = run_training(
+        variant, [make_fault(k, delayMs=d) for k, d in enumerate(DELAYS_MS) if d], out
+    )
     times = [iteration["seconds"] for iteration in report["iterations"]]
-    settled = {f"{delay:g}": of_phase(times, k) for k, delay in enumerate(DELAYS_MS)}
+    settled = {f"{delay:g}": find_phase_seconds(times, k) for k, delay in enumerate(DELAYS_MS)}
     bound = {}
     # The costs of B and W are unknown where backwards are fused, as in 1F1B.
     if variant.name == OURS:
         links = [(delay, 0.0) for delay in DELAYS_MS]
-        found = bounds(out / "run" / "trace", times[:PHASE], links)
+        found = compute_bounds(out / "run" / "trace", times[:PHASE], links)
         bound = {f"{delay:g}": each for delay, each in zip(DELAYS_MS, found, strict=True)}
-    return Row(variant.name, settled, simulated(variant), bound, report["adaptations"], times)
+    return Row(variant.name, settled, simulate_delays(variant), bound, report["adaptations"], times)
 
 
-def run_narrow(out: Path) -> Narrow:
-    """One ``pipemorph run`` with the last link narrow in its second of three phases."""
+def run_narrow(out: Path) -> NarrowLinkRun:
+    """Run ``pipemorph run`` with the last link narrow in the second of three phases."""
     transfer = transfer_ms(NARROW_BYTES, GBPS)
-    report = train(VARIANTS[-1], [phase(1, bandwidthMbps=MESSAGE_BYTES * 8 / transfer / 1e3)], out)
+    report = run_training(
+        VARIANTS[-1], [make_fault(1, bandwidthMbps=MESSAGE_BYTES * 8 / transfer / 1e3)], out
+    )
     times = [iteration["seconds"] for iteration in report["iterations"]]
-    before, narrow, after = (of_phase(times, k) for k in range(3))
-    (bound,) = bounds(out / "run" / "trace", times[:PHASE], [(0.0, transfer)])
-    return Narrow(before, narrow, after, bound, report["adaptations"], times)
+    before, narrow, after = (find_phase_seconds(times, k) for k in range(3))
+    (bound,) = compute_bounds(out / "run" / "trace", times[:PHASE], [(0.0, transfer)])
+    return NarrowLinkRun(before, narrow, after, bound, report["adaptations"], times)
 
 
-def of_phase(times: list[float], k: int) -> float:
+def find_phase_seconds(times: list[float], k: int) -> float:
     """Settled iteration time of a phase."""
     return statistics.median(times[k * PHASE + SETTLE : (k + 1) * PHASE])
 
 
-def train(variant: Variant, faults: list[dict[str, Any]], out: Path) -> dict[str, Any]:
-    """The report of one ``pipemorph run``. Raises RuntimeError with its last lines if it does not
-    complete."""
+def run_training(variant: Variant, faults: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    """Run ``pipemorph run``; return its report. Raises RuntimeError with its last lines if it does
+    not complete."""
     out.mkdir(parents=True, exist_ok=True)
     job = out / "job.yaml"
-    job.write_text(yaml.safe_dump(manifest(variant, faults), sort_keys=False))
+    job.write_text(yaml.safe_dump(make_manifest(variant, faults), sort_keys=False))
     command = [sys.executable, "-m", "pipemorph.cli", "run", str(job), "--out", str(out / "run")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
@@ -188,24 +191,26 @@ def train(variant: Variant, faults: list[dict[str, Any]], out: Path) -> dict[str
     return report
 
 
-def bounds(traces: Path, undisturbed: list[float], links: list[tuple[float, float]]) -> list[float]:
+def compute_bounds(
+    traces: Path, undisturbed: list[float], links: list[tuple[float, float]]
+) -> list[float]:
     """Lower bounds of the iteration time at measured costs, seconds. ``links``: delays of the last
-    link, each with the time for which a message occupies it, milliseconds."""
-    costs = calibrate(traces, undisturbed)
+    link, each with the time for which a message occupies the link, milliseconds."""
+    costs = read_costs(traces, undisturbed)
     forward, backward, weight = (costs.ops[kind] for kind in ("F", "B", "W"))
     times = StageTimes(forward=forward, backward_input=backward, backward_weight=weight)
     found = []
     for delay_ms, occupied_ms in links:
         others = [0.0] * (STAGES - 2)
         delays = [costs.hop + each for each in (*others, delay_ms / 1e3)]
-        problem = problem_for(
+        problem = build_problem(
             MICROBATCHES, [times] * STAGES, delays, transfers=[*others, occupied_ms / 1e3]
         )
         found.append(plan(problem).lower_bound + costs.boundary)
     return found
 
 
-def simulated(variant: Variant) -> dict[str, float]:
+def simulate_delays(variant: Variant) -> dict[str, float]:
     """Predicted iteration time per delay, seconds. For pipemorph: planned for the delay, with
     the slow link delegated."""
     times = StageTimes(
@@ -218,7 +223,7 @@ def simulated(variant: Variant) -> dict[str, float]:
     for delay_ms in DELAYS_MS:
         delegated = variant.route == "delegated" or (variant.route == "auto" and delay_ms > 0)
         routes = [Route.DELEGATED if delegated else Route.DIRECT] * (STAGES - 1)
-        problem = problem_for(
+        problem = build_problem(
             MICROBATCHES,
             [times] * STAGES,
             [0.0] * (STAGES - 2) + [delay_ms / 1e3],
@@ -229,7 +234,7 @@ def simulated(variant: Variant) -> dict[str, float]:
     return predicted
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     head = [f"{d:g} ms" for d in DELAYS_MS]
     lines = [
         f"| policy (emulated, {STAGES} stages, {MICROBATCHES} microbatches) | "
@@ -252,27 +257,27 @@ def table(rows: list[Row]) -> str:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of the link's delay, and what came of it. Seconds per iteration."""
+class DelayChange:
+    """Change of the link's delay, and the reaction to it. Seconds per iteration."""
 
     delay_ms: float
     began: int
     """First iteration with this delay."""
     applied: int | None
-    """First iteration under a plan that was made for it; None: none was in these iterations."""
+    """First iteration under a plan that was made for it; None if there was none in the phase."""
     waiting: float
-    """Mean from ``began`` until the new plan, or of all if there was none."""
+    """Mean time from ``began`` until the new plan, or of the whole phase without one."""
     settled: float
 
     @property
     def iterations(self) -> int | None:
-        """Until the new plan was in effect."""
+        """Number of iterations until the new plan was in effect."""
         return None if self.applied is None else self.applied - self.began
 
 
-def changes(row: Row) -> list[Change]:
-    """Of the only variant that adapts. A plan belongs to a change if it was decided on with the
-    slow link among its reasons, in an iteration with that delay."""
+def find_changes(row: Row) -> list[DelayChange]:
+    """Changes of the only variant that adapts. A plan belongs to a change if it was decided with
+    the slow link among its reasons, in an iteration with that delay."""
     found = []
     for k, delay in enumerate(DELAYS_MS):
         if not k:
@@ -287,12 +292,12 @@ def changes(row: Row) -> list[Change]:
         ]
         first = min((at for at in applied if at < end), default=None)
         waiting = statistics.fmean(row.iterations[began : end if first is None else first])
-        found.append(Change(delay, began, first, waiting, row.seconds[f"{delay:g}"]))
+        found.append(DelayChange(delay, began, first, waiting, row.seconds[f"{delay:g}"]))
     return found
 
 
-def goals(rows: list[Row]) -> list[tuple[str, bool]]:
-    """What docs/benchmarks.md says of this, with what was measured, and whether it holds."""
+def list_goals(rows: list[Row]) -> list[tuple[str, bool]]:
+    """Claims of docs/benchmarks.md with the measured figures, and True if they hold."""
     by_name = {row.variant: row for row in rows}
     ours, base = by_name[OURS], by_name[BASELINE]
     last = f"{DELAYS_MS[-1]:g}"
@@ -308,7 +313,7 @@ def goals(rows: list[Row]) -> list[tuple[str, bool]]:
         (f"{OURS} at {last} ms ≥ {LEAST_FASTER:g} × faster than {BASELINE}: {faster:.2f}",
          faster >= LEAST_FASTER),
     ]  # fmt: skip
-    for change in changes(ours):
+    for change in find_changes(ours):
         what = f"{change.delay_ms:g} ms from iteration {change.began}: new plan in effect"
         if change.iterations is not None:
             found.append(
@@ -317,19 +322,19 @@ def goals(rows: list[Row]) -> list[tuple[str, bool]]:
                  change.iterations <= MOST_ITERATIONS)
             )  # fmt: skip
         else:
-            # The plan in effect may be the best for this delay too: if it loses next to nothing.
-            kept = change.waiting / own
+            # The plan in effect may be the best for this delay, too: if it loses next to nothing.
+            ratio = change.waiting / own
             found.append(
                 (f"{what} or none needed (≤ {MOST_OF_OWN} × undisturbed from the first iteration):"
-                 f" none, {kept:.2f}", kept <= MOST_OF_OWN)
+                 f" none, {ratio:.2f}", ratio <= MOST_OF_OWN)
             )  # fmt: skip
     return found
 
 
-def narrow_goals(found: Narrow) -> list[tuple[str, bool]]:
-    """The same of the narrow link."""
+def list_narrow_goals(found: NarrowLinkRun) -> list[tuple[str, bool]]:
+    """Claims about the narrow link with the measured figures, and True if they hold."""
     what = f"{OURS} at {GBPS:g} Gb/s"
-    answers = found.answers
+    answers = found.adaptations_while_narrow
     applied = [a["applied_at_iteration"] for a in answers if a["applied_at_iteration"] is not None]
     late = min(applied) - PHASE if applied else None
     of_bound, back = found.narrow / found.bound, found.after / found.before
@@ -341,12 +346,12 @@ def narrow_goals(found: Narrow) -> list[tuple[str, bool]]:
          back <= MOST_OF_BOUND),
     ]  # fmt: skip
     if not answers:
-        # As with a delay. On a busy machine ops take longer, and hide more of the messages.
-        kept = found.iterations[PHASE] / found.before
+        # The plan in effect may suffice: on a busy machine ops take longer and hide more messages.
+        ratio = found.iterations[PHASE] / found.before
         return [
             *goals,
             (f"{what}: no new plan needed (≤ {MOST_OF_OWN} × the time before from the first "
-             f"iteration): {kept:.2f}", kept <= MOST_OF_OWN),
+             f"iteration): {ratio:.2f}", ratio <= MOST_OF_OWN),
         ]  # fmt: skip
     return [
         *goals,
@@ -358,16 +363,16 @@ def narrow_goals(found: Narrow) -> list[tuple[str, bool]]:
     ]  # fmt: skip
 
 
-def report(rows: list[Row], narrow: Narrow) -> bool:
-    """Print the table and the goals of ``rows``, of which the last is pipemorph's, and those of
-    the narrow link; whether all goals hold."""
-    print(f"{table(rows)} {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n")
-    return tell(goals(rows) + narrow_goals(narrow))
+def print_report(rows: list[Row], narrow: NarrowLinkRun) -> bool:
+    """Print the table and the goals of ``rows``, of which the last is pipemorph's, and the goals of
+    the narrow link. Returns True if all goals hold."""
+    print(f"{format_table(rows)} {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n")
+    return print_goals(list_goals(rows) + list_narrow_goals(narrow))
 
 
 def main() -> int:
-    parser = arguments(__doc__)
-    parser.add_argument("--keep", type=Path, help="keep the runs, with their pictures, here")
+    parser = make_parser(__doc__)
+    parser.add_argument("--keep", type=Path, help="folder for the runs with their pictures")
     parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
     parser.add_argument("--short", action="store_true", help="only the ways that goals compare")
     args = parser.parse_args()
@@ -377,18 +382,18 @@ def main() -> int:
         rows = []
         for variant in variants:
             print(f"running {variant.name} …", file=sys.stderr, flush=True)
-            rows.append(run(variant, base / variant.slug))
+            rows.append(run_delays(variant, base / variant.slug))
         print("running the narrow link …", file=sys.stderr, flush=True)
         narrow = run_narrow(base / "narrow")
-        kept = report(rows, narrow)
-        if not kept:
+        all_hold = print_report(rows, narrow)
+        if not all_hold:
             print("\nnot every goal holds: pipemorph is measured once more", flush=True)
-            again = run(variants[-1], base / f"{variants[-1].slug}-again")
+            again = run_delays(variants[-1], base / f"{variants[-1].slug}-again")
             narrow = run_narrow(base / "narrow-again")
-            kept = report([*rows[:-1], again], narrow)
+            all_hold = print_report([*rows[:-1], again], narrow)
             rows.append(again)
-    write([*map(asdict, rows), asdict(narrow)], args.json)
-    return 1 if args.check and not kept else 0
+    write_figures([*map(asdict, rows), asdict(narrow)], args.json)
+    return 1 if args.check and not all_hold else 0
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ with and without activation checkpointing, run the same batches on the same gloo
 within each round: under this trainer's 1f1b and zero-bubble, and under torch's Schedule1F1B and
 ScheduleInterleavedZeroBubble (one stage per rank), each as they are by default and at their best:
 with a communicator per directed edge (``TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P=1``) and, where the
-schedule has it, receives deferred. What the installed torch lacks is left out, and the output says
-so. Ours is compared with the one of torch that is fastest; the ratio is taken round by round, and
-its median and its spread are printed, and so is that of the processor time of all ranks, which
-other load on the machine hardly changes. Exits 1 if a median of the iteration times is above 1.02.
+schedule has it, receives deferred. The output lists variants that the installed torch lacks. Ours
+is compared with the fastest one of torch. The ratio is taken round by round; its median and spread
+are printed, and so are those of the processor time of all ranks, which other load on the machine
+hardly changes. Exits 1 if a median of the iteration times is above 1.02.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from goals import arguments, finish
+from goals import finish_benchmark, make_parser
 from ranks import run_ranks
 
 STAGES, LAYERS, MICROBATCHES = 4, 8, 8
@@ -37,31 +37,31 @@ PEERS: dict[str, tuple[str, dict[str, bool], bool]] = {
     "zero bubble": ("zero-bubble", {}, False),
     "zero bubble, per edge, deferred receives": ("zero-bubble", {"defer_pp_recv": True}, True),
 }
-"""torch's: the policy of ours that it is compared with, its options, communicators per edge."""
+"""Variants of torch: our policy to compare with, options, and True for communicators per edge."""
 RECOMPUTES = ("", "checkpointing")
 
 
-class Offered(NamedTuple):
-    """What the installed torch has of what :data:`PEERS` need. ``version``: of torch."""
+class InstalledTorch(NamedTuple):
+    """Features of the installed torch that :data:`PEERS` need. ``version``: version of torch."""
 
     version: str
     per_edge: bool
     options: tuple[str, ...]
 
-    def lacks(self, name: str) -> list[str]:
-        """What it lacks for a peer, in words; empty if it can be compared."""
+    def explain_lack(self, name: str) -> list[str]:
+        """List the features that a peer lacks, in words; empty if it can be compared."""
         _, options, per_edge = PEERS[name]
         edges = ["a communicator per edge"] if per_edge and not self.per_edge else []
         return edges + [option for option in options if option not in self.options]
 
     @property
-    def peers(self) -> list[str]:
-        """The peers that can be compared."""
-        return [name for name in PEERS if not self.lacks(name)]
+    def comparable_peers(self) -> list[str]:
+        """Peers that can be compared."""
+        return [name for name in PEERS if not self.explain_lack(name)]
 
 
 def rank_main(rounds: int, iterations: int) -> None:
-    """What every rank runs; rank 0 prints one line of JSON per measurement."""
+    """Program of a rank; rank 0 prints a line of JSON per measurement."""
     import torch
     import torch.distributed as dist
     import torch.distributed.config as config
@@ -72,10 +72,10 @@ def rank_main(rounds: int, iterations: int) -> None:
     )
     from torch.utils.checkpoint import checkpoint
 
-    from pipemorph_trainer import Part, Pipeline, TrainerContext
-    from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
+    from pipemorph_trainer import ModelShard, Pipeline, TrainerContext
+    from pipemorph_trainer.examples.gpt import GPTArguments, GPTStage, loss_fn
 
-    offered = Offered(
+    offered = InstalledTorch(
         torch.__version__,
         hasattr(config, "pipeline_per_edge_p2p"),
         tuple(inspect.signature(ScheduleInterleavedZeroBubble).parameters),
@@ -85,14 +85,14 @@ def rank_main(rounds: int, iterations: int) -> None:
     dist.init_process_group("gloo")
     if context.rank == 0:
         print(json.dumps(offered), flush=True)
-    arguments = Arguments(width=192, sequence=128, microbatch_size=4)
+    arguments = GPTArguments(width=192, sequence=128, microbatch_size=4)
     tokens = torch.randint(0, 256, (4 * MICROBATCHES, 129), generator=torch.Generator())
     x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     first, last = context.rank == 0, context.rank == STAGES - 1
 
-    def module(recompute: str) -> torch.nn.Module:
+    def make_module(recompute: str) -> torch.nn.Module:
         torch.manual_seed(context.rank)
-        made = GPTStage(arguments, Part(context.rank, STAGES), LAYERS)
+        made = GPTStage(arguments, ModelShard(context.rank, STAGES), LAYERS)
         if recompute:
             for block in made.blocks.values():
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -105,15 +105,15 @@ def rank_main(rounds: int, iterations: int) -> None:
     pipes = []
     for recompute in RECOMPUTES:
         for policy in OURS:
-            mine = module(recompute)
+            mine = make_module(recompute)
             pipe = Pipeline(
                 mine, context=context, loss_fn=loss_fn, microbatches=MICROBATCHES, policy=policy
             )
             pipes.append(pipe)
             steps[f"{recompute}|ours|{policy}"] = mine, partial(pipe.step, x, target=target)
-        for name in offered.peers:
+        for name in offered.comparable_peers:
             policy, options, per_edge = PEERS[name]
-            other = module(recompute)
+            other = make_module(recompute)
             if offered.per_edge:
                 config.pipeline_per_edge_p2p = per_edge
             stage = PipelineStage(other, context.rank, STAGES, torch.device("cpu"))
@@ -132,7 +132,7 @@ def rank_main(rounds: int, iterations: int) -> None:
             for _ in range(iterations):
                 step()
                 model.zero_grad()
-                # As in training: everybody waits for the gradient norm.
+                # As in training, all ranks wait for the gradient norm.
                 dist.all_reduce(torch.zeros(1))
             took = time.monotonic() - began
             used = torch.tensor([time.process_time() - busy], dtype=torch.float64)
@@ -146,7 +146,7 @@ def rank_main(rounds: int, iterations: int) -> None:
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=3, help="per schedule and round")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -158,7 +158,7 @@ def main() -> int:
     times: dict[str, list[float]] = {}
     processor: dict[str, list[float]] = {}
     first, *lines = run_ranks(__file__, STAGES, flags, DEADLINE_SECONDS).splitlines()
-    offered = Offered(*json.loads(first))
+    offered = InstalledTorch(*json.loads(first))
     for line in lines:
         name, seconds, used = json.loads(line)
         times.setdefault(name, []).append(seconds)
@@ -168,26 +168,26 @@ def main() -> int:
         f"load {os.getloadavg()[0]:.1f}; medians of {args.rounds} rounds"
     )
     for name in PEERS:
-        if lacks := offered.lacks(name):
+        if lacks := offered.explain_lack(name):
             print(f"not compared: {name}; torch {offered.version} lacks {' and '.join(lacks)}")
     print(
         "| | this trainer | torch at its best | ratio | spread | of processor time | spread |\n"
         "|---|---:|---:|---:|---:|---:|---:|"
     )
-    figures, kept = [], True
+    figures, all_hold = [], True
     for recompute in RECOMPUTES:
         for policy in OURS:
             # The first round exchanges shapes and tests the split.
             mine = times[f"{recompute}|ours|{policy}"][1:]
             peers = {
                 name: times[f"{recompute}|torch|{name}"][1:]
-                for name in offered.peers
+                for name in offered.comparable_peers
                 if PEERS[name][0] == policy
             }
             best = min(peers, key=lambda name: statistics.median(peers[name]))
             ratios = [a / b for a, b in zip(mine, peers[best], strict=True)]
             ratio = statistics.median(ratios)
-            kept = kept and ratio <= LIMIT
+            all_hold = all_hold and ratio <= LIMIT
             used = [
                 a / b
                 for a, b in zip(
@@ -214,7 +214,7 @@ def main() -> int:
                 }
             )
     goal = f"at most {LIMIT}× torch.distributed.pipelining at its best"
-    return 0 if finish([(goal, kept)], args.json, figures) else 1
+    return 0 if finish_benchmark([(goal, all_hold)], args.json, figures) else 1
 
 
 if __name__ == "__main__":

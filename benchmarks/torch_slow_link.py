@@ -1,13 +1,13 @@
-"""A slow last link: ``torch.distributed.pipelining`` at its best against the closed loop.
+"""Slow last link: ``torch.distributed.pipelining`` at its best against the closed loop.
 
 One command: ``python benchmarks/torch_slow_link.py [--json FILE] [--iterations N]``. Eight stages
 that sleep for the op times of ``slow_link.py``, 24 microbatches, and 60 ms for every message of the
-last link. torch runs its own schedules, runtime and stages; only what carries its messages is
-replaced: each queue takes one transfer at a time, as a communicator of NCCL does, and one of the
-last link takes 60 ms longer. By default a pair of ranks has one queue; with
+last link. torch runs its own schedules, runtime and stages; only the transport of its messages is
+replaced: each queue carries one transfer at a time, as a communicator of NCCL does, and a transfer
+of the last link takes 60 ms longer. By default a pair of ranks has one queue; with
 ``TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P=1`` each direction has its own. PipeMorph is one
-``pipemorph run`` of ``slow_link.py``, where the fault trace takes as long: it finds the link during
-the run. Exits 1 if it is not 3 times as fast as torch's default and twice as fast as torch's best.
+``pipemorph run`` of ``slow_link.py``, whose fault trace delays the link as much: it finds the link
+during the run. Exits 1 unless it is 3 times as fast as torch's default and twice as its best.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from goals import arguments, finish
+from goals import finish_benchmark, make_parser
 from ranks import run_ranks
-from slow_link import MICROBATCHES, OURS, STAGES, TIMES, VARIANTS, run
+from slow_link import MICROBATCHES, OURS, STAGES, TIMES, VARIANTS, run_delays
 
 DELAY_MS = 60.0
 FASTER_THAN_DEFAULT, FASTER_THAN_BEST = 3.0, 2.0
@@ -42,11 +42,11 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any], bool]] = {
         "ScheduleInterleavedZeroBubble", {"defer_pp_recv": True}, True,
     ),
 }  # fmt: skip
-"""torch's schedule, its options, and whether each direction has a queue."""
+"""Schedule of torch, its options, and True if each direction has a queue."""
 
 
-class Transfer:
-    """The work of one call, as torch's schedules wait for it."""
+class QueuedTransfer:
+    """Work of one call, for which torch's schedules wait."""
 
     def __init__(self, ops: list[Any]) -> None:
         self.ops, self._over = ops, threading.Event()
@@ -59,17 +59,17 @@ class Transfer:
 
     def wait(self) -> None:
         if not self._over.wait(DEADLINE_SECONDS):
-            raise TimeoutError("a transfer is not over")
+            raise TimeoutError(f"a transfer was not over after {DEADLINE_SECONDS} s")
 
 
-class Queues:
-    """In place of what torch's runtime gives its sends and receives to."""
+class TransferQueues:
+    """Replacement of torch's runtime function that carries sends and receives."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self.per_direction = rank, False
-        self._queues: dict[Any, SimpleQueue[Transfer]] = {}
+        self._queues: dict[Any, SimpleQueue[QueuedTransfer]] = {}
 
-    def submit(self, ops: list[Any], desc: str | None = None) -> list[Transfer]:
+    def submit(self, ops: list[Any], desc: str | None = None) -> list[QueuedTransfer]:
         import torch.distributed as dist
 
         batches: dict[Any, list[Any]] = {}
@@ -79,26 +79,26 @@ class Queues:
             batches.setdefault(way if self.per_direction else frozenset(way), []).append(op)
         found = []
         for key, batch in batches.items():
-            found.append(Transfer(batch))
-            self._queue(key).put(found[-1])
+            found.append(QueuedTransfer(batch))
+            self._start_queue(key).put(found[-1])
         return found
 
-    def _queue(self, key: Any) -> SimpleQueue[Transfer]:
+    def _start_queue(self, key: Any) -> SimpleQueue[QueuedTransfer]:
         if key not in self._queues:
-            queue: SimpleQueue[Transfer] = SimpleQueue()
+            queue: SimpleQueue[QueuedTransfer] = SimpleQueue()
             delay = DELAY_MS / 1e3 if set(key) == {STAGES - 2, STAGES - 1} else 0.0
 
-            def work() -> None:
+            def run_queue() -> None:
                 while True:
                     queue.get().execute(delay)
 
-            threading.Thread(target=work, daemon=True).start()
+            threading.Thread(target=run_queue, daemon=True).start()
             self._queues[key] = queue
         return self._queues[key]
 
 
 def rank_main(iterations: int) -> None:
-    """What every rank runs; rank 0 prints one line of JSON per schedule."""
+    """Program of a rank; rank 0 prints a line of JSON per schedule."""
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -131,13 +131,15 @@ def rank_main(iterations: int) -> None:
             found: Tensor = Sleep.apply(x, self.scale)
             return found
 
-    def weights() -> Callable[[], None]:
+    def make_weight_backward() -> Callable[[], None]:
         return lambda: time.sleep(weight)
 
-    queues = Queues(rank)
+    queues = TransferQueues(rank)
     x = torch.ones(MICROBATCHES, WIDTH)
     for name, (kind, options, queues.per_direction) in SCHEDULES.items():
-        stage = PipelineStage(Stage(), rank, STAGES, torch.device("cpu"), dw_builder=weights)
+        stage = PipelineStage(
+            Stage(), rank, STAGES, torch.device("cpu"), dw_builder=make_weight_backward
+        )
         given = stage if kind == "Schedule1F1B" else [stage]
         schedule = getattr(schedules, kind)(
             given, MICROBATCHES, loss_fn=nn.functional.mse_loss, **options
@@ -145,7 +147,7 @@ def rank_main(iterations: int) -> None:
         times = []
         for iteration in range(iterations + 1):
             if iteration == 1:
-                # The first one exchanges shapes.
+                # The first iteration exchanges shapes.
                 schedules._batch_p2p, own = queues.submit, schedules._batch_p2p
             dist.barrier()
             began = time.monotonic()
@@ -159,7 +161,7 @@ def rank_main(iterations: int) -> None:
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=4, help="per schedule of torch")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -170,7 +172,7 @@ def main() -> int:
     printed = run_ranks(__file__, STAGES, flags, DEADLINE_SECONDS)
     torchs: dict[str, list[float]] = dict(map(json.loads, printed.splitlines()))
     with tempfile.TemporaryDirectory() as folder:
-        row = run(next(each for each in VARIANTS if each.name == OURS), Path(folder))
+        row = run_delays(next(each for each in VARIANTS if each.name == OURS), Path(folder))
     ours = row.seconds[f"{DELAY_MS:g}"]
     print(
         f"{STAGES} stages that sleep, {MICROBATCHES} microbatches, {DELAY_MS:g} ms on the last "
@@ -194,7 +196,7 @@ def main() -> int:
             ("best", best, FASTER_THAN_BEST),
         )
     ]
-    return 0 if finish(goals, args.json, {"torch": torchs, "ours": ours}) else 1
+    return 0 if finish_benchmark(goals, args.json, {"torch": torchs, "ours": ours}) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ``pipemorph`` command: one subcommand per module of :mod:`pipemorph.commands`."""
+"""Command ``pipemorph``, with a subcommand per module of :mod:`pipemorph.commands`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from pipemorph import __version__
 from pipemorph.errors import InputError, one_line
-from pipemorph.removed import ARGUMENTS, removal
+from pipemorph.removed import ARGUMENTS, describe_removal
 from pipemorph.removed import COMMANDS as REMOVED_COMMANDS
-from pipemorph.streams import open_closed, silence
+from pipemorph.standard_streams import open_closed_streams, silence_stream
 
 # Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of the given
-# subcommand is imported, so that `plan` does not load the imports of `run`.
+# subcommand is imported, so `plan` does not load the imports of `run`.
 COMMANDS = {
     "advise": "pipemorph.commands.advise",
     "bench": "pipemorph.commands.bench",
@@ -39,23 +39,23 @@ MOST = 1000
 """Longest error message, characters."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, like all other errors of the command."""
+class _CommandParser(argparse.ArgumentParser):
+    """Parser that reports errors in one line, like all other errors of the command."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message, MOST)} (see {self.prog} --help)\n")
 
 
-def kubectl_plugin() -> int:
-    """``kubectl pipemorph``: kubectl runs the program ``kubectl-pipemorph`` for it."""
+def run_kubectl_plugin() -> int:
+    """Run ``kubectl pipemorph``, for which kubectl starts the program ``kubectl-pipemorph``."""
     return main(prog="kubectl pipemorph")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pipemorph") -> int:
-    """Run one subcommand. Returns the exit status: 2 for invalid input. ``prog``: how the user
-    calls it."""
+    """Run a subcommand. Returns the exit status: 2 for invalid input. ``prog``: name of the command
+    for messages."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    open_closed()
+    open_closed_streams()
     if sys.stdout is None:
         print(f"{prog}: standard output is closed; redirect it to /dev/null", file=sys.stderr)
         return 2
@@ -63,17 +63,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "pipemorph") -> int:
         # File names and messages of ranks may contain characters outside the locale's encoding.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _run(arguments, prog)
+        return _run_subcommand(arguments, prog)
     except KeyboardInterrupt:
         return 130
 
 
-def _run(arguments: list[str], prog: str) -> int:
-    if gone := _removed(arguments):
+def _run_subcommand(arguments: list[str], prog: str) -> int:
+    if gone := _find_removal_message(arguments):
         print(f"{prog} {gone}", file=sys.stderr)
         return 2
     named = [name for name in COMMANDS if arguments[:1] == [name]]
-    parser = _parser(COMMANDS if named in ([], ["completion"]) else named, prog)
+    parser = _build_parser(COMMANDS if named in ([], ["completion"]) else named, prog)
     args = parser.parse_args(arguments)
     try:
         status = import_module(COMMANDS[args.command]).run(args)
@@ -84,35 +84,35 @@ def _run(arguments: list[str], prog: str) -> int:
         return 2
     except BrokenPipeError:
         # The reader, such as `head`, closed the pipe.
-        silence(sys.stdout)
+        silence_stream(sys.stdout)
         return 1
 
 
-def _removed(arguments: Sequence[str]) -> str | None:
-    """The message that refuses a removed command or argument, if one is used."""
+def _find_removal_message(arguments: Sequence[str]) -> str | None:
+    """Message for a removed command or argument; None if none is used."""
     for length in (1, 2):
         command = " ".join(arguments[:length])
-        if gone := removal(REMOVED_COMMANDS, command):
+        if gone := describe_removal(REMOVED_COMMANDS, command):
             return f"{command}: {gone}"
-    for argument in arguments[1 : _end_of_options(arguments)]:
+    for argument in arguments[1 : _find_end_of_options(arguments)]:
         name = f"{arguments[0]} {argument.partition('=')[0]}"
-        if gone := removal(ARGUMENTS, name):
+        if gone := describe_removal(ARGUMENTS, name):
             return f"{name}: {gone}"
     return None
 
 
-def _end_of_options(arguments: Sequence[str]) -> int:
-    """Index of ``--``, after which a user's own command begins; their number without one."""
+def _find_end_of_options(arguments: Sequence[str]) -> int:
+    """Index of ``--``, after which a user's command begins; the number of arguments without it."""
     return arguments.index("--") if "--" in arguments else len(arguments)
 
 
-def _parser(commands: Iterable[str], prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+def _build_parser(commands: Iterable[str], prog: str) -> argparse.ArgumentParser:
+    parser = _CommandParser(
         prog=prog,
         description="Pipeline-parallel training that adapts its schedule to slow links.",
     )
     parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
-    # For `completion`, which completes all subcommands.
+    # `completion` needs it, to complete all subcommands.
     parser.set_defaults(parser=parser)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in commands:

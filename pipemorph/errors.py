@@ -13,12 +13,12 @@ class InputError(PipeMorphError):
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """``text`` as one printable line of at most ``limit`` characters, for messages."""
+    """Make ``text`` one printable line of at most ``limit`` characters, for messages."""
     return printable_line(" ".join(printable_line(text, len(text)).split()), limit)
 
 
 def printable_line(text: str, limit: int) -> str:
-    """``text`` with a space for every character that is not printable, such as those that control
-    a terminal or end a line, cut after ``limit`` characters."""
+    """Replace unprintable characters of ``text``, such as line breaks and terminal controls, by
+    spaces, and cut it after ``limit`` characters."""
     flat = "".join(c if c.isprintable() else " " for c in text[: limit + 1])
     return flat if len(text) <= limit else flat[: limit - 1] + "…"

@@ -1,6 +1,6 @@
 """Optional packages: how to install them for this Python.
 
-They are named one by one: what an index calls ``pipemorph`` need not be this project.
+Packages are named one by one: ``pipemorph`` of a package index need not be this project.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipemorph.errors import InputError
 Extra = Literal["trainer", "pictures", "completion"]
 
 
-def install_command(extra: Extra) -> str:
+def format_install_command(extra: Extra) -> str:
     """The command that installs the packages of ``extra``, an optional dependency of
     pyproject.toml, for this Python."""
     try:
@@ -33,17 +33,17 @@ def install_command(extra: Extra) -> str:
 
 
 def require_trainer(what: str) -> None:
-    """Raise :class:`InputError` if this Python lacks what ranks import. ``what`` needs it; in the
-    plural."""
+    """Raise :class:`InputError` if this Python lacks packages of ranks. ``what``: plural
+    subject."""
     for package in ("torch", "numpy"):
         try:
             found = importlib.util.find_spec(package)
         except (ImportError, ValueError):
             found = None
         if found is None:
-            raise lacking(f"{what} need {package}", "trainer")
+            raise missing_package_error(f"{what} need {package}", "trainer")
 
 
-def lacking(what: str, extra: Extra) -> InputError:
-    """The error that ``what`` (needs which package) is not installed."""
-    return InputError(f"{what}, which is not installed: {install_command(extra)}")
+def missing_package_error(what: str, extra: Extra) -> InputError:
+    """Error of a missing package. ``what``: the beginning of the message, up to the package."""
+    return InputError(f"{what}, which is not installed: {format_install_command(extra)}")

@@ -1,8 +1,8 @@
 """HTTP client of ranks, launchers, agents, trackers and commands.
 
-A request has a time limit, and its answer a limit of size. The token goes to no server but the one
-named, whose certificate the job's authority has signed: redirects are not followed, and proxies are
-not used.
+A request has a time limit, and its answer a size limit. The token is sent only to the named server,
+whose certificate the job's authority has signed: redirects are not followed, and proxies are not
+used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tenacity import (
 from pipemorph.errors import InputError, PipeMorphError, one_line
 
 CONNECT_SECONDS = 5.0
-"""Limit of connecting, also where an answer may take longer. A lost node refuses no connection."""
+"""Time limit of connecting, also if answers may be slower: a lost node refuses no connection."""
 MOST_BYTES = 1 << 20
 """Largest answer, unless the caller has another limit."""
 FIRST_PAUSE = 0.1
@@ -44,23 +44,22 @@ LONGEST_RETRY_AFTER_SECONDS = 5.0
 """Limit of the pause that a standby of the ingest requests."""
 
 
-class NoAnswer(PipeMorphError):
-    """No usable answer, as one line; another try may get one. ``pause``: seconds that a standby
-    requests before it; ``untrusted``: another try does not help, as the certificate is not trusted.
-    """
+class NoResponseError(PipeMorphError):
+    """No usable answer, as one line; a retry may get one. ``pause``: seconds that a standby
+    requests before it; ``untrusted``: a retry does not help, as the certificate is not trusted."""
 
     def __init__(self, why: str, *, pause: float | None = None, untrusted: bool = False) -> None:
         super().__init__(one_line(why))
         self.pause, self.untrusted = pause, untrusted
 
 
-class NoToken(NoAnswer):
-    """The token that a request needs cannot be read now."""
+class TokenUnreadableError(NoResponseError):
+    """The token of a request cannot be read now."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Answer of a server. ``retry_after``: seconds before another try, if it is a standby's."""
+class HttpResponse:
+    """Answer of a server. ``retry_after``: seconds before a retry, if a standby answered."""
 
     status: int
     body: bytes
@@ -74,12 +73,14 @@ class Answer:
         except (ValueError, TypeError, KeyError, RecursionError):
             return one_line(self.body.decode(errors="replace")) or "without a reason"
 
-    def failed(self, who: str = "the ingest") -> NoAnswer:
-        """The error of an answer that another try may change."""
-        return NoAnswer(f"{who} answered {self.status}: {self.reason}", pause=self.retry_after)
+    def to_error(self, server: str = "the ingest") -> NoResponseError:
+        """Error of an answer that may change with a retry."""
+        return NoResponseError(
+            f"{server} answered {self.status}: {self.reason}", pause=self.retry_after
+        )
 
 
-def checked_url(text: str, variable: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
+def validate_url(text: str, variable: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
     """``text`` without a slash at its end. Raises :class:`InputError` that names the environment
     variable if it is no URL of a server."""
     try:
@@ -95,17 +96,17 @@ def checked_url(text: str, variable: str, schemes: tuple[str, ...] = ("http", "h
 
 @dataclass
 class HttpClient:
-    """Client of one server. ``authority``: PEM file with that of its certificate; None: the
-    system's. ``async with`` it for the requests of an event loop, over one connection."""
+    """Client of one server. ``authority``: PEM file of the authority of its certificate; None:
+    the system's. ``async with`` it for the requests of an event loop, over one connection."""
 
     base: str
     token_file: Path | None = None
-    """Read for every request, as projected tokens are renewed in place."""
+    """File that is read for every request, as projected tokens are renewed in place."""
     authority: str | None = None
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
     async def __aenter__(self) -> Self:
-        self._session = self._connect()
+        self._session = self._open_session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,27 +114,27 @@ class HttpClient:
         await self._session.close()
         self._session = None
 
-    def ask(self, path: str = "", **options: Any) -> Answer:
+    def request_blocking(self, path: str = "", **options: Any) -> HttpResponse:
         """:meth:`request` for a thread without an event loop."""
 
-        async def request() -> Answer:
-            # Names are resolved in this thread: the process would wait for another one at its end.
-            async with self._connect(OwnThreadResolver()) as session:
-                return await self._request(session, path, **options)
+        async def send_request() -> HttpResponse:
+            # Resolve names in this thread: at its end the process would wait for another thread.
+            async with self._open_session(BlockingResolver()) as session:
+                return await self._send_request(session, path, **options)
 
         try:
-            return asyncio.run(request())
+            return asyncio.run(send_request())
         except RuntimeError:
             if threading.main_thread().is_alive():
                 raise
-            raise NoAnswer("this process ends") from None
+            raise NoResponseError("this process ends") from None
 
-    async def request(self, path: str = "", **options: Any) -> Answer:
-        """As :meth:`_request`, over the connection of this context."""
+    async def request(self, path: str = "", **options: Any) -> HttpResponse:
+        """Send a request over the connection of this context, see :meth:`_send_request`."""
         assert self._session is not None
-        return await self._request(self._session, path, **options)
+        return await self._send_request(self._session, path, **options)
 
-    async def _request(
+    async def _send_request(
         self,
         session: aiohttp.ClientSession,
         path: str,
@@ -142,13 +143,13 @@ class HttpClient:
         body: bytes | None = None,
         seconds: float,
         most_bytes: int = MOST_BYTES,
-    ) -> Answer:
+    ) -> HttpResponse:
         """The answer, of any status, to one request: POST with a ``body`` of JSON, else GET.
 
-        Raises :class:`NoAnswer` if there is none within ``seconds``, or a larger one.
+        Raises :class:`NoResponseError` if there is none within ``seconds``, or a larger one.
         """
         try:
-            headers = self._headers(body is not None)
+            headers = self._build_headers(body is not None)
             async with session.request(
                 "GET" if body is None else "POST", self.base + path, params=query, data=body,
                 headers=headers, allow_redirects=False,
@@ -158,17 +159,19 @@ class HttpClient:
                 async for chunk in answer.content.iter_any():
                     content += chunk
                     if len(content) > most_bytes:
-                        raise NoAnswer(f"the answer has more than {most_bytes} bytes")
-                return Answer(answer.status, bytes(content), _retry_after(answer))
+                        raise NoResponseError(f"the answer has more than {most_bytes} bytes")
+                return HttpResponse(answer.status, bytes(content), _parse_retry_after(answer))
         except aiohttp.ClientConnectorCertificateError as error:
             why = getattr(error.certificate_error, "verify_message", "") or str(error)
-            raise NoAnswer(f"its certificate is not trusted ({why})", untrusted=True) from None
+            raise NoResponseError(
+                f"its certificate is not trusted ({why})", untrusted=True
+            ) from None
         except TimeoutError:
-            raise NoAnswer(f"no answer within {seconds:g} s") from None
+            raise NoResponseError(f"no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise NoAnswer(str(error) or type(error).__name__) from None
+            raise NoResponseError(str(error) or type(error).__name__) from None
 
-    def _headers(self, with_body: bool) -> dict[str, str]:
+    def _build_headers(self, with_body: bool) -> dict[str, str]:
         # Compressed answers are not requested: a small one may be large when it is unpacked.
         headers = {"Accept-Encoding": "identity"}
         if with_body:
@@ -178,20 +181,20 @@ class HttpClient:
                 token = self.token_file.read_text().strip()
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else "it is not text"
-                raise NoToken(f"{self.token_file}: cannot be read: {why}") from None
+                raise TokenUnreadableError(f"{self.token_file}: cannot be read: {why}") from None
             if not (token and token.isascii() and token.isprintable()):
-                raise NoToken(f"{self.token_file}: holds no token")
+                raise TokenUnreadableError(f"{self.token_file}: holds no token")
             headers["Authorization"] = f"Bearer {token}"
         return headers
 
-    def _connect(self, resolver: AbstractResolver | None = None) -> aiohttp.ClientSession:
+    def _open_session(self, resolver: AbstractResolver | None = None) -> aiohttp.ClientSession:
         trust: ssl.SSLContext | bool = True
         if self.base.startswith("https:"):
             try:
                 trust = ssl.create_default_context(cafile=self.authority)
             except OSError as error:
                 why = f"{self.authority}: cannot be read: {error.strerror or error}"
-                raise NoAnswer(why, untrusted=True) from None
+                raise NoResponseError(why, untrusted=True) from None
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=trust, resolver=resolver),
             auto_decompress=False,
@@ -199,7 +202,7 @@ class HttpClient:
         )
 
 
-class OwnThreadResolver(AbstractResolver):
+class BlockingResolver(AbstractResolver):
     """Resolver that blocks the event loop of a thread that does nothing else."""
 
     async def resolve(
@@ -215,10 +218,10 @@ class OwnThreadResolver(AbstractResolver):
         ]  # fmt: skip
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the resolver holds no resources."""
 
 
-def _retry_after(answer: aiohttp.ClientResponse) -> float | None:
+def _parse_retry_after(answer: aiohttp.ClientResponse) -> float | None:
     """Seconds of a standby; None for any other answer."""
     text = answer.headers.get("Retry-After", "")
     if answer.status != HTTPStatus.SERVICE_UNAVAILABLE or not re.fullmatch("[0-9]{1,9}", text):
@@ -226,38 +229,37 @@ def _retry_after(answer: aiohttp.ClientResponse) -> float | None:
     return min(float(text), LONGEST_RETRY_AFTER_SECONDS)
 
 
-def retries(
+def make_retry_options(
     *,
     seconds: float | None = None,
     longest_pause: float = 1.0,
     stopped: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], Any] = time.sleep,
-    on: type[PipeMorphError] | tuple[type[PipeMorphError], ...] = NoAnswer,
+    on: type[PipeMorphError] | tuple[type[PipeMorphError], ...] = NoResponseError,
     before: Callable[[BaseException, float], None] = lambda error, pause: None,
 ) -> dict[str, Any]:
-    """Arguments of tenacity's ``Retrying``: another try after each error ``on``, for ``seconds`` at
+    """Arguments of tenacity's ``Retrying``: a retry after each error ``on``, for ``seconds`` at
     most, until ``stopped()``. Pauses grow to ``longest_pause``, or are as long as a standby
-    requests. The last error is raised. ``before`` is called with each other one, and the pause
-    after it."""
+    requests. The last error is raised; ``before`` gets each earlier one and the pause after it."""
     growing = wait_exponential(multiplier=FIRST_PAUSE, max=longest_pause)
 
-    def pause(state: RetryCallState) -> float:
-        asked = getattr(_error(state), "pause", None)
-        seconds = growing(state) if asked is None else asked
-        return float(seconds * random.uniform(0.75, 1.25))  # Not all ranks at once.
+    def choose_pause(state: RetryCallState) -> float:
+        requested = getattr(_get_last_error(state), "pause", None)
+        seconds = growing(state) if requested is None else requested
+        return float(seconds * random.uniform(0.75, 1.25))  # Spreads the ranks' retries.
 
     over = stop_never if seconds is None else stop_after_delay(seconds)
     return {
         "retry": retry_if_exception_type(on),
         "stop": lambda state: stopped() or over(state),
-        "wait": pause,
+        "wait": choose_pause,
         "sleep": sleep,
-        "before_sleep": lambda state: before(_error(state), state.upcoming_sleep),
+        "before_sleep": lambda state: before(_get_last_error(state), state.upcoming_sleep),
         "reraise": True,
     }
 
 
-def _error(state: RetryCallState) -> BaseException:
+def _get_last_error(state: RetryCallState) -> BaseException:
     error = state.outcome.exception() if state.outcome is not None else None
     assert error is not None
     return error

@@ -1,4 +1,4 @@
-"""The log level of all processes, from the environment variable ``PIPEMORPH_LOG``."""
+"""Log level of all processes, from the environment variable ``PIPEMORPH_LOG``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 VARIABLE = "PIPEMORPH_LOG"
 
 
-def log_level() -> str:
-    """A level of :mod:`logging`, by default INFO. Raises :class:`InputError` for other values."""
+def read_log_level() -> str:
+    """Level of :mod:`logging`, by default INFO. Raises :class:`InputError` for other values."""
     given = os.environ.get(VARIABLE) or "INFO"
     if given.upper() not in LEVELS:
         raise InputError(f"{VARIABLE} is {one_line(given)!r}; expected one of {', '.join(LEVELS)}")

@@ -1,8 +1,8 @@
 """Reads and validates a PipeMorphJob manifest.
 
-Every invalid file raises :class:`~pipemorph.errors.InputError` before anything is started;
-commands print its message and exit with status 2. The message is one line that names the field by
-its path in the manifest: ``spec.parallelism.stages: is "four"; expected an integer``.
+An invalid file raises :class:`~pipemorph.errors.InputError` before anything starts; commands print
+its message and exit with status 2. The message is one line that names the field by its path in the
+manifest: ``spec.parallelism.stages: is "four"; expected an integer``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from pipemorph.api.base import FieldError
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.document import check_plain, named, only_document, read_text, shown
 from pipemorph.errors import InputError, one_line
 from pipemorph.extras import require_trainer
-from pipemorph.removed import FIELDS, POLICIES, VALUES, removal
+from pipemorph.removed import FIELDS, POLICIES, VALUES, describe_removal
+from pipemorph.spec.base import FieldError
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.yaml_json import (
+    check_plain_data,
+    display_name,
+    format_value,
+    parse_single_document,
+    read_text,
+)
 
 MAX_BYTES = 1 << 20
 """Largest manifest; Kubernetes accepts no larger object either."""
@@ -42,29 +48,28 @@ def load_job(path: str | Path) -> PipeMorphJob:
     try:
         return parse_job(text)
     except InputError as error:
-        raise InputError(f"{named(path)}: {error}") from None
+        raise InputError(f"{display_name(path)}: {error}") from None
 
 
 def parse_job(text: str) -> PipeMorphJob:
     """Parse the job from manifest text. Raises :class:`InputError`, one line, without file name."""
-    document = only_document(text)
+    document = parse_single_document(text)
     if not isinstance(document, dict):
-        raise InputError(f"is {shown(document)}; expected the fields of a PipeMorphJob")
-    check_plain(document, MAX_VALUES)
+        raise InputError(f"is {format_value(document)}; expected the fields of a PipeMorphJob")
+    check_plain_data(document, MAX_VALUES)
     try:
         job = PipeMorphJob.model_validate(document)
     except ValidationError as error:
-        raise InputError(describe(error)) from None
-    _check_plan(job)
+        raise InputError(describe_job_error(error)) from None
+    _check_plannable(job)
     return job
 
 
-def check_module(job: PipeMorphJob) -> None:
-    """Raise :class:`InputError` if this host has no program or script ``spec.trainer.command``, or
-    if Python cannot find ``spec.trainer.module`` or torch.
+def check_training_program(job: PipeMorphJob) -> None:
+    """Raise :class:`InputError` if this host lacks the program or script of
+    ``spec.trainer.command``, or if Python cannot find ``spec.trainer.module`` or torch.
 
-    Searches like an import, without running the user's code: parent packages are searched, not
-    imported.
+    The search is that of an import, but does not run the user's code: it imports no parent package.
     """
     module, command = job.spec.trainer.module, job.spec.trainer.command
     if module is None:
@@ -77,7 +82,7 @@ def check_module(job: PipeMorphJob) -> None:
     for i, part in enumerate(parts):
         found = f"{found}.{part}" if found else part
         try:
-            spec = _find(found, where)
+            spec = _find_module_spec(found, where)
         except (ImportError, ValueError, AttributeError, OSError):
             spec = None
         if spec is None:
@@ -116,27 +121,29 @@ def _check_command(command: Sequence[str]) -> None:
 
 def _has_main(package: str, where: Sequence[str]) -> bool:
     try:
-        return _find(f"{package}.__main__", where) is not None
+        return _find_module_spec(f"{package}.__main__", where) is not None
     except (ImportError, ValueError, AttributeError, OSError):
         return False
 
 
-def _find(name: str, where: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Like :func:`importlib.util.find_spec`, but never imports a parent package."""
+def _find_module_spec(
+    name: str, where: Sequence[str] | None
+) -> importlib.machinery.ModuleSpec | None:
+    """Find a module like :func:`importlib.util.find_spec`, without importing parent packages."""
     if where is None:
         return importlib.util.find_spec(name)
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, where)
         except KeyError:
-            # A namespace package: its path would come from its parent, which is not imported.
-            return _namespace(name, where)
+            # A namespace package. Its path would come from its parent, which is not imported.
+            return _make_namespace_spec(name, where)
         if spec is not None:
             return spec
     return None
 
 
-def _namespace(name: str, where: Sequence[str]) -> importlib.machinery.ModuleSpec:
+def _make_namespace_spec(name: str, where: Sequence[str]) -> importlib.machinery.ModuleSpec:
     folders = [Path(folder) / name.rpartition(".")[2] for folder in where]
     spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
@@ -146,25 +153,25 @@ def _namespace(name: str, where: Sequence[str]) -> importlib.machinery.ModuleSpe
 # --- error messages of one line --------------------------------------------------------------
 
 
-def describe(error: ValidationError) -> str:
-    """The most specific validation error of a job, as one line in the manifest's notation."""
+def describe_job_error(error: ValidationError) -> str:
+    """Describe the most specific validation error of a job in one line, in manifest notation."""
     errors = error.errors(include_url=False)
-    # A misspelt field often causes two errors, an unknown and a missing field: report the unknown.
+    # A misspelt field often causes two errors, an unknown field and a missing one: the first wins.
     errors.sort(key=lambda e: e["type"] != "extra_forbidden")
     first = errors[0]
     # For a union, report the alternative with the deepest error: likely the intended one.
-    start = _path(first["loc"])
+    start = _format_path(first["loc"])
     inside = (f"{start}.", f"{start}[")
     first = max(
-        (e for e in errors if f"{_path(e['loc'])}.".startswith(inside)),
-        key=lambda e: len(_path(e["loc"])),
+        (e for e in errors if f"{_format_path(e['loc'])}.".startswith(inside)),
+        key=lambda e: len(_format_path(e["loc"])),
         default=first,
     )
     location, found, kind = first["loc"], first["input"], first["type"]
-    where = _path(location)
+    where = _format_path(location)
     cause = first.get("ctx", {}).get("error")
     if kind == "extra_forbidden":
-        return _unknown_field(location)
+        return _describe_unknown_field(location)
     if kind == "missing":
         return f"{where}: is missing"
     if isinstance(cause, FieldError):
@@ -173,10 +180,11 @@ def describe(error: ValidationError) -> str:
     if kind == "value_error":
         return f"{where}: {one_line(str(cause))}"
     # YAML reads 3e-4 and yes as a number and a truth value.
-    if gone := _removed_value(_path(location), found):
-        return f"{where}: is {shown(found)}, which {gone}"
+    if gone := _describe_removed_value(_format_path(location), found):
+        return f"{where}: is {format_value(found)}, which {gone}"
     quotes = ", in quotes" if kind == "string_type" and isinstance(found, (int, float)) else ""
-    return f"{where or 'top'}: is {shown(found)}; expected {_expected(errors, location)}{quotes}"
+    expected = _describe_expected(errors, location)
+    return f"{where or 'top'}: is {format_value(found)}; expected {expected}{quotes}"
 
 
 _EXPECTED = {
@@ -202,19 +210,19 @@ _BOUNDS = {
 }
 
 
-def _expected(errors: Sequence[Any], location: tuple[int | str, ...]) -> str:
-    """What the field at ``location`` accepts; for a union, each alternative."""
-    here = _path(location)
+def _describe_expected(errors: Sequence[Any], location: tuple[int | str, ...]) -> str:
+    """Describe the values that the field at ``location`` accepts; all alternatives of a union."""
+    here = _format_path(location)
     wanted = []
     for error in errors:
-        if _path(tuple(error["loc"])) == here:
-            text = _one_expected(str(error["type"]), error.get("ctx") or {}, error["msg"])
+        if _format_path(tuple(error["loc"])) == here:
+            text = _describe_expectation(str(error["type"]), error.get("ctx") or {}, error["msg"])
             if text not in wanted:
                 wanted.append(text)
     return " or ".join(wanted)
 
 
-def _one_expected(kind: str, context: dict[str, Any], message: str) -> str:
+def _describe_expectation(kind: str, context: dict[str, Any], message: str) -> str:
     if kind in _EXPECTED:
         return _EXPECTED[kind]
     if kind in _BOUNDS:
@@ -242,34 +250,34 @@ _PATTERNS = {
 }
 
 
-def _unknown_field(location: tuple[int | str, ...]) -> str:
-    """The message for an unknown field, with the most similar known one."""
-    if gone := removal(FIELDS, re.sub(r"\[\d+\]", "", _path(location))):
-        return f"{_path(location)}: {gone}"
+def _describe_unknown_field(location: tuple[int | str, ...]) -> str:
+    """Message for an unknown field, with the most similar known one."""
+    if gone := describe_removal(FIELDS, re.sub(r"\[\d+\]", "", _format_path(location))):
+        return f"{_format_path(location)}: {gone}"
     name = str(location[-1])
-    model = _model_at(location[:-1])
+    model = _find_model(location[:-1])
     known = [field.alias or key for key, field in model.model_fields.items()] if model else []
     folded = {key.lower().replace("_", ""): key for key in known}
     near = get_close_matches(name.lower().replace("_", ""), folded, n=1, cutoff=0.6)
     hint = f"; did you mean {folded[near[0]]}?" if near else ""
     if not near and known:
         hint = f"; known fields: {', '.join(known)}"
-    return f"{_path(location)}: is not a known field{hint}"
+    return f"{_format_path(location)}: is not a known field{hint}"
 
 
-def _removed_value(where: str, found: object) -> str | None:
-    """The end of the message that refuses a value which an earlier version accepted, if it did."""
+def _describe_removed_value(where: str, found: object) -> str | None:
+    """End of the message for a value that only an earlier version accepted; None for others."""
     if not isinstance(found, str):
         return None
     path = re.sub(r"\[\d+\]", "", where)
     replacements = {value: text for (field, value), text in VALUES.items() if field == path}
     if path == "spec.schedule.policy":
         replacements.update(POLICIES)
-    return removal(replacements, found)
+    return describe_removal(replacements, found)
 
 
-def _model_at(location: Sequence[int | str]) -> type[BaseModel] | None:
-    """The model at ``location``, which has no such field; None if not found."""
+def _find_model(location: Sequence[int | str]) -> type[BaseModel] | None:
+    """Model at ``location``; None if not found."""
     model: type[BaseModel] | None = PipeMorphJob
     for part in location:
         if isinstance(part, int) or model is None:
@@ -278,19 +286,19 @@ def _model_at(location: Sequence[int | str]) -> type[BaseModel] | None:
             (f for k, f in model.model_fields.items() if part in (k, f.alias)),
             None,
         )
-        model = next(_models_in(field.annotation), None) if field is not None else None
+        model = next(_iterate_models(field.annotation), None) if field is not None else None
     return model
 
 
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+def _iterate_models(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
-        yield from _models_in(inner)
+        yield from _iterate_models(inner)
 
 
-def _path(location: Sequence[int | str]) -> str:
-    """``("spec", "faults", 0, "link")`` → ``spec.faults[0].link``.
+def _format_path(location: Sequence[int | str]) -> str:
+    """Path of a location: ``("spec", "faults", 0, "link")`` → ``spec.faults[0].link``.
 
     Omits parts that name an alternative of a union, such as ``int`` or ``list[...]``.
     """
@@ -308,12 +316,12 @@ def _path(location: Sequence[int | str]) -> str:
 _UNION_TAGS = frozenset({"int", "float", "str", "bool", "none"})
 
 
-def _check_plan(job: PipeMorphJob) -> None:
-    """Raise :class:`InputError` if the fields, each valid alone, allow no plan together."""
+def _check_plannable(job: PipeMorphJob) -> None:
+    """Raise :class:`InputError` if the fields, each valid alone, allow no plan in combination."""
     # Imported late: reading a job's fields does not need the planner.
-    from pipemorph.control.first_plan import initial_schedule
+    from pipemorph.control.first_plan import make_initial_schedule
 
     try:
-        initial_schedule(job.spec)
+        make_initial_schedule(job.spec)
     except InputError as error:
         raise InputError(f"spec.schedule: {error}") from None

@@ -25,7 +25,7 @@ FIELDS: Mapping[str, str] = {
     "spec.transport.queues": "leave it out; it is 8",
 }
 """Fields of a manifest by their path without indices, as in ``spec.parallelism.stages``. The CRD
-keeps them without a type, so that the operator receives and refuses them."""
+has them without a type, so that the operator receives and refuses them."""
 
 VALUES: Mapping[tuple[str, str], str] = {
     ("spec.schedule.dispatch", "online"): "use auto or guided",
@@ -51,12 +51,13 @@ SPLITS: Mapping[str, str] = {
 """Values of ``split`` of a Pipeline, and of torch's schedules."""
 
 NAMES: Mapping[str, str] = {
+    "Part": "use ModelShard",
     "register_linear": "use register_function with the function that the layer calls",
 }
 """Names of ``pipemorph_trainer``."""
 
 PROBLEM_FIELDS: Mapping[str, str] = {
-    "slots": "leave it out; a sender keeps what its receiver has no room for",
+    "slots": "leave it out; a sender holds messages until its receiver has room",
 }
 """Fields of the entries of a problem file."""
 
@@ -81,19 +82,18 @@ ARGUMENTS: Mapping[str, str] = {
 """Arguments of a subcommand, as in ``run --watch``."""
 
 
-def removal(replacements: Mapping[str, str], name: str) -> str | None:
+def describe_removal(replacements: Mapping[str, str], name: str) -> str | None:
     """The end of the message that refuses ``name``; None if it was never accepted."""
     replacement = replacements.get(name)
     return None if replacement is None else f"was removed; {replacement}"
 
 
 def refuse_removed(replacements: Mapping[str, str]) -> Callable[[str], str]:
-    """A type of :func:`argparse.ArgumentParser.add_argument` that passes other values on to its
-    choices."""
+    """Argument type (:func:`argparse.ArgumentParser.add_argument`) that refuses removed names."""
 
-    def check(name: str) -> str:
-        if gone := removal(replacements, name):
+    def reject_removed_name(name: str) -> str:
+        if gone := describe_removal(replacements, name):
             raise ArgumentTypeError(f"{name!r} {gone}")
         return name
 
-    return check
+    return reject_removed_name

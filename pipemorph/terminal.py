@@ -1,7 +1,7 @@
 """Tables, pages and live lines of the commands: by rich on a terminal, plain columns elsewhere.
 
-Text that a peer, a rank or a file supplies is data here: none of it is markup, and no character of
-it controls the terminal.
+Text from a peer, a rank or a file is data: none of it is markup, and no character of it controls
+the terminal.
 """
 
 from __future__ import annotations
@@ -20,11 +20,20 @@ from rich.text import Text
 from pipemorph.errors import one_line
 
 __all__ = [
-    "GAP", "Group", "RenderableType", "StreamConsole", "Table", "Text", "line", "live", "printable",
-    "render", "table",
+    "GAP",
+    "Group",
+    "RenderableType",
+    "StreamConsole",
+    "Table",
+    "Text",
+    "make_live_display",
+    "make_printable",
+    "make_single_line",
+    "make_table",
+    "render_parts",
 ]  # fmt: skip
 PLAIN_COLUMNS = 1 << 20
-"""Width of output that is no terminal: lines are not wrapped, and columns not folded."""
+"""Width of output that is no terminal: no line is wrapped, and no column folded."""
 MOST_CELL = 1000
 """Longest cell of a table, characters."""
 GAP = 2
@@ -32,8 +41,8 @@ GAP = 2
 
 
 class StreamConsole(Console):
-    """Console on a stream. It leaves the cursor visible, so that a kill does not hide it, and
-    raises the errors of the stream. ``terminal``: whether the stream is one; None: as it says."""
+    """Console on a stream. It never hides the cursor, so a kill cannot leave it hidden, and raises
+    the errors of the stream. ``terminal``: the stream is a terminal; None: by ``isatty``."""
 
     def __init__(self, stream: TextIO, *, terminal: bool | None = None) -> None:
         if terminal is None:
@@ -52,7 +61,7 @@ class StreamConsole(Console):
         raise BrokenPipeError
 
 
-def live(console: Console) -> Live:
+def make_live_display(console: Console) -> Live:
     """Display that is replaced in place, and cut at the terminal's last row."""
     return Live(
         console=console,
@@ -63,29 +72,29 @@ def live(console: Console) -> Live:
     )
 
 
-def line(text: str) -> Text:
-    """``text`` as one line, cut where the terminal ends."""
-    return Text(printable(text).replace("\n", " "), no_wrap=True, overflow="ellipsis")
+def make_single_line(text: str) -> Text:
+    """Make ``text`` a single line that is cut at the terminal's edge."""
+    return Text(make_printable(text).replace("\n", " "), no_wrap=True, overflow="ellipsis")
 
 
-def printable(text: str) -> str:
-    """``text`` with its lines, and a space for every other character that is not printable."""
+def make_printable(text: str) -> str:
+    """Replace unprintable characters of ``text``, except line breaks, by spaces."""
     return "\n".join(
         "".join(c if c.isprintable() else " " for c in line)
         for line in text.removesuffix("\n").split("\n")
     )
 
 
-def table(
+def make_table(
     headings: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
     right: Container[str] = (),
     styles: Mapping[str, str] | None = None,
 ) -> Table:
-    """Columns below their headings, unless all of these are empty. ``right``: headings of
-    right-aligned ones; ``styles``: style of each cell with that text. Longer cells than
-    :data:`MOST_CELL` are cut."""
+    """Table with headings, unless all of these are empty. ``right``: headings of right-aligned
+    columns; ``styles``: from the text of a cell to its style. Cells are cut at :data:`MOST_CELL`
+    characters."""
     made = Table(
         *(
             Column(
@@ -108,12 +117,12 @@ def table(
     return made
 
 
-def render(*parts: RenderableType, out: str | None = None) -> str:
-    """Text of the parts, one below the other, for standard output; plain for a file ``out``."""
+def render_parts(*parts: RenderableType, out: str | None = None) -> str:
+    """Render the parts below each other, for standard output; plain text for a file ``out``."""
     written, terminal = io.StringIO(), out is None and sys.stdout.isatty()
     console = StreamConsole(written, terminal=terminal)
     for part in parts:
-        console.print(Text(printable(part)) if isinstance(part, str) else part)
+        console.print(Text(make_printable(part)) if isinstance(part, str) else part)
     if terminal:
         return written.getvalue()
     return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())

@@ -29,9 +29,9 @@ from gate.verdict import PartResult, Verdict
 
 OUT = parts.ROOT / "build" / "tests"
 DEADLINE = "PIPEMORPH_TEST_DEADLINE"
-"""Variable with the time, in seconds since the epoch, at which whoever runs this ends it."""
+"""Variable with the time, in seconds since the epoch, at which the caller ends this program."""
 SECONDS_TO_TEST = 1500.0
-"""A run that waits for a testbed stops when less is left before the deadline: too little to test
+"""Seconds before the deadline at which a run that waits for a testbed stops: too little to test
 with it."""
 
 
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def run_test(out: Path) -> Verdict:
-    """Without a second run: nothing here may be decided by a clock."""
+    """Run the parts without a second run: nothing here may be decided by a clock."""
     factor = budget.slowness()
     plans = plan.TEST_PARTS
     made = [make_part(one, out, limit=plan.TEST_SECONDS) for one in plans]
@@ -78,12 +78,12 @@ def run_check(out: Path, base: str | None) -> Verdict:
     files = records.Sources(parts.ROOT).files
     reached = impact.ImportGraph(parts.ROOT, files).tests_reached(changed)
     here = {p: n for p, n in reached.items() if p.parts[1] not in tiers.FULL_FOLDERS}
-    chosen, left_out = impact.choose(here, records.known_costs(), plan.CHECK_BUDGET)
+    chosen, deferred = impact.choose(here, records.known_costs(), plan.CHECK_BUDGET)
     say(f"{len(changed)} files differ from {commit}; they reach {len(here)} test files")
-    if left_out:
+    if deferred:
         say(
-            f"{len(left_out)} of them, which import what changed only through others, are left to "
-            f"`make test`: from {left_out[0]} on"
+            f"{len(deferred)} of them, which import what changed only through others, are "
+            f"run only by `make test`: from {deferred[0]} on"
         )
     made = [make_part(one, out) for one in plan.TEST_PARTS if one.name == "lint"]
     for number, paths in enumerate((chosen[::2], chosen[1::2]), 1):
@@ -109,10 +109,10 @@ def run_rest(out: Path) -> Verdict:
         testbeds = stack.enter_context(TestbedBuild(needed, out / "testbeds.log", say))
         tracer = stack.enter_context(traced(sources))
         schedule = Schedule(
-            to_run, lambda one: make_part(one, out), testbeds, lambda: seconds_left(time.time())
+            to_run, lambda one: make_part(one, out), testbeds, lambda: run_seconds(time.time())
         )
         with stopped_at_the_end() as began:
-            parts.run_beside(lambda: began.add(schedule.take()), plan.REST_LANES, say)
+            parts.run_in_lanes(lambda: began.add(schedule.take()), plan.REST_LANES, say)
         read = {
             one.name: tracer.opened_by(one.name, *[PART] * bool(one.needs)) if tracer else None
             for one in to_run
@@ -213,7 +213,7 @@ def stopped_at_the_end() -> Iterator[Began]:
 def run_parts(made: Sequence[parts.Part], lanes: int) -> list[PartResult]:
     take = parts.in_turn(made)
     with stopped_at_the_end() as began:
-        parts.run_beside(lambda: began.add(take()), lanes, say)
+        parts.run_in_lanes(lambda: began.add(take()), lanes, say)
     return [part.result() for part in made]
 
 
@@ -223,8 +223,8 @@ def make_part(one: plan.PartPlan, out: Path, **options: Any) -> parts.Part:
     return parts.pytest(one.name, out, *one.arguments, "-q", parts.REPEATABLE, **options)
 
 
-def seconds_left(now: float) -> float:
-    """Until a run that waits for a testbed stops."""
+def run_seconds(now: float) -> float:
+    """Seconds until a run that waits for a testbed stops."""
     deadline = os.environ.get(DEADLINE)
     return float(deadline) - SECONDS_TO_TEST - now if deadline else float("inf")
 

@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Fixtures and options of every test."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gate.tiers import FULL, TEST, TIERS, tier_of
 from hypothesis import HealthCheck, settings
 from testbed import selected
 
-# How long an example takes is a matter of the machine.
+# The time of an example depends on the machine.
 settings.register_profile(
     "any machine", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 )
 settings.register_profile(
     "repeatable", settings.get_profile("any machine"), derandomize=True, database=None
 )
-"""For `make test`: who changes one thing is not told there of a rare example of another."""
+"""Profile of `make test`: a change shows no rare failing example of an unrelated part."""
 settings.load_profile("any machine")
 
 ASYNC_SECONDS = 100.0
-_LEFT_OUT = pytest.StashKey[int]()
+_OMITTED = pytest.StashKey[int]()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -51,7 +51,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
 
     async def run() -> None:
-        # In one task: some tests look at all others.
+        # A single task: some tests list all others.
         async with asyncio.timeout(ASYNC_SECONDS):
             await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
 
@@ -110,17 +110,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     items[:] = [item for item in items if item not in on_gpu]
     config.hook.pytest_deselected(items=on_gpu)
-    config.stash[_LEFT_OUT] = len(on_gpu)
+    config.stash[_OMITTED] = len(on_gpu)
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    left_out = config.stash.get(_LEFT_OUT, 0)
-    if left_out:
+    omitted = config.stash.get(_OMITTED, 0)
+    if omitted:
         terminalreporter.write_line(
-            f"{left_out} tests of CUDA were left out: torch.cuda.is_available() is false here; "
-            "on a machine with a GPU run `pytest -m gpu tests/trainer`",
+            f"{omitted} tests of CUDA were deselected: torch.cuda.is_available() is false "
+            "here; on a machine with a GPU run `pytest -m gpu tests/trainer`",
             yellow=True,
         )
     skipped = os.environ.get("PIPEMORPH_TEST_SKIP")

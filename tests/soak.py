@@ -1,8 +1,8 @@
-"""What takes hours to be worth something: ``make soak``.
+"""Tests that need hours to be worth something: ``make soak``.
 
 ``make test`` plays some fault schedules, fuzzes for seconds and draws the same examples each time.
 Here the same tests get far more of each, drawn anew, and tests marked ``soak`` run, which ``make
-test`` leaves out. Run it before a change to anything it covers is called done. The table goes to
+test`` skips. Run it before a change to anything it covers is called done. The table goes to
 build/soak/table.md as well.
 
     python tests/soak.py                   everything, about three hours on two cores
@@ -58,15 +58,15 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "long tests": (["--tier", "soak", f"--ignore={FAULTS}"], {}),
     PYTHON_MUTANTS: (["tests/mutants"], {"PIPEMORPH_PYTHON_MUTANTS": times(200)}),
 }
-"""What each part runs, as pytest's arguments, and how much of it. The mutants of Python run by a
+"""Commands of each part, as pytest's arguments, and their amounts. The mutants of Python run by a
 command of their own, see :func:`run_python_mutants`."""
 
 
 def run_python_mutants(count: str) -> parts.Part:
     """The part that draws mutants of the Python product, by today's date, and judges them by the
     tests of ``make test``: see ``tests/mutants``."""
-    kept = OUT / "python-mutants.json"
-    command = [sys.executable, "-m", "mutants", "--count", count, "--out", str(kept)]
+    report = OUT / "python-mutants.json"
+    command = [sys.executable, "-m", "mutants", "--count", count, "--out", str(report)]
     env = {"PYTHONPATH": str(parts.ROOT / "tests")}
     return parts.Part(PYTHON_MUTANTS, command, OUT, is_pytest=False, shown=True, env=env)
 
@@ -102,8 +102,8 @@ def main(names: list[str]) -> int:
         for name in names or PARTS
     )
     table = f"{head}\n\n{amounts}\n\n{verdict.table()}"
-    if (kept := OUT / "python-mutants.txt").exists():
-        table += f"\n\n{kept.read_text()}"
+    if (report := OUT / "python-mutants.txt").exists():
+        table += f"\n\n{report.read_text()}"
     (OUT / "table.md").write_text(f"```\n{table}\n```\n")
     print(f"\n{table}")
     return 0 if verdict.good else 1

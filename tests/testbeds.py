@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE / folder) for folder in ("cluster", "support")]
 from testbed import TestbedError, catalog, making  # noqa: E402
 
 NICE = 5
-"""Others wait for it: low, so that the machine stays usable, but not the lowest."""
+"""Priority: low, so that the machine stays usable, but not the lowest, since others wait."""
 
 
 def main() -> int:

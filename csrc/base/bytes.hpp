@@ -1,4 +1,4 @@
-// Bytes that somebody else keeps.
+// View of bytes that the caller owns.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// What the engine raises. Messages name the link, the peer and what was missing.
+// Errors of the engine. Messages name the link, the peer and the missing thing.
 #pragma once
 
 #include <stdexcept>

@@ -1,10 +1,10 @@
-// Calls of Python threads into a module that let go of the GIL, and the end of the interpreter.
+// Releases the GIL during calls into a module, and ends these calls when the interpreter exits.
 //
-// A thread that asks for the GIL while the interpreter ends is ended by Python (before 3.14) with
-// pthread_exit, which unwinds through C++ that may not be unwound: the process aborts, and its exit
-// code is lost. So before that, when Python calls what `atexit` knows, such threads are sent out of
-// the module with SystemExit, which ends a thread without a word, and the last one is waited for.
-// One that takes longer stays where it is until the process ends, as with Python 3.14.
+// Before 3.14, Python ends a thread that requests the GIL while the interpreter ends by
+// pthread_exit, which unwinds through C++ that must not be unwound: the process aborts, and its
+// exit code is lost. So an `atexit` function raises SystemExit in such threads, which ends them
+// silently, and waits until all have returned from the module. A thread that takes longer blocks
+// until the process ends, as with Python 3.14.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,11 +20,11 @@ namespace pipemorph {
 
 class Calls {
   public:
-    // Without the GIL as long as it lives. Throws SystemExit where the interpreter ends.
+    // Scope without the GIL. Throws SystemExit if the interpreter is ending.
     class WithoutGil {
       public:
         WithoutGil() : WithoutGil(true) {}
-        // Where an exception would be no use: `may_end` is false.
+        // `may_end`: false where an exception would be useless.
         explicit WithoutGil(bool may_end) {
             if (may_end) throw_if_ending();
             inside_.fetch_add(1);
@@ -32,7 +32,7 @@ class Calls {
         }
         ~WithoutGil() {
             returning_.fetch_add(1);
-            if (too_late_ && ending()) {
+            if (too_late_ && must_return()) {
                 returning_.fetch_sub(1);
                 for (;;) pause();
             }
@@ -47,30 +47,33 @@ class Calls {
         PyThreadState* state_ = nullptr;
     };
 
-    // Now and then during a call: signals are handled, and the end of the interpreter ends it. Both
-    // throw. Without the GIL.
-    static void check() {
+    // Must be called regularly during a long call, without the GIL. Throws the exception of a
+    // signal handler, and SystemExit if the interpreter is ending.
+    static void check_signals() {
         const nanobind::gil_scoped_acquire gil;
         if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
         throw_if_ending();
     }
 
-    // Whether this thread should be out. Any thread, with or without the GIL.
-    static bool ending() { return ending_.load() && ender_.load() != std::this_thread::get_id(); }
+    // True if this thread must return from the module. Any thread, with or without the GIL.
+    static bool must_return() {
+        return ending_.load() && exit_thread_.load() != std::this_thread::get_id();
+    }
 
-    // When the module is made. `patience_ns`: for so long at most the end of the interpreter waits
+    // Called once, when the module is created. `patience_ns`: longest wait of the interpreter's end
     // for threads that are inside.
-    static void begin(int64_t patience_ns) {
+    static void register_atexit(int64_t patience_ns) {
         patience_ns_ = patience_ns;
-        // Threads that are inside are not the child's.
+        // A forked child has no such threads.
         pthread_atfork(nullptr, nullptr, [] { inside_ = returning_ = 0; });
-        nanobind::module_::import_("atexit").attr("register")(nanobind::cpp_function(&Calls::end));
+        nanobind::module_::import_("atexit").attr("register")(
+            nanobind::cpp_function(&Calls::end_calls));
     }
 
   private:
-    // By `atexit`, with the GIL.
-    static void end() {
-        ender_ = std::this_thread::get_id();
+    // Called by `atexit`, with the GIL.
+    static void end_calls() {
+        exit_thread_ = std::this_thread::get_id();
         ending_ = true;
         PyThreadState* const state = PyEval_SaveThread();
         const auto wait = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
@@ -82,17 +85,17 @@ class Calls {
     }
 
     static void throw_if_ending() {
-        if (!ending()) return;
+        if (!must_return()) return;
         PyErr_SetNone(PyExc_SystemExit);
         throw nanobind::python_error();
     }
 
     static inline int64_t patience_ns_ = 0;
     static inline std::atomic<int> inside_{0};
-    static inline std::atomic<int> returning_{0};  // about to have the GIL again
+    static inline std::atomic<int> returning_{0};  // about to acquire the GIL again
     static inline std::atomic<bool> too_late_{false};
     static inline std::atomic<bool> ending_{false};
-    static inline std::atomic<std::thread::id> ender_{};
+    static inline std::atomic<std::thread::id> exit_thread_{};
 };
 
 }  // namespace pipemorph

@@ -1,4 +1,4 @@
-// What Python has of messages: their memory, as it came and as it is to be sent.
+// Python objects for messages: their memory after arrival, and before sending.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,7 +20,7 @@ namespace pipemorph {
 
 namespace nb = nanobind;
 
-// From here on a copy takes longer than letting go of the GIL and waiting to get it again.
+// Size from which a copy takes longer than releasing the GIL and taking it again.
 constexpr size_t kCopyWithoutGil = size_t{64} << 10;
 
 class Buffer {
@@ -54,11 +54,11 @@ class Buffer {
 
 struct PyLink {
     Reference<Link> link;
-    std::shared_ptr<Graveyard> graveyard;
+    std::shared_ptr<ReleaseQueue> release_queue;
 
-    // Every call from Python comes through here.
+    // Every call from Python passes through here.
     Link& use() const {
-        graveyard->visit();
+        release_queue->release_queued();
         return *link;
     }
 };
@@ -70,15 +70,15 @@ inline std::string checked(const nb::bytes& note) {
     return {note.c_str(), note.size()};
 }
 
-// What a memoryview of a slot refers to. It keeps the slot mapped, so that a view used after
-// `release` may show another message but never faults.
+// Owner of a memoryview of a slot. It keeps the slot mapped, so that a view used after `release`
+// may show another message but never faults.
 struct SlotView {
     std::shared_ptr<void> keep;
     uint8_t* data;
     size_t bytes;
 };
 
-// For what Python calls without a C++ caller: whether `is_usable` throws nothing.
+// True if `is_usable` does not throw. For functions that Python calls without a C++ caller.
 template <typename F>
 bool may_show(Py_buffer* view, F&& is_usable) {
     try {
@@ -123,7 +123,7 @@ class PyMessage {
         return nb::steal(PyMemoryView_FromObject(holder.ptr()));
     }
 
-    // Of the message itself, which is kept by it: the slot is granted when the last one is gone.
+    // Buffer of the message itself, which it keeps alive: the slot is granted with the last buffer.
     static int buffer(PyObject* self, Py_buffer* view, int flags) {
         auto* message = nb::inst_ptr<PyMessage>(self);
         if (!may_show(view, [message] { message->check(); })) return -1;
@@ -159,10 +159,10 @@ class PyMessage {
     }
 
     void release(bool at_once = true) {
-        if (std::exchange(released_, true) || link_.graveyard->inherited()) return;
+        if (std::exchange(released_, true) || link_.release_queue->inherited()) return;
         if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial, at_once);
-        // What shows its memory keeps the message, and with that the memory: a slot, or a
-        // destination which the application may free as soon as nobody here holds it.
+        // A buffer holds the message, and with it the memory. Without one, the application may free
+        // the memory of its destination.
         if (!exported_) arrived_.keep.reset();
     }
 
@@ -191,15 +191,15 @@ inline PyType_Slot message_slots[] = {
     {0, nullptr},
 };
 
-// Memory for a payload. Views of it keep it, also after it was sent.
+// Memory for a payload. Views keep it alive, also after it was sent.
 class PyLease {
   public:
     PyLease(PyLink link, const Key& key, Link::Lease lease)
         : link_(std::move(link)), key_(key), lease_(std::move(lease)) {}
     ~PyLease() {
         release();
-        // What it goes back to is not here.
-        if (link_.graveyard->inherited())
+        // In a forked child the pool does not exist.
+        if (link_.release_queue->inherited())
             static_cast<void>(new std::shared_ptr<void>(std::move(lease_.hold)));
     }
     PyLease(const PyLease&) = delete;
@@ -220,7 +220,7 @@ class PyLease {
     }
 
     void release() {
-        if (over_ || link_.graveyard->inherited()) return;
+        if (over_ || link_.release_queue->inherited()) return;
         over_ = "released";
         link_.link->end_lease(lease_);
     }
@@ -241,7 +241,7 @@ class PyLease {
     PyLink link_;
     Key key_;
     Link::Lease lease_;
-    const char* over_ = nullptr;  // how it ended
+    const char* over_ = nullptr;  // "sent" or "released"; null before
 };
 
 inline PyType_Slot lease_slots[] = {

@@ -1,4 +1,4 @@
-// The Python module `pipemorph_trainer._engine`. Its contract is `_engine.pyi`.
+// Python module `pipemorph_trainer._engine`. Its contract is `_engine.pyi`.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -25,7 +25,7 @@ namespace {
 
 using KeyTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 
-// Blocking calls come back this often to let Python handle signals.
+// Interval at which blocking calls let Python handle signals.
 constexpr int64_t kSlice = 100 * kMillisecond;
 
 Key to_key(const KeyTuple& t) {
@@ -66,7 +66,7 @@ uint64_t post(const PyLink& self, const KeyTuple& key, Buffer buffer, const nb::
     info.note = checked(note);
     info.bytes = buffer.size();
     const uint8_t* data = buffer.data();
-    return link.send(std::move(info), data, hold(self.graveyard, buffer.take()));
+    return link.send(std::move(info), data, hold(self.release_queue, buffer.take()));
 }
 
 uint64_t send(const PyLink& self, const KeyTuple& key, nb::handle payload, const nb::bytes& note) {
@@ -84,7 +84,7 @@ void wait_sent(const PyLink& self, uint64_t ticket, double timeout) {
     const int64_t deadline = deadline_after(timeout);
     {
         const Calls::WithoutGil no_gil;
-        while (!link.wait_sent(ticket, deadline, kSlice, timeout)) Calls::check();
+        while (!link.wait_sent(ticket, deadline, kSlice, timeout)) Calls::check_signals();
     }
     self.use();  // the payload is free now
 }
@@ -96,7 +96,7 @@ nb::object receive(const PyLink& self, const KeyTuple& key, double timeout) {
     std::optional<Arrived> arrived;
     {
         const Calls::WithoutGil no_gil;
-        while (!(arrived = link.receive(k, deadline, kSlice, timeout))) Calls::check();
+        while (!(arrived = link.receive(k, deadline, kSlice, timeout))) Calls::check_signals();
     }
     return wrap(self, std::move(arrived));
 }
@@ -167,7 +167,7 @@ class PyEngine {
              std::vector<std::string> rdma_devices, int64_t gid_index, int64_t traffic_class,
              int64_t service_level, int64_t numa_node, const std::string& integrity,
              int64_t queue_pairs, int64_t flight_bytes)
-        : graveyard_(std::make_shared<Graveyard>()) {
+        : release_queue_(std::make_shared<ReleaseQueue>()) {
         Config c;
         c.job = std::move(job);
         c.rank = to_rank(rank, "rank");
@@ -199,8 +199,8 @@ class PyEngine {
         engine_ = std::make_unique<Engine>(std::move(c));
     }
     ~PyEngine() {
-        if (graveyard_->inherited()) {
-            static_cast<void>(engine_.release());  // whose threads cannot be waited for here
+        if (release_queue_->inherited()) {
+            static_cast<void>(engine_.release());  // its threads are not in this process
             return;
         }
         const Calls::WithoutGil no_gil(false);
@@ -210,7 +210,7 @@ class PyEngine {
     PyEngine& operator=(const PyEngine&) = delete;
 
     Engine& use() const {
-        graveyard_->visit();
+        release_queue_->release_queued();
         return *engine_;
     }
 
@@ -222,7 +222,8 @@ class PyEngine {
         const auto to_port = static_cast<uint16_t>(bounded(port, "port", 1, 65535));
         deadline_after(timeout);
         const Calls::WithoutGil no_gil;
-        return {engine_->connect(peer, link, host, to_port, timeout, Calls::check), graveyard_};
+        return {engine_->connect(peer, link, host, to_port, timeout, Calls::check_signals),
+                release_queue_};
     }
 
     PyLink accept(int64_t peer_rank, int64_t link_id, double timeout) const {
@@ -231,21 +232,21 @@ class PyEngine {
         const uint32_t link = to_rank(link_id, "link_id");
         deadline_after(timeout);
         const Calls::WithoutGil no_gil;
-        return {engine_->accept(peer, link, timeout, Calls::check), graveyard_};
+        return {engine_->accept(peer, link, timeout, Calls::check_signals), release_queue_};
     }
 
     void close(double timeout) const {
-        if (graveyard_->inherited()) return;
+        if (release_queue_->inherited()) return;
         deadline_after(timeout);
         {
             const Calls::WithoutGil no_gil;
-            engine_->close(timeout, Calls::ending);
+            engine_->close(timeout, Calls::must_return);
         }
-        graveyard_->release_all();
+        release_queue_->release_all();
     }
 
   private:
-    std::shared_ptr<Graveyard> graveyard_;
+    std::shared_ptr<ReleaseQueue> release_queue_;
     std::unique_ptr<Engine> engine_;
 };
 
@@ -258,8 +259,8 @@ NB_MODULE(_engine, m) {
     nb::exception<EngineError> engine_error(m, "EngineError", PyExc_RuntimeError);
     nb::exception<EngineTimeout>(m, "EngineTimeout", engine_error.ptr());
 
-    // What copies or registers memory takes as long as it takes.
-    Calls::begin(10 * kSecond);
+    // Copying or registering memory may take long.
+    Calls::register_atexit(10 * kSecond);
 
     m.def("crypto_library", [] { return crypto().version; });
 
@@ -288,7 +289,7 @@ NB_MODULE(_engine, m) {
         .def_ro("kind", &PathStats::kind)
         .def_ro("rail", &PathStats::rail)
         .def_ro("state", &PathStats::state)
-        .def_ro("trouble", &PathStats::trouble)
+        .def_ro("last_error", &PathStats::last_error)
         .def_ro("epoch", &PathStats::epoch)
         .def_ro("chunks", &PathStats::chunks)
         .def_ro("bytes", &PathStats::bytes)
@@ -321,8 +322,8 @@ NB_MODULE(_engine, m) {
         .def_ro("stale_chunks", &LinkStats::stale_chunks)
         .def_ro("reconnects", &LinkStats::reconnects)
         .def_ro("frames_refused", &LinkStats::frames_refused)
-        .def_ro("trouble", &LinkStats::trouble)
-        .def_ro("path_trouble", &LinkStats::path_trouble)
+        .def_ro("last_error", &LinkStats::last_error)
+        .def_ro("path_errors", &LinkStats::path_errors)
         .def_ro("rtt_min", &LinkStats::rtt_min)
         .def_ro("rtt_mean", &LinkStats::rtt_mean)
         .def_ro("rtt_p99", &LinkStats::rtt_p99)
@@ -377,11 +378,11 @@ NB_MODULE(_engine, m) {
             "index"_a = 0)
         .def("sever_control", [](const PyLink& self) { self.use().sever_control(); })
         .def("close", [](const PyLink& self) {
-            if (self.graveyard->inherited()) return;
+            if (self.release_queue->inherited()) return;
             Link& link = self.use();
             {
                 const Calls::WithoutGil no_gil;
-                link.close(steady_ns() + 5 * kSecond, Calls::ending);
+                link.close(steady_ns() + 5 * kSecond, Calls::must_return);
             }
             self.use();
         });
@@ -399,11 +400,11 @@ NB_MODULE(_engine, m) {
              "integrity"_a = "crc", "queue_pairs"_a = 1,
              "flight_bytes"_a = static_cast<int64_t>(Config().flight_bytes))
         .def_prop_ro("rails", [](const PyEngine& self) { return self.use().rails(); })
-        .def_prop_ro("rails_trouble",
+        .def_prop_ro("rails_error",
                      [](const PyEngine& self) -> std::optional<std::string> {
-                         std::string trouble = self.use().rails_trouble();
-                         if (trouble.empty()) return std::nullopt;
-                         return trouble;
+                         std::string last_error = self.use().rails_error();
+                         if (last_error.empty()) return std::nullopt;
+                         return last_error;
                      })
         .def_prop_ro("memory_node",
                      [](const PyEngine& self) -> std::optional<int> {
@@ -412,7 +413,7 @@ NB_MODULE(_engine, m) {
                          return node;
                      })
         .def_prop_ro("port", [](const PyEngine& self) { return self.use().port(); })
-        .def_prop_ro("bell_fd", [](const PyEngine& self) { return self.use().bell(); })
+        .def_prop_ro("notifier_fd", [](const PyEngine& self) { return self.use().notifier(); })
         .def("connect", &PyEngine::connect, nb::kw_only(), "peer_rank"_a, "link_id"_a, "host"_a,
              "port"_a, "timeout"_a, nb::keep_alive<0, 1>())
         .def("accept", &PyEngine::accept, nb::kw_only(), "peer_rank"_a, "link_id"_a, "timeout"_a,

@@ -1,8 +1,8 @@
 // Python buffers that the engine's threads read from.
 //
-// A buffer may only be let go of with the GIL, and no engine thread ever takes that. So the last
-// reference, wherever it is dropped, only puts the buffer on a list; the next call from Python on
-// the same engine releases what is on it.
+// A buffer may only be released with the GIL, which no engine thread ever takes. So the last
+// reference, on whatever thread it is dropped, only puts the buffer on a list. The next call from
+// Python on the same engine releases the buffers of the list.
 #pragma once
 
 #include <Python.h>
@@ -18,21 +18,21 @@
 
 namespace pipemorph {
 
-// With its place on the list, so that whoever drops the last reference needs no memory for it.
+// Buffer with its list node, so that dropping the last reference allocates no memory.
 struct HeldBuffer : Py_buffer {
     HeldBuffer* next = nullptr;
 };
 
-class Graveyard {
+class ReleaseQueue {
   public:
-    ~Graveyard() { release_all(); }
+    ~ReleaseQueue() { release_all(); }
 
-    // Whether this process is a fork of the one that the engine belongs to. Then its threads are
-    // not here and its locks may be held for ever: nothing of it may be touched.
+    // True in a fork of the process that owns the engine. A fork has none of its threads, and its
+    // locks may be held forever: nothing of the engine may be touched.
     bool inherited() const { return forks_ != forks(); }
 
-    // At the begin of every call on the engine.
-    void visit() {
+    // Called at the beginning of every call on the engine.
+    void release_queued() {
         if (inherited())
             throw EngineError("process " + std::to_string(getpid()) + " was forked off process " +
                               std::to_string(owner_) +
@@ -41,22 +41,22 @@ class Graveyard {
         release_all();
     }
 
-    void bury(HeldBuffer* buffer) noexcept {
+    void add_buffer(HeldBuffer* buffer) noexcept {
         if (inherited()) return;
-        buffer->next = dead_.load(std::memory_order_relaxed);
-        while (!dead_.compare_exchange_weak(buffer->next, buffer, std::memory_order_release,
-                                            std::memory_order_relaxed)) {
+        buffer->next = queued_.load(std::memory_order_relaxed);
+        while (!queued_.compare_exchange_weak(buffer->next, buffer, std::memory_order_release,
+                                              std::memory_order_relaxed)) {
         }
     }
 
-    // With the GIL.
+    // Called with the GIL.
     void release_all() {
-        if (inherited() || dead_.load(std::memory_order_relaxed) == nullptr) return;
-        HeldBuffer* dead = dead_.exchange(nullptr, std::memory_order_acquire);
-        // When the interpreter is gone there is nobody to give them back to.
+        if (inherited() || queued_.load(std::memory_order_relaxed) == nullptr) return;
+        HeldBuffer* queued = queued_.exchange(nullptr, std::memory_order_acquire);
+        // Without an interpreter the buffers have no owner.
         if (!Py_IsInitialized()) return;
-        while (dead != nullptr) {
-            const std::unique_ptr<HeldBuffer> buffer(std::exchange(dead, dead->next));
+        while (queued != nullptr) {
+            const std::unique_ptr<HeldBuffer> buffer(std::exchange(queued, queued->next));
             PyBuffer_Release(buffer.get());
         }
     }
@@ -64,10 +64,10 @@ class Graveyard {
   private:
     const uint32_t forks_ = forks();
     const pid_t owner_ = getpid();
-    std::atomic<HeldBuffer*> dead_{nullptr};
+    std::atomic<HeldBuffer*> queued_{nullptr};
 };
 
-// A reference of Python's to something of the engine's. In a forked child it is never let go of.
+// Reference of Python to an object of the engine. In a forked child it is never released.
 template <typename T>
 class Reference : public std::shared_ptr<T> {
   public:
@@ -83,11 +83,12 @@ class Reference : public std::shared_ptr<T> {
     const uint32_t forks_ = forks();
 };
 
-// Takes the buffer over.
-inline std::shared_ptr<void> hold(std::shared_ptr<Graveyard> graveyard,
+// Shared owner of a buffer.
+inline std::shared_ptr<void> hold(std::shared_ptr<ReleaseQueue> release_queue,
                                   std::unique_ptr<HeldBuffer> buffer) {
-    return {buffer.release(),
-            [graveyard = std::move(graveyard)](HeldBuffer* dead) { graveyard->bury(dead); }};
+    return {buffer.release(), [release_queue = std::move(release_queue)](HeldBuffer* queued) {
+                release_queue->add_buffer(queued);
+            }};
 }
 
 }  // namespace pipemorph

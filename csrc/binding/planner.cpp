@@ -1,4 +1,5 @@
-// The Python module `pipemorph.planning._planner`. Its contract is `_planner.pyi`.
+// Python module `pipemorph.planning._planner`: checks its arguments, executes schedules, searches
+// orders, and computes bounds. Its contract is `_planner.pyi`.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/function.h>
@@ -30,15 +31,18 @@ using CostsTuple =
                std::vector<double>, std::vector<int>, std::vector<int>, std::vector<bool>,
                std::vector<double>, std::vector<double>, std::vector<int>, std::vector<double>,
                std::vector<double>, std::vector<std::vector<int>>, std::vector<double>, double>;
-using Ran = std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
-                       std::vector<std::vector<double>>, std::vector<std::vector<double>>,
-                       std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
+// By rank: codes, starts, ends and free times of the ops. By stage: arrivals of activations and of
+// gradients.
+using ExecutionTuple =
+    std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
+               std::vector<std::vector<double>>, std::vector<std::vector<double>>,
+               std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
 
 void expect(bool holds, const char* message) {
     if (!holds) throw nb::value_error(message);
 }
 
-void check_placed(const std::vector<std::vector<int>>& stages_of, size_t stages) {
+void check_placement(const std::vector<std::vector<int>>& stages_of, size_t stages) {
     std::vector<int> seen(stages);
     for (const auto& mine : stages_of) {
         expect(mine.size() <= kMostChunks, "expected at most 64 stages on a rank");
@@ -83,11 +87,11 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     expect(costs.leaving.size() == stages && costs.returning.size() == stages &&
                costs.device_limits.size() == stages,
            "expected times to leave and return and a device limit per stage");
-    check_placed(stages_of, stages);
+    check_placement(stages_of, stages);
     costs.place(std::move(stages_of));
     expect(costs.after.size() == costs.stages_of.size() &&
                costs.before.size() == costs.stages_of.size(),
-           "expected what precedes and follows the ops per rank");
+           "expected an earliest start and a tail per rank");
     expect(costs.warmup.empty() || costs.warmup.size() == stages, "expected a warm-up per stage");
     expect(costs.delay.size() == links && costs.transfer.size() == links &&
                costs.queues.size() == links && costs.outstanding.size() == links &&
@@ -100,8 +104,9 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     return costs;
 }
 
-// Only ops of the rank's stages, per kind no more than microbatches: what the core indexes by.
-Order to_ranks(const std::vector<nb::bytes>& ranks, const Costs& costs) {
+// Checks that a rank has only ops of its stages, at most one per kind and microbatch: the core uses
+// them as indices.
+Order to_order(const std::vector<nb::bytes>& ranks, const Costs& costs) {
     expect(ranks.size() == costs.stages_of.size(), "expected ops for every rank");
     Order order;
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
@@ -121,8 +126,8 @@ Order to_ranks(const std::vector<nb::bytes>& ranks, const Costs& costs) {
     return order;
 }
 
-std::pair<std::vector<std::vector<double>>, std::vector<std::vector<double>>> arrivals_of(
-    const Core& core) {
+std::pair<std::vector<std::vector<double>>, std::vector<std::vector<double>>> collect_arrivals(
+    const EventCore& core) {
     std::vector<std::vector<double>> found[2];
     for (const int kind : {kForward, kBackward})
         for (int stage = 0; stage < core.costs().stages; ++stage) {
@@ -133,11 +138,11 @@ std::pair<std::vector<std::vector<double>>, std::vector<std::vector<double>>> ar
     return {std::move(found[kForward]), std::move(found[kBackward])};
 }
 
-Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks, DelayAt delay_at,
-             DelayAt transfer_at) {
+ExecutionTuple execute_in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
+                                DelayAt delay_at, DelayAt transfer_at) {
     const Costs costs = to_costs(given);
-    const Order order = to_ranks(ranks, costs);
-    InOrder execution(costs);
+    const Order order = to_order(ranks, costs);
+    OrderExecutor execution(costs);
     if (delay_at)
         execution.run(order, std::move(delay_at), std::move(transfer_at));
     else
@@ -153,27 +158,29 @@ Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks, Delay
             free.back().push_back(execution.free(rank, position));
         }
     }
-    auto [above, below] = arrivals_of(execution.core());
+    auto [above, below] = collect_arrivals(execution.core());
     return {std::move(codes), std::move(start), std::move(end),
             std::move(free),  std::move(above), std::move(below)};
 }
 
-double makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks) {
+double compute_makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks) {
     const Costs costs = to_costs(given);
-    const Order order = to_ranks(ranks, costs);
+    const Order order = to_order(ranks, costs);
     const Calls::WithoutGil no_gil;
-    return InOrder(costs).run(order);
+    return OrderExecutor(costs).run(order);
 }
 
-// What running the first ready op runs, and the end of the iteration.
-std::pair<std::vector<nb::bytes>, double> online(const CostsTuple& given, std::vector<int> caps,
-                                                 std::vector<int> warmup, bool exact_warmup,
-                                                 std::vector<bool> fused) {
+// Order of running the first ready op, and the end of the iteration.
+std::pair<std::vector<nb::bytes>, double> schedule_online(const CostsTuple& given,
+                                                          std::vector<int> caps,
+                                                          std::vector<int> warmup,
+                                                          bool exact_warmup,
+                                                          std::vector<bool> fused) {
     const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
     expect(!costs.warmup.empty(), "expected a warm-up per stage");
-    expect(fused.size() == costs.caps.size(), "expected for every stage whether it is fused");
-    const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused)};
-    FirstReady execution(costs, rules);
+    expect(fused.size() == costs.caps.size(), "expected a flag for fused backwards per stage");
+    const DispatchRules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused)};
+    OnlineScheduler execution(costs, rules);
     {
         const Calls::WithoutGil no_gil;
         execution.run();
@@ -188,7 +195,7 @@ std::pair<std::vector<nb::bytes>, double> online(const CostsTuple& given, std::v
     return {std::move(order), makespan};
 }
 
-void check_whole(const Order& order, const Costs& costs) {
+void check_complete(const Order& order, const Costs& costs) {
     for (size_t rank = 0; rank < order.size(); ++rank)
         for (size_t place = 0; place < costs.stages_of[rank].size(); ++place) {
             const auto count = [&](int kind) {
@@ -203,12 +210,12 @@ void check_whole(const Order& order, const Costs& costs) {
         }
 }
 
-// The order and what limits ops out of turn, checked.
-Guide to_guide(const std::vector<nb::bytes>& order, const std::vector<std::vector<int>>& waits,
-               const Costs& costs) {
-    expect(waits.size() == costs.stages_of.size(), "expected for every rank where it waits");
-    Guide guide{to_ranks(order, costs), waits, costs.caps};
-    check_whole(guide.order, costs);
+// Checked guide: the order, and the limits of ops out of turn.
+DispatchGuide to_guide(const std::vector<nb::bytes>& order,
+                       const std::vector<std::vector<int>>& waits, const Costs& costs) {
+    expect(waits.size() == costs.stages_of.size(), "expected the positions of waits per rank");
+    DispatchGuide guide{to_order(order, costs), waits, costs.caps};
+    check_complete(guide.order, costs);
     for (size_t rank = 0; rank < waits.size(); ++rank)
         for (const int position : waits[rank])
             expect(position >= 0 && static_cast<size_t>(position) < guide.order[rank].size(),
@@ -216,15 +223,15 @@ Guide to_guide(const std::vector<nb::bytes>& order, const std::vector<std::vecto
     return guide;
 }
 
-Ran guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
-           const std::vector<std::vector<int>>& waits, std::vector<int> caps, DelayAt delay_at,
-           DelayAt transfer_at) {
+ExecutionTuple execute_guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
+                              const std::vector<std::vector<int>>& waits, std::vector<int> caps,
+                              DelayAt delay_at, DelayAt transfer_at) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, costs);
-    Guided execution(costs, guide);
+    const DispatchGuide guide = to_guide(order, waits, costs);
+    GuidedExecutor execution(costs, guide);
     execution.run(std::move(delay_at), std::move(transfer_at));
-    auto [above, below] = arrivals_of(execution.core());
-    Ran all{{}, {}, {}, {}, std::move(above), std::move(below)};
+    auto [above, below] = collect_arrivals(execution.core());
+    ExecutionTuple all{{}, {}, {}, {}, std::move(above), std::move(below)};
     for (const auto& ran : execution.ran()) {
         std::get<0>(all).emplace_back(ran.codes.data(), ran.codes.size());
         std::get<1>(all).push_back(ran.start);
@@ -234,12 +241,12 @@ Ran guided(const CostsTuple& given, const std::vector<nb::bytes>& order,
     return all;
 }
 
-double guided_makespan(const CostsTuple& given, const std::vector<nb::bytes>& order,
-                       const std::vector<std::vector<int>>& waits, std::vector<int> caps) {
+double compute_guided_makespan(const CostsTuple& given, const std::vector<nb::bytes>& order,
+                               const std::vector<std::vector<int>>& waits, std::vector<int> caps) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, costs);
+    const DispatchGuide guide = to_guide(order, waits, costs);
     const Calls::WithoutGil no_gil;
-    Guided execution(costs, guide);
+    GuidedExecutor execution(costs, guide);
     execution.run();
     return execution.makespan();
 }
@@ -247,11 +254,11 @@ double guided_makespan(const CostsTuple& given, const std::vector<nb::bytes>& or
 std::vector<std::vector<int>> waits_of(const CostsTuple& given, const std::vector<nb::bytes>& order,
                                        const std::vector<int>& peaks) {
     const Costs costs = to_costs(given);
-    expect(peaks.size() == costs.caps.size(), "expected for every stage how many are in flight");
-    const Order ranks = to_ranks(order, costs);
-    check_whole(ranks, costs);
+    expect(peaks.size() == costs.caps.size(), "expected a peak of microbatches per stage");
+    const Order ranks = to_order(order, costs);
+    check_complete(ranks, costs);
     const Calls::WithoutGil no_gil;
-    return planned_waits(costs, ranks, peaks);
+    return find_planned_waits(costs, ranks, peaks);
 }
 
 std::array<double, 2> jittered_makespans(const CostsTuple& given,
@@ -259,16 +266,16 @@ std::array<double, 2> jittered_makespans(const CostsTuple& given,
                                          const std::vector<std::vector<int>>& waits,
                                          std::vector<int> caps, double most, int draws) {
     const Costs costs = to_costs(given, std::move(caps));
-    const Guide guide = to_guide(order, waits, costs);
-    expect(most > 0.0 && draws > 0, "expected draws of a lateness above 0");
+    const DispatchGuide guide = to_guide(order, waits, costs);
+    expect(most > 0.0 && draws > 0, "expected draws of a delay above 0");
     const Calls::WithoutGil no_gil;
-    return jittered(costs, guide, most, draws);
+    return compute_jittered_makespans(costs, guide, most, draws);
 }
 
 bool valid(int microbatches, const std::vector<std::vector<int>>& stages_of,
            const std::vector<nb::bytes>& ranks, const std::vector<std::vector<int>>& numbers,
            const std::vector<int>& caps, const std::vector<int>& device_limits) {
-    check_placed(stages_of, caps.size());
+    check_placement(stages_of, caps.size());
     expect(ranks.size() == stages_of.size() && numbers.size() == stages_of.size() &&
                device_limits.size() == caps.size(),
            "expected ops and numbers for every rank and limits for every stage");
@@ -292,13 +299,13 @@ std::tuple<std::vector<nb::bytes>, double, double> run_search(
     long shifting_effort, double near) {
     const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
     Order from;
-    if (!start.empty()) check_whole(from = to_ranks(start, costs), costs);
+    if (!start.empty()) check_complete(from = to_order(start, costs), costs);
     for (const auto& codes : from)
         expect(
             std::none_of(codes.begin(), codes.end(), [](int code) { return (code & 3) == kFused; }),
             "expected split backwards in the order");
     expect(paper_warmup.size() == costs.caps.size(), "expected a paper warm-up per stage");
-    Found found;
+    SearchResult found;
     {
         const Calls::WithoutGil no_gil;
         found = search(costs, paper_warmup, from, {listing_effort, shifting_effort, near});
@@ -308,44 +315,46 @@ std::tuple<std::vector<nb::bytes>, double, double> run_search(
     return {std::move(order), found.makespan, found.bound};
 }
 
-double lower_bound(const CostsTuple& given, std::vector<int> caps) {
+double compute_lower_bound(const CostsTuple& given, std::vector<int> caps) {
     const Costs costs = to_costs(given, std::move(caps));
     const Calls::WithoutGil no_gil;
-    return machine_bound(costs, heads(costs, costs.caps), tails(costs, costs.caps));
+    return compute_machine_bound(costs, compute_heads(costs, costs.caps),
+                                 compute_tails(costs, costs.caps));
 }
 
-double tight_lower_bound(const CostsTuple& given, std::vector<int> caps, double makespan,
-                         long effort) {
+double compute_tight_lower_bound(const CostsTuple& given, std::vector<int> caps, double makespan,
+                                 long effort) {
     const Costs costs = to_costs(given, std::move(caps));
     const Calls::WithoutGil no_gil;
-    const Times head = heads(costs, costs.caps), tail = tails(costs, costs.caps);
-    return windows_bound(costs, head, tail, machine_bound(costs, head, tail), makespan, effort);
+    const Times head = compute_heads(costs, costs.caps), tail = compute_tails(costs, costs.caps);
+    return tighten_bound(costs, head, tail, compute_machine_bound(costs, head, tail), makespan,
+                         effort);
 }
 
 }  // namespace
 }  // namespace pipemorph::planner
 
 NB_MODULE(_planner, module) {
-    pipemorph::Calls::begin(0);  // a search may take seconds, and is of no use any more
+    pipemorph::Calls::register_atexit(0);  // 0: an exit does not wait for a search of seconds
     namespace planner = pipemorph::planner;
-    module.doc() = "Executes schedules, and the search of the pipemorph policy.";
-    module.def("in_order", &planner::in_order, "costs"_a, "ranks"_a, "delay_at"_a.none(),
-               "transfer_at"_a.none());
-    module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a);
-    module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
-               "fused"_a);
-    module.def("guided", &planner::guided, "costs"_a, "order"_a, "waits"_a, "caps"_a,
+    module.doc() = "Executes schedules and searches orders for the pipemorph policy.";
+    module.def("execute_in_order", &planner::execute_in_order, "costs"_a, "ranks"_a,
                "delay_at"_a.none(), "transfer_at"_a.none());
-    module.def("guided_makespan", &planner::guided_makespan, "costs"_a, "order"_a, "waits"_a,
-               "caps"_a);
-    module.def("waits", &planner::waits_of, "costs"_a, "order"_a, "peaks"_a);
-    module.def("jittered", &planner::jittered_makespans, "costs"_a, "order"_a, "waits"_a, "caps"_a,
-               "most"_a, "draws"_a);
-    module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
-               "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
+    module.def("compute_makespan", &planner::compute_makespan, "costs"_a, "ranks"_a);
+    module.def("schedule_online", &planner::schedule_online, "costs"_a, "caps"_a, "warmup"_a,
+               "exact_warmup"_a, "fused"_a);
+    module.def("execute_guided", &planner::execute_guided, "costs"_a, "order"_a, "waits"_a,
+               "caps"_a, "delay_at"_a.none(), "transfer_at"_a.none());
+    module.def("compute_guided_makespan", &planner::compute_guided_makespan, "costs"_a, "order"_a,
+               "waits"_a, "caps"_a);
+    module.def("find_planned_waits", &planner::waits_of, "costs"_a, "order"_a, "peaks"_a);
+    module.def("compute_jittered_makespans", &planner::jittered_makespans, "costs"_a, "order"_a,
+               "waits"_a, "caps"_a, "most"_a, "draws"_a);
+    module.def("search_order", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a,
+               "paper_warmup"_a, "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
     module.def("is_valid", &planner::valid, "microbatches"_a, "stages_of"_a, "ranks"_a, "numbers"_a,
                "caps"_a, "device_limits"_a);
-    module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);
-    module.def("tight_lower_bound", &planner::tight_lower_bound, "costs"_a, "caps"_a, "makespan"_a,
-               "effort"_a);
+    module.def("compute_lower_bound", &planner::compute_lower_bound, "costs"_a, "caps"_a);
+    module.def("compute_tight_lower_bound", &planner::compute_tight_lower_bound, "costs"_a,
+               "caps"_a, "makespan"_a, "effort"_a);
 }

@@ -5,27 +5,27 @@
 
 namespace pipemorph {
 
-// Proves that bytes are what the holder of a key said.
+// Authentication tag: proves that bytes come unchanged from a holder of the key.
 using Tag = std::array<uint8_t, 16>;
 
 struct CipherContext;
 
-// One direction under one key, one thread at a time. Throws EngineError where libcrypto cannot.
+// One direction under one key, one thread at a time. Throws EngineError if libcrypto fails.
 class AesGcm {
   public:
     enum class Use { encrypt, decrypt };
 
     AesGcm(const Digest& key, Use use);
-    // A text of its own. The same `place` must never begin two texts under one key.
+    // Begins a text. A `place` must never begin two texts under one key.
     void begin(uint64_t place);
-    // Of bytes that are told openly. Before any that are encrypted.
+    // Authenticates bytes that are sent in the clear, before any that are encrypted.
     void authenticate(Bytes data);
-    // Encrypt or decrypt to `to`, which may be where `data` is. Until `fits` has said so, what was
-    // decrypted may be anything.
+    // Encrypts or decrypts to `to`, which may be where `data` is. Decrypted bytes must not be used
+    // before `fits` has returned true.
     void apply(uint8_t* to, Bytes data);
-    // Ends a text that was encrypted, or only authenticated.
+    // Ends a text that was encrypted, or only authenticated, and returns its tag.
     Tag tag();
-    // Ends a text that was decrypted: whether this is its tag.
+    // Ends a text that was decrypted. True if `tag` is its tag.
     bool fits(const Tag& tag);
 
   private:

@@ -10,7 +10,7 @@
 #include <sys/auxv.h>
 #endif
 
-// What a function that uses the processor's instruction for a CRC32C is compiled for.
+// Compilation target of functions that use the processor's instruction for a CRC32C.
 #if defined(__x86_64__)
 #define PIPEMORPH_CRC __attribute__((target("sse4.2")))
 #elif defined(__aarch64__) && defined(__clang__)
@@ -40,7 +40,7 @@ struct ByteTables {
 
 constexpr ByteTables kBytes;
 
-// The raw register update, without the inversions at either end.
+// Raw register update, without the inversions at either end.
 uint32_t advance_software(uint32_t r, const uint8_t* p, size_t n) {
     for (; n >= 8; p += 8, n -= 8) {
         uint64_t word;
@@ -145,14 +145,14 @@ PIPEMORPH_CRC uint32_t advance_hardware(uint32_t r, const uint8_t* p, size_t n) 
 #if defined(__x86_64__)
 
 // Where there are 512-bit carry-less multiplications, 256 bytes are folded at once: a block B
-// that lies D bits before another adds B * x^D (mod P) to it, and the 16 bytes left at the end
-// have the same remainder as everything before them.
+// that lies D bits before another adds B * x^D (mod P) to it, and the last 16 bytes have the same
+// remainder as all of them.
 //
 // A reflected product is one bit short, hence the x^(n-1); 32-bit remainders sit in the upper
 // half of the 64-bit operand.
 struct Fold {
-    uint64_t low;   // for the half that came first
-    uint64_t high;  // for the half that came second
+    uint64_t low;   // for the first half
+    uint64_t high;  // for the second half
 
     explicit Fold(int bits) : low(power(bits + 63)), high(power(bits - 1)) {}
 

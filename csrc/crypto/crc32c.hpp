@@ -6,11 +6,11 @@
 
 namespace pipemorph {
 
-// Continue `crc` (0 to start) over `data`, with the widest instructions there are.
+// Continues `crc` (0 to start) over `data`, with the widest instructions of this machine.
 uint32_t crc32c(uint32_t crc, Bytes data);
 
-// The first with the instruction of SSE4.2 or ARMv8 only, and without any: what other machines use,
-// and for the tests to hold all three equal.
+// Versions for other machines: with the instruction of SSE4.2 or ARMv8 only, and without any. Tests
+// hold all three equal.
 uint32_t crc32c_narrow(uint32_t crc, Bytes data);
 uint32_t crc32c_software(uint32_t crc, Bytes data);
 

@@ -23,7 +23,7 @@ void Hmac::Free::operator()(HmacContext* context) const {
 
 Hmac::Hmac(Bytes key) : context_(crypto().hmac_new()) {
     must(context_ != nullptr);
-    // No key at all would mean the one before.
+    // A null key would mean the previous one.
     const void* data = key.empty() ? "" : static_cast<const void*>(key.data());
     must(crypto().hmac_begin(context_.get(), data, static_cast<int>(key.size()), crypto().sha256,
                              nullptr));

@@ -1,4 +1,4 @@
-// HMAC-SHA256 (RFC 2104) by libcrypto, and what goes with it.
+// HMAC-SHA256 (RFC 2104) by libcrypto, constant-time comparison and random bytes.
 #pragma once
 
 #include <array>
@@ -11,12 +11,13 @@ namespace pipemorph {
 using Digest = std::array<uint8_t, 32>;
 struct HmacContext;
 
-// One thread at a time. Throws EngineError where there is no libcrypto, or no memory.
+// One thread at a time. Throws EngineError without libcrypto or memory.
 class Hmac {
   public:
     explicit Hmac(Bytes key);
     Hmac& update(Bytes data);
-    // Of all that was fed; what is fed next is a new message under the same key.
+    // Digest of all updates since the last call. The next update begins a new message under the
+    // same key.
     Digest finish();
 
   private:
@@ -26,10 +27,10 @@ class Hmac {
     std::unique_ptr<HmacContext, Free> context_;
 };
 
-// Takes the same time whatever the contents, so that a forger learns nothing from it.
+// Compares in a time that does not depend on the contents, so that a forger learns nothing.
 bool equal_constant_time(Bytes a, Bytes b);
 
-// From the kernel's generator; throws if there is none.
+// Fills `out` from the kernel's generator; throws if there is none.
 void fill_random(std::span<uint8_t> out);
 
 }  // namespace pipemorph

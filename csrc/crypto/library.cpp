@@ -18,8 +18,8 @@ constexpr CryptoLibrary kLibraries[] = {
     {"libcrypto.so.1.1", 0x10101000UL, 0x10200000UL},
 };
 
-// The engine's threads may still run while the process ends, so nothing is to be taken apart then.
-// It counts only if nobody, like Python's hashlib, has used the library before.
+// Option against a teardown at the process's end, when the engine's threads may still run. It has
+// no effect if the library was used before, as by Python's hashlib.
 constexpr uint64_t kNoAtExit = 0x00080000;
 
 // RFC 4231, test case 2; twice, since the second begins without the key.
@@ -99,7 +99,7 @@ std::optional<Crypto> take(void* library, const CryptoLibrary& expected, std::st
     if (!complete) return std::nullopt;
     c.version = version(0);
     if (number() < expected.least || number() >= expected.first_after) {
-        why = name + " is " + c.version + ", whose interface is another than its name says";
+        why = name + " is " + c.version + ", whose interface does not match its name";
         return std::nullopt;
     }
     if (init(kNoAtExit, nullptr) != 1) {
@@ -124,7 +124,7 @@ std::optional<Crypto> take(void* library, const CryptoLibrary& expected, std::st
 std::optional<Crypto> load_crypto(std::span<const CryptoLibrary> libraries, std::string& why) {
     std::string missing;
     for (const CryptoLibrary& library : libraries) {
-        // Local: its names are no business of others, who may have brought another version along.
+        // Local: other libraries may use another version, with the same names.
         void* handle = dlopen(library.name, RTLD_NOW | RTLD_LOCAL);
         if (handle != nullptr) {
             why.clear();

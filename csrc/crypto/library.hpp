@@ -1,4 +1,4 @@
-// OpenSSL's libcrypto, found at run time (docs/decisions/0034).
+// OpenSSL's libcrypto, found at run time (docs/decisions/0013).
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace pipemorph {
 
-// Types of libcrypto that are only ever pointed to.
+// Opaque types of libcrypto.
 struct HmacContext;
 struct CipherContext;
 struct CipherMethod;
@@ -18,7 +18,7 @@ struct CryptoEngine;
 struct Crypto {
     HmacContext* (*hmac_new)();
     void (*hmac_free)(HmacContext* context);
-    // Without a key: the same key again. All three return 0 where they fail.
+    // A null key means the previous key. All three return 0 on failure.
     int (*hmac_begin)(HmacContext* context, const void* key, int key_bytes,
                       const DigestMethod* digest, CryptoEngine* engine);
     int (*hmac_update)(HmacContext* context, const unsigned char* data, size_t bytes);
@@ -26,11 +26,11 @@ struct Crypto {
     const DigestMethod* sha256;
     CipherContext* (*cipher_new)();
     void (*cipher_free)(CipherContext* context);
-    // What is null stays as it was. All of these return 0 where they fail.
+    // A null argument leaves its value unchanged. All of these return 0 on failure.
     using CipherBegin = int(CipherContext* context, const CipherMethod* method,
                             CryptoEngine* engine, const unsigned char* key,
                             const unsigned char* nonce);
-    // Without `out`: bytes that are authenticated only.
+    // A null `out` means bytes that are authenticated only.
     using CipherUpdate = int(CipherContext* context, unsigned char* out, int* out_bytes,
                              const unsigned char* in, int in_bytes);
     using CipherEnd = int(CipherContext* context, unsigned char* out, int* out_bytes);
@@ -39,7 +39,7 @@ struct Crypto {
     CipherEnd* encrypt_end;
     CipherBegin* decrypt_begin;
     CipherUpdate* decrypt_update;
-    CipherEnd* decrypt_end;  // 0 also if the tag is another
+    CipherEnd* decrypt_end;  // 0 also for a wrong tag
     int (*cipher_control)(CipherContext* context, int what, int bytes, void* data);
     const CipherMethod* aes_256_gcm;
     std::string version;  // "OpenSSL 3.0.17 1 Jul 2025"
@@ -51,11 +51,11 @@ struct CryptoLibrary {
     unsigned long first_after;
 };
 
-// The first of these that is there, if it is what its name says and computes what it must.
-// Nothing: `why` says why and what to do.
+// Loads the first of these that exists, if its version and its results are right. Otherwise `why`
+// gets the reason and the remedy.
 std::optional<Crypto> load_crypto(std::span<const CryptoLibrary> libraries, std::string& why);
 
-// The one in use. Loaded once and never unloaded. Throws EngineError where there is none.
+// Library in use, loaded once and never unloaded. Throws EngineError if there is none.
 const Crypto& crypto();
 
 }  // namespace pipemorph

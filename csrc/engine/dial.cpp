@@ -12,10 +12,10 @@
 namespace pipemorph {
 namespace {
 
-// For the network to make the connection, with a second try of the kernel's. An address may be that
-// of a pod that is gone, which its name has not heard of, or the first of several.
+// Time for the network to connect, with a second try of the kernel. An address may be that of a
+// deleted pod, which its name still has, or the first of several.
 constexpr int64_t kReach = 3 * kSecond;
-// What every network carries, whatever lies between.
+// Segment size that every network carries.
 constexpr uint32_t kSmallSegment = 536;
 
 class Dialling : public std::enable_shared_from_this<Dialling> {
@@ -31,7 +31,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     void start(int64_t limit_ns) {
         auto self = shared_from_this();
         const int64_t reach_ns = std::min(limit_ns, kReach);
-        hurried_ = limit_ns < kReach;
+        limit_is_short_ = limit_ns < kReach;
         timer_ = runtime_.control.after(reach_ns, [self, rest_ns = limit_ns - reach_ns] {
             self->timer_ = 0;
             if (self->connected_ && rest_ns > 0)
@@ -52,8 +52,8 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     }
 
   private:
-    // What goes wrong in between (no memory, no more descriptors to be watched) is the end of this
-    // connection only. What `done` has thrown is not ours.
+    // An exception in between (no memory or descriptors) ends this connection only. An exception of
+    // `done` is passed on.
     template <typename F>
     void guarded(F&& run) {
         try {
@@ -72,7 +72,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     }
 
     void out_of_time() {
-        result_.cut_short = hurried_ && !handshake_.met();
+        result_.cut_short = limit_is_short_ && !handshake_.met();
         fail(no_answer());
     }
 
@@ -97,8 +97,8 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
             return;
         }
         if (!handshake_.feed({buffer, static_cast<size_t>(n)})) {
-            // Nobody has signed it: the address may belong to another job for a moment, whose
-            // secret differs. No later answer changes another version of the protocol.
+            // The answer is unauthenticated: the address may belong to another job for a moment,
+            // whose secret differs. Another version of the protocol is final.
             result_.answered = true;
             result_.refused = handshake_.other_version();
             fail(handshake_.failure());
@@ -128,16 +128,16 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     }
 
     void connect_failed(int error) {
-        result_.nobody_there = error == ECONNREFUSED;
+        result_.connection_refused = error == ECONNREFUSED;
         fail("cannot connect to " + address_.text() + ": " + std::strerror(error));
     }
 
-    // How far it came says what is wrong: the network, a stranger there, or a peer that waits for
+    // The progress reveals the error: the network, another process there, or a peer that waits for
     // others.
     std::string no_answer() const {
         const std::string who = address_.text();
         if (!connected_) return "cannot connect to " + who + ": no answer";
-        if (!handshake_.met()) return who + " took the connection, but says nothing";
+        if (!handshake_.met()) return who + " accepted the connection, but sends nothing";
         return who + " is there, but did not accept the connection";
     }
 
@@ -165,7 +165,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     Fd fd_;
     Reactor::Watch watch_;
     bool connected_ = false;
-    bool hurried_ = false;
+    bool limit_is_short_ = false;
     uint64_t timer_ = 0;
     DialResult result_;
 };

@@ -33,14 +33,14 @@ Engine::Engine(Config config)
       }()) {
     const Config& c = runtime_->config;
     runtime_->on_failure([this](const std::string& what) { fail(what); });
-    const auto on_greeting = [this](const std::shared_ptr<Greeting>& g) { decide(g); };
+    const auto on_connection = [this](const std::shared_ptr<PendingConnection>& g) { decide(g); };
     const auto addresses = resolve(c.host, c.port, true);
-    tcp_ = std::make_unique<Listener>(*runtime_, refusals_, addresses.front(), on_greeting);
+    tcp_ = std::make_unique<Listener>(*runtime_, refusals_, addresses.front(), on_connection);
     runtime_->listen_port = tcp_->port();
     if (!runtime_->boot_id.empty()) {
         unix_name_ = random_name();
         unix_ = std::make_unique<Listener>(*runtime_, refusals_, abstract_unix(unix_name_),
-                                           on_greeting);
+                                           on_connection);
     }
     runtime_->control.post([this] {
         tcp_->start();
@@ -64,10 +64,11 @@ void Engine::check_open() const {
     if (!failure_.empty()) throw EngineError(failure_);
 }
 
-// What the thread was doing is half done, so nothing goes on. The process does, and is told why.
+// Ends all links after an exception of a thread, whose work is half done. The process continues and
+// gets the reason.
 void Engine::fail(const std::string& what) {
     const std::string why =
-        "the engine of " + rank_text(runtime_->config.rank) + " failed: " + what;
+        "the engine of " + format_rank(runtime_->config.rank) + " failed: " + what;
     std::vector<std::shared_ptr<Link>> links;
     {
         const std::lock_guard lock(mu_);
@@ -93,10 +94,10 @@ void Engine::tick() {
     }
     for (const auto& link : links) {
         link->tick();
-        // Here and in links_.
-        if (link.use_count() == 2) link->let_go();
+        // The references here and in links_.
+        if (link.use_count() == 2) link->release_memory();
     }
-    // Without links there is nothing to keep time for.
+    // Without links the tick can be slower.
     runtime_->control.after(links.empty() ? 4 * kTick : kTick, [this] { tick(); });
 }
 
@@ -110,7 +111,7 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
     const Name name{peer_rank, link};
     for (const Waiter& w : waiters_)
         if (w.name == name)
-            throw EngineError("link " + std::to_string(link) + " from " + rank_text(peer_rank) +
+            throw EngineError("link " + std::to_string(link) + " from " + format_rank(peer_rank) +
                               " is being accepted already");
     if (const auto it = links_.find(name); it != links_.end() && it->second->up())
         throw EngineError(it->second->describe() + " is up already");
@@ -125,94 +126,94 @@ std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double t
         if (waiter->link) return waiter->link;
         check_open();
         if (!waiter->error.empty()) throw EngineError(waiter->error);
-        const int64_t left = deadline - steady_ns();
-        if (left <= 0) {
-            std::string message = "link " + std::to_string(link) + ": " + rank_text(peer_rank) +
-                                  " did not connect to " + rank_text(runtime_->config.rank) +
+        const int64_t remaining_ns = deadline - steady_ns();
+        if (remaining_ns <= 0) {
+            std::string message = "link " + std::to_string(link) + ": " + format_rank(peer_rank) +
+                                  " did not connect to " + format_rank(runtime_->config.rank) +
                                   " (port " + std::to_string(port()) + ") within " +
-                                  seconds_text(timeout);
+                                  format_seconds(timeout);
             const auto refused = refusals_.list();
             if (!refused.empty()) message += "; last refused: " + refused.back();
             if (const auto it = links_.find(name); it != links_.end())
                 if (const std::string why = it->second->error(); !why.empty())
-                    message += "; last that came: " + why;
+                    message += "; the last connection failed: " + why;
             throw EngineTimeout(message);
         }
-        wait_ns(changed_, lock, std::min(left, kSlice));
+        wait_ns(changed_, lock, std::min(remaining_ns, kSlice));
         lock.unlock();
         try {
             interrupted();
         } catch (...) {
-            lock.lock();  // for leaving the list
+            lock.lock();  // for the removal from the list
             throw;
         }
         lock.lock();
     }
 }
 
-void Engine::decide(const std::shared_ptr<Greeting>& greeting) {
+void Engine::decide(const std::shared_ptr<PendingConnection>& pending) {
     try {
-        decide_by_hello(greeting);
-    } catch (const std::exception& e) {  // out of memory, most likely: this connection only
-        greeting->refuse(Verdict::not_yet, e.what());
+        decide_by_hello(pending);
+    } catch (const std::exception& e) {  // out of memory, most likely: it ends this connection only
+        pending->refuse(Verdict::not_yet, e.what());
     }
 }
 
-void Engine::decide_by_hello(const std::shared_ptr<Greeting>& greeting) {
-    const Hello& h = greeting->hello();
+void Engine::decide_by_hello(const std::shared_ptr<PendingConnection>& pending) {
+    const Hello& h = pending->hello();
     const Config& c = runtime_->config;
     if (h.job != c.job)
-        greeting->refuse(Verdict::refused, "wrong job: " + rank_text(h.from_rank) + " runs '" +
-                                               h.job + "', " + rank_text(c.rank) + " runs '" +
-                                               c.job + "'");
+        pending->refuse(Verdict::refused, "wrong job: " + format_rank(h.from_rank) + " runs '" +
+                                              h.job + "', " + format_rank(c.rank) + " runs '" +
+                                              c.job + "'");
     else if (h.to_rank != c.rank)
-        greeting->refuse(Verdict::refused, "wrong rank: " + rank_text(h.from_rank) + " looks for " +
-                                               rank_text(h.to_rank) + ", this is " +
-                                               rank_text(c.rank));
+        pending->refuse(Verdict::refused, "wrong rank: " + format_rank(h.from_rank) + " dials " +
+                                              format_rank(h.to_rank) + ", this is " +
+                                              format_rank(c.rank));
     else if (h.purpose == Purpose::data)
-        decide_data(greeting);
+        decide_data(pending);
     else
-        decide_control(greeting);
+        decide_control(pending);
 }
 
-void Engine::decide_data(const std::shared_ptr<Greeting>& greeting) {
-    const Hello& h = greeting->hello();
+void Engine::decide_data(const std::shared_ptr<PendingConnection>& pending) {
+    const Hello& h = pending->hello();
     const auto link = find({h.from_rank, h.link});
     if (!link || link->identity().session != h.session) {
-        greeting->refuse(Verdict::refused, "a data connection from " + rank_text(h.from_rank) +
-                                               " for link " + std::to_string(h.link) +
-                                               ", which is not connected");
+        pending->refuse(Verdict::refused, "a data connection from " + format_rank(h.from_rank) +
+                                              " for link " + std::to_string(h.link) +
+                                              ", which is not connected");
         return;
     }
     if (const std::string why = link->paths().may_attach(h.path, h.epoch); !why.empty()) {
-        greeting->refuse(Verdict::not_yet, why);
+        pending->refuse(Verdict::not_yet, why);
         return;
     }
     HelloReply reply;
     reply.transport = link->transport();
     const uint32_t path = h.path;
     const uint32_t epoch = h.epoch;
-    if (Fd fd = greeting->accept(reply))
-        link->paths().attach(path, epoch, std::move(fd), greeting->handshake().keys());
+    if (Fd fd = pending->accept(reply))
+        link->paths().attach(path, epoch, std::move(fd), pending->handshake().keys());
 }
 
-void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
-    const Hello& h = greeting->hello();
+void Engine::decide_control(const std::shared_ptr<PendingConnection>& pending) {
+    const Hello& h = pending->hello();
     const Name name{h.from_rank, h.link};
     const auto link = find(name);
     const bool same = link && link->identity().session == h.session;
     if (same && (h.resume ? link->may_resume() : link->up())) {
-        resume_link(greeting, link);
+        resume_link(pending, link);
         return;
     }
     if (h.resume) {
-        greeting->refuse(Verdict::refused, "link " + std::to_string(h.link) + " from " +
-                                               rank_text(h.from_rank) + " is gone here" +
-                                               (same ? ": " + link->error() : ""));
+        pending->refuse(Verdict::refused, "link " + std::to_string(h.link) + " from " +
+                                              format_rank(h.from_rank) + " is gone here" +
+                                              (same ? ": " + link->error() : ""));
         return;
     }
     if (link && link->up()) {
-        greeting->refuse(Verdict::not_yet, link->describe() + " is up already");
+        pending->refuse(Verdict::not_yet, link->describe() + " is up already");
         return;
     }
     bool expected = false;
@@ -227,52 +228,52 @@ void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
         }
     }
     if (expected)
-        begin_link(greeting);
+        begin_link(pending);
     else if (!other.empty())
-        greeting->refuse(Verdict::not_yet, "wrong link: " + rank_text(h.from_rank) +
-                                               " dials link " + std::to_string(h.link) + ", " +
-                                               rank_text(h.to_rank) + " waits for link " + other);
+        pending->refuse(Verdict::not_yet, "wrong link: " + format_rank(h.from_rank) +
+                                              " dials link " + std::to_string(h.link) + ", " +
+                                              format_rank(h.to_rank) + " waits for link " + other);
     else {
         std::erase_if(parked_, [](const auto& parked) { return parked->closed(); });
-        parked_.push_back(greeting);  // accept() has not been called yet
+        parked_.push_back(pending);  // accept() has not been called yet
     }
 }
 
 void Engine::retry_parked() {
     auto parked = std::exchange(parked_, {});
-    for (const auto& greeting : parked)
-        if (!greeting->closed()) decide(greeting);
+    for (const auto& pending : parked)
+        if (!pending->closed()) decide(pending);
 }
 
-void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
-    const Hello h = greeting->hello();
+void Engine::begin_link(const std::shared_ptr<PendingConnection>& pending) {
+    const Hello h = pending->hello();
     const Config& c = runtime_->config;
-    const auto& handshake = greeting->handshake();
+    const auto& handshake = pending->handshake();
     const bool same_host =
         !runtime_->boot_id.empty() &&
         equal_constant_time(h.host_proof,
                             host_proof(runtime_->key, runtime_->boot_id, handshake.dialler_nonce(),
                                        handshake.listener_nonce()));
-    const Transport asked = h.transport;
-    if (asked != Transport::any && c.transport != Transport::any && asked != c.transport) {
-        greeting->refuse(Verdict::refused, std::string("transports differ: ") +
-                                               rank_text(h.from_rank) + " requires " +
-                                               name_of(asked) + ", " + rank_text(c.rank) +
-                                               " requires " + name_of(c.transport));
+    const Transport requested = h.transport;
+    if (requested != Transport::any && c.transport != Transport::any && requested != c.transport) {
+        pending->refuse(Verdict::refused, std::string("transports differ: ") +
+                                              format_rank(h.from_rank) + " requires " +
+                                              name_of(requested) + ", " + format_rank(c.rank) +
+                                              " requires " + name_of(c.transport));
         return;
     }
     if (h.integrity != c.integrity) {
-        greeting->refuse(Verdict::refused, std::string("integrity differs: ") +
-                                               rank_text(h.from_rank) + " has " +
-                                               name_of(h.integrity) + ", " + rank_text(c.rank) +
-                                               " has " + name_of(c.integrity));
+        pending->refuse(Verdict::refused, std::string("integrity differs: ") +
+                                              format_rank(h.from_rank) + " has " +
+                                              name_of(h.integrity) + ", " + format_rank(c.rank) +
+                                              " has " + name_of(c.integrity));
         return;
     }
-    const auto either = [&](Transport t) { return asked == t || c.transport == t; };
+    const auto either = [&](Transport t) { return requested == t || c.transport == t; };
     if (either(Transport::shm) && !same_host) {
-        greeting->refuse(Verdict::refused, "shm is required, but " + rank_text(h.from_rank) +
-                                               " and " + rank_text(c.rank) +
-                                               " cannot prove that they share a host");
+        pending->refuse(Verdict::refused, "shm is required, but " + format_rank(h.from_rank) +
+                                              " and " + format_rank(c.rank) +
+                                              " cannot prove that they share a host");
         return;
     }
     const bool require_rdma = h.require_rdma || c.require_rdma;
@@ -280,17 +281,17 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     const size_t pairs = std::min<size_t>(h.rails, runtime_->rail_numbers());
     if (require_rdma && pairs == 0) {
         const uint32_t who = rails.empty() ? c.rank : h.from_rank;
-        greeting->refuse(Verdict::refused,
-                         "rdma is required, but " + rank_text(who) + " has no usable rail" +
-                             (rails.empty() ? ": " + runtime_->rails_trouble : ""));
+        pending->refuse(Verdict::refused, "rdma is required, but " + format_rank(who) +
+                                              " has no usable rail" +
+                                              (rails.empty() ? ": " + runtime_->rails_error : ""));
         return;
     }
     HelloReply reply;
     const bool shared = same_host && !either(Transport::tcp) && !either(Transport::rdma);
     const std::string unshared = shared ? Memory::why_not_shareable() : "";
     if (!unshared.empty() && either(Transport::shm)) {
-        greeting->refuse(Verdict::refused, "shm is required, but " + rank_text(c.rank) +
-                                               " has no shared memory: " + unshared);
+        pending->refuse(Verdict::refused, "shm is required, but " + format_rank(c.rank) +
+                                              " has no shared memory: " + unshared);
         return;
     }
     if (shared && unshared.empty()) {
@@ -302,20 +303,20 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     reply.sockets =
         require_rdma ? 0 : static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
     reply.listen_port = runtime_->listen_port;
-    // Also with shared memory, which the dialler may find that it cannot reach.
+    // Sent also with shared memory, which the dialler may be unable to reach.
     if (pairs > 0 && !either(Transport::tcp)) reply.rails = runtime_->rail_gids();
 
     auto link = std::make_shared<Link>(
         runtime_, Link::Identity{c.rank, h.from_rank, h.link, false, h.session});
-    // Where its engine listens: dialled only to see whether anybody is left there.
+    // The address of its engine is dialled only to test whether it listens.
     Link::Terms terms{reply.transport, reply.sockets, {}, {}, {}, unshared};
-    terms.address = greeting->from().with_port(h.listen_port);
+    terms.address = pending->from().with_port(h.listen_port);
     if (!reply.rails.empty()) terms.rails.resize(pairs);
     link->set_terms(std::move(terms));
     link->on_settled = [this, weak = std::weak_ptr(link)](const std::string& why) {
         if (const auto settled = weak.lock()) link_settled(settled, why);
     };
-    Fd fd = greeting->accept(reply);
+    Fd fd = pending->accept(reply);
     if (!fd) return;
     std::shared_ptr<Link> before;
     {
@@ -327,20 +328,20 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
     link->control().attach(std::move(fd), handshake.keys(), h.epoch, h.received);
 }
 
-void Engine::resume_link(const std::shared_ptr<Greeting>& greeting,
+void Engine::resume_link(const std::shared_ptr<PendingConnection>& pending,
                          const std::shared_ptr<Link>& link) {
-    const Hello h = greeting->hello();
+    const Hello h = pending->hello();
     if (h.epoch <= link->control().epoch()) {
-        greeting->refuse(Verdict::not_yet,
-                         link->describe() + " is past control epoch " + std::to_string(h.epoch));
+        pending->refuse(Verdict::not_yet,
+                        link->describe() + " is past control epoch " + std::to_string(h.epoch));
         return;
     }
     HelloReply reply;
     reply.transport = link->transport();
     reply.listen_port = runtime_->listen_port;
     reply.received = link->control().received();
-    if (Fd fd = greeting->accept(reply))
-        link->control().attach(std::move(fd), greeting->handshake().keys(), h.epoch, h.received);
+    if (Fd fd = pending->accept(reply))
+        link->control().attach(std::move(fd), pending->handshake().keys(), h.epoch, h.received);
 }
 
 void Engine::link_settled(const std::shared_ptr<Link>& link, const std::string& why) {
@@ -348,7 +349,7 @@ void Engine::link_settled(const std::shared_ptr<Link>& link, const std::string& 
     const Name name{id.peer_rank, id.link};
     {
         const std::lock_guard lock(mu_);
-        // One that was replaced has ended, and the accept() is for the other.
+        // A replaced link has ended, and the accept() is for its successor.
         if (const auto it = links_.find(name); it == links_.end() || it->second != link) return;
         for (Waiter& w : waiters_) {
             if (w.settled() || w.name != name) continue;
@@ -363,7 +364,7 @@ void Engine::link_settled(const std::shared_ptr<Link>& link, const std::string& 
 
 // --- Ending -----------------------------------------------------------------------------------
 
-void Engine::close(double timeout, const Link::Hurry& hurry) {
+void Engine::close(double timeout, const Link::StopWaiting& stop_waiting) {
     std::vector<std::shared_ptr<Link>> links;
     {
         const std::lock_guard lock(mu_);
@@ -372,12 +373,12 @@ void Engine::close(double timeout, const Link::Hurry& hurry) {
         for (const auto& [_, link] : links_) links.push_back(link);
         changed_.notify_all();
     }
-    Link::close_all(links, steady_ns() + to_ns(timeout), hurry);
+    Link::close_all(links, steady_ns() + to_ns(timeout), stop_waiting);
 
-    // The listeners' connections are the control thread's, so it must be the one to end them.
+    // The listeners' connections belong to the control thread, which must end them.
     auto done = std::make_shared<std::promise<void>>();
     const auto stopped = done->get_future();
-    // The promise goes with the task, however that ends.
+    // The task owns the promise, however it ends.
     runtime_->control.post([this, done = std::move(done)] {
         tcp_->stop();
         if (unix_) unix_->stop();

@@ -1,4 +1,4 @@
-// One per process: listens for links, dials them, and owns the threads.
+// Transfer engine of a process: listens for links, dials them, and owns the threads.
 #pragma once
 
 #include <condition_variable>
@@ -18,21 +18,21 @@ class Engine {
     Engine& operator=(const Engine&) = delete;
 
     uint16_t port() const { return runtime_->listen_port; }
-    int bell() const { return runtime_->bell(); }
+    int notifier() const { return runtime_->notifier(); }
 
-    // Both block on the caller's thread. `interrupted` is asked now and then and may throw.
+    // Both block the caller's thread. `interrupted` is called regularly and may throw.
     using Interrupted = std::function<void()>;
     std::shared_ptr<Link> connect(uint32_t peer_rank, uint32_t link, const std::string& host,
                                   uint16_t port, double timeout, const Interrupted& interrupted);
     std::shared_ptr<Link> accept(uint32_t peer_rank, uint32_t link, double timeout,
                                  const Interrupted& interrupted);
     std::vector<std::string> refused() const { return refusals_.list(); }
-    // The rails in use, and why there are no others.
+    // Rails in use, and the reason for which there are no others.
     std::vector<std::string> rails() const;
-    const std::string& rails_trouble() const { return runtime_->rails_trouble; }
+    const std::string& rails_error() const { return runtime_->rails_error; }
     Runtime& runtime() { return *runtime_; }
     int memory_node() const { return runtime_->memory_node; }
-    void close(double timeout, const Link::Hurry& hurry = {});
+    void close(double timeout, const Link::StopWaiting& stop_waiting = {});
 
   private:
     using Name = std::pair<uint32_t, uint32_t>;  // peer's rank, link
@@ -46,12 +46,13 @@ class Engine {
     };
 
     // Control thread.
-    void decide(const std::shared_ptr<Greeting>& greeting);
-    void decide_by_hello(const std::shared_ptr<Greeting>& greeting);
-    void decide_control(const std::shared_ptr<Greeting>& greeting);
-    void decide_data(const std::shared_ptr<Greeting>& greeting);
-    void begin_link(const std::shared_ptr<Greeting>& greeting);
-    void resume_link(const std::shared_ptr<Greeting>& greeting, const std::shared_ptr<Link>& link);
+    void decide(const std::shared_ptr<PendingConnection>& pending);
+    void decide_by_hello(const std::shared_ptr<PendingConnection>& pending);
+    void decide_control(const std::shared_ptr<PendingConnection>& pending);
+    void decide_data(const std::shared_ptr<PendingConnection>& pending);
+    void begin_link(const std::shared_ptr<PendingConnection>& pending);
+    void resume_link(const std::shared_ptr<PendingConnection>& pending,
+                     const std::shared_ptr<Link>& link);
     void link_settled(const std::shared_ptr<Link>& link, const std::string& why);
     void retry_parked();
     void tick();
@@ -77,9 +78,9 @@ class Engine {
     std::map<Name, std::shared_ptr<Link>> links_;
     std::list<Waiter> waiters_;
     bool closed_ = false;
-    std::string failure_;  // what a thread has thrown
+    std::string failure_;  // exception of a thread
 
-    std::list<std::shared_ptr<Greeting>> parked_;  // control thread
+    std::list<std::shared_ptr<PendingConnection>> parked_;  // control thread
 };
 
 }  // namespace pipemorph

@@ -1,4 +1,4 @@
-// Dials a peer's engine until there is a link, or no time left.
+// Dials a peer's engine until there is a link, or the time is over.
 #include <algorithm>
 
 #include "base/text.hpp"
@@ -31,7 +31,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
                                       const Interrupted& interrupted) {
     const Config& c = runtime_->config;
     const int64_t deadline = steady_ns() + to_ns(timeout);
-    const std::string who = "link " + std::to_string(link) + " (" + rank_text(c.rank) + " -> " +
+    const std::string who = "link " + std::to_string(link) + " (" + format_rank(c.rank) + " -> " +
                             std::to_string(peer_rank) + ")";
     const Name name{peer_rank, link};
     {
@@ -42,8 +42,8 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
     }
     Session session;
     fill_random(session);
-    std::string trouble = "nothing tried yet";
-    std::string answer;  // the newest refusal, which says more than nobody being there later
+    std::string last_error = "nothing tried yet";
+    std::string answer;  // the newest refusal, which says more than a later missing process
     bool known = false;
     bool refused = false;
     for (uint32_t epoch = 1;; ++epoch) {
@@ -62,7 +62,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             }
             addresses = std::move(*found);
         } catch (const EngineError& e) {
-            trouble = e.what();  // a pod's name may appear a little later than the pod
+            last_error = e.what();  // a pod's name may appear a little later than the pod
             known = false;
         }
         for (const Address& address : addresses) {
@@ -81,8 +81,8 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             h.rails = static_cast<uint16_t>(runtime_->rail_numbers());
             h.require_rdma = c.require_rdma;
             h.listen_port = runtime_->listen_port;
-            // A parked connection waits for accept(), so one attempt may use all the time left. It
-            // ends by itself then, and only it knows what it was waiting for.
+            // A parked connection waits for accept(), so an attempt may use all the remaining time.
+            // It then ends by itself, with the best description of its wait.
             runtime_->control.post([this, attempt, address, deadline] {
                 start_attempt(attempt, address,
                               std::max<int64_t>(deadline - steady_ns(), kMillisecond));
@@ -101,27 +101,28 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
                 attempt->given_up = true;
                 const auto orphan = attempt->link;
                 lock.unlock();
-                if (orphan) orphan->die(orphan->describe() + " came up after connect() was left");
+                if (orphan)
+                    orphan->die(orphan->describe() + " came up after connect() had returned");
                 throw;
             }
             if (attempt->link) return attempt->link;
             if (attempt->answered) answer = attempt->error;
-            // A last attempt without time for an answer would only cover up what is known.
+            // A last attempt without time for an answer must not hide a known reason.
             if (!known || !attempt->cut_short) {
-                trouble = attempt->error;
+                last_error = attempt->error;
                 known = !attempt->cut_short;
-                refused = trouble.starts_with("refused");
+                refused = last_error.starts_with("refused");
             }
-            if (attempt->final) throw EngineError(who + ": " + trouble);
+            if (attempt->final) throw EngineError(who + ": " + last_error);
             if (steady_ns() >= deadline) break;
         }
         std::unique_lock lock(mu_);
-        // Nor is it worth an attempt.
+        // Too little time for another attempt.
         if (steady_ns() + 2 * kRetry >= deadline) {
             const std::string message =
                 who + ": not connected to " + host + ":" + std::to_string(port) + " within " +
-                seconds_text(timeout) + " (last: " + trouble +
-                (answer.empty() || answer == trouble ? "" : "; before that: " + answer) + ")";
+                format_seconds(timeout) + " (last: " + last_error +
+                (answer.empty() || answer == last_error ? "" : "; before that: " + answer) + ")";
             if (refused) throw EngineError(message);
             throw EngineTimeout(message);
         }
@@ -149,8 +150,9 @@ void Engine::start_attempt(const std::shared_ptr<Attempt>& attempt, const Addres
     });
 }
 
-// Rails are paired by their GIDs. Both ends may share a host and still not see each other's sockets
-// (network namespaces), so the dialler looks before it says which transport it will be.
+// Chooses the transport. Rails are paired by their GIDs. Both ends may share a host and still not
+// see each other's sockets (network namespaces), so the dialler tests shared memory before it
+// confirms.
 void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const Address& address,
                                  DialResult control) {
     const HelloReply& reply = control.reply;
@@ -159,13 +161,14 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name, {}};
     if (!reply.rails.empty()) terms.rails = pair_rails(runtime_->rail_gids(), reply.rails);
     if (transport == Transport::shm) {
-        terms.trouble = Memory::why_not_shareable();
-        if (terms.trouble.empty() && !start_connect(abstract_unix(reply.unix_name)))
-            terms.trouble = "the peer's unix socket cannot be reached (another network namespace?)";
-        if (!terms.trouble.empty()) {
+        terms.shm_error = Memory::why_not_shareable();
+        if (terms.shm_error.empty() && !start_connect(abstract_unix(reply.unix_name)))
+            terms.shm_error =
+                "the peer's unix socket cannot be reached (another network namespace?)";
+        if (!terms.shm_error.empty()) {
             transport = terms.rails.empty() ? Transport::tcp : Transport::rdma;
             if (runtime_->config.transport == Transport::shm)
-                error = "refused: shm is required, but " + terms.trouble;
+                error = "refused: shm is required, but " + terms.shm_error;
         }
     }
     const Link::Identity& id = attempt->identity;
@@ -173,24 +176,24 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     terms.transport = transport;
     link->set_terms(std::move(terms));
     if (error.empty() && link->path_count() == 0)
-        error = "refused: " + rank_text(id.peer_rank) + " agreed to " + name_of(transport) +
+        error = "refused: " + format_rank(id.peer_rank) + " agreed to " + name_of(transport) +
                 " without a single data path: are both ends of one version?";
-    const std::string left = "connect() was left before it came up";
+    const std::string abandoned = "connect() had returned before it came up";
     std::shared_ptr<Link> before;
     std::string why = error;
     {
         const std::lock_guard lock(mu_);
-        if (attempt->given_up || closed_) why = left;
+        if (attempt->given_up || closed_) why = abandoned;
         if (why.empty()) before = std::exchange(links_[{id.peer_rank, id.link}], link);
     }
     if (before) before->die(before->describe() + " was replaced by a new connection");
-    // Over this connection the acceptor hears of it.
+    // This connection carries the goodbye to the acceptor.
     if (!why.empty()) link->die(link->describe() + " is dead: " + why);
     link->control().attach(std::move(control.fd), control.keys, attempt->hello.epoch,
                            control.reply.received);
     link->confirm();
-    // Not before it is confirmed: whatever connect() has returned, accept() returns as well, also
-    // if it is closed at once.
+    // Only after the confirmation: accept() must return every link that connect() returns, even one
+    // that is closed at once.
     bool orphan = false;
     {
         const std::lock_guard lock(mu_);
@@ -201,7 +204,7 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
         orphan = attempt->given_up;
         changed_.notify_all();
     }
-    if (orphan) link->die(link->describe() + " is dead: " + left);
+    if (orphan) link->die(link->describe() + " is dead: " + abandoned);
 }
 
 }  // namespace pipemorph

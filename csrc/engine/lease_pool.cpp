@@ -26,7 +26,7 @@ std::optional<LeasePool::Piece> LeasePool::take(uint64_t bytes) {
         const auto [offset, length] = *found;
         uint8_t* const data = segment.memory->data() + offset;
         Piece piece{data, {data, [self = shared_from_this(), n, at = offset, wanted](void*) {
-                               self->give_back(n, at, wanted);
+                               self->return_piece(n, at, wanted);
                            }}};
         segment.free.erase(found);
         if (length > wanted) segment.free.emplace(offset + wanted, length - wanted);
@@ -35,7 +35,7 @@ std::optional<LeasePool::Piece> LeasePool::take(uint64_t bytes) {
     return std::nullopt;
 }
 
-void LeasePool::give_back(size_t number, size_t offset, size_t bytes) noexcept {
+void LeasePool::return_piece(size_t number, size_t offset, size_t bytes) noexcept {
     const std::lock_guard lock(mu_);
     auto& free = segments_[number].free;
     const auto after = free.lower_bound(offset);
@@ -53,18 +53,18 @@ void LeasePool::give_back(size_t number, size_t offset, size_t bytes) noexcept {
     }
     try {
         free.emplace(offset, bytes);
-    } catch (const std::bad_alloc&) {  // nobody gets it any more
+    } catch (const std::bad_alloc&) {  // the piece is lost
     }
 }
 
-// As much again as there is: whoever leases piece after piece has enough after a few times.
+// Doubles the memory, so that a few calls suffice for repeated leases.
 uint64_t LeasePool::to_add(uint64_t bytes) {
     const std::lock_guard lock(mu_);
     if (growing_ || no_more_) return 0;
     uint64_t size = Memory::mapped(std::max(bytes, std::min(bytes_, kAddAtOnce)));
-    if (size > left_) size = Memory::mapped(bytes);
-    if (size > left_) return 0;
-    left_ -= size;
+    if (size > available_) size = Memory::mapped(bytes);
+    if (size > available_) return 0;
+    available_ -= size;
     growing_ = true;
     return size;
 }
@@ -106,14 +106,14 @@ std::optional<uint32_t> LeasePool::key(const VerbsDevice& device, const uint8_t*
 
 bool LeasePool::claim(uint64_t bytes) {
     const std::lock_guard lock(mu_);
-    if (bytes > left_) return false;
-    left_ -= bytes;
+    if (bytes > available_) return false;
+    available_ -= bytes;
     return true;
 }
 
 void LeasePool::disclaim(uint64_t bytes) {
     const std::lock_guard lock(mu_);
-    left_ += bytes;
+    available_ += bytes;
 }
 
 }  // namespace pipemorph

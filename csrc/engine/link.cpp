@@ -8,7 +8,7 @@
 namespace pipemorph {
 namespace {
 
-// How long a closing thread waits at most before it looks at all links again.
+// Longest wait of a closing thread before it checks all links again.
 constexpr int64_t kClosingSlice = 20 * kMillisecond;
 
 }  // namespace
@@ -18,7 +18,7 @@ Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
       identity_(identity),
       core_({identity.dials, identity.peer_rank, runtime_->config.queues,
              runtime_->config.chunk_bytes, runtime_->config.flight_bytes,
-             // As long as a connection may take to say that what it was given got through.
+             // Time that a connection may take to confirm a delivery.
              std::max(runtime_->peer_deadline_ns / 2, kSecond),
              std::max(runtime_->peer_deadline_ns, 2 * kSecond)}),
       control_(*this),
@@ -53,15 +53,15 @@ void Link::throw_over() const {
 }
 
 void Link::carry_out(const Actions& actions) {
-    // A link that is ending has let go of its connections, and its core does not know.
+    // An ending link has dropped its connections, but its core still has them.
     for (const uint32_t path : actions.withdraw) paths_.withdraw(path);
     for (const Actions::Fail& f : actions.fail)
         if (const auto path = paths_.current(f.path)) path->give_up(f.why);
     for (const Actions::Grow& what : actions.grow) paths_.start_to_grow(what);
     for (const Actions::Retire& what : actions.retire) paths_.start_to_retire(what);
     if (actions.flush) control_.flush();
-    if (actions.kick) paths_.kick();
-    if (actions.ring)
+    if (actions.notify) paths_.notify();
+    if (actions.signal_notifier)
         changed();
     else if (actions.wake)
         changed_.notify_all();
@@ -71,45 +71,45 @@ void Link::carry_out(const Actions& actions) {
         });
 }
 
-void Link::act_for_reader() {
+void Link::run_actions_for_reader() {
     Actions actions = core_.take_actions();
     if (control_.flush_is_due() && !core_.stream().has_unwritten()) actions.flush = false;
     carry_out(actions);
 }
 
-void Link::act_for_message(uint64_t bytes) {
+void Link::run_actions_for_message(uint64_t bytes) {
     Actions actions = core_.take_actions();
-    if (reads_here() && bytes <= DataPath::kSmall && std::exchange(actions.flush, false))
+    if (is_reader_thread() && bytes <= DataPath::kSmall && std::exchange(actions.flush, false))
         control_.postpone_flush();
     carry_out(actions);
 }
 
 void Link::changed() {
     changed_.notify_all();
-    // Acknowledgements, for example, are none of its business.
+    // The reader is woken for its own message only, not for acknowledgements, for example.
     if (reader_ && (ended() || core_.in().has(reader_->key))) wake_reader();
-    runtime_->ring();
+    runtime_->signal_notifier();
 }
 
-// If it sleeps at a socket. What it has read itself it knows.
+// Wakes a reader that sleeps at a socket, unless this thread is the reader.
 void Link::wake_reader() {
-    if (!reader_ || reads_here() || std::exchange(reader_->woken, true)) return;
+    if (!reader_ || is_reader_thread() || std::exchange(reader_->woken, true)) return;
     const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t n = ::write(reader_bell_.get(), &one, sizeof one);
+    [[maybe_unused]] const ssize_t n = ::write(reader_notifier_.get(), &one, sizeof one);
 }
 
 void Link::wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns) {
     wait_ns(changed_, lock, std::min(deadline_ns - steady_ns(), slice_ns));
 }
 
-void Link::close(int64_t deadline_ns, const Hurry& hurry) {
-    close_all({shared_from_this()}, deadline_ns, hurry);
+void Link::close(int64_t deadline_ns, const StopWaiting& stop_waiting) {
+    close_all({shared_from_this()}, deadline_ns, stop_waiting);
 }
 
-// On this thread alone: where links are closed there may be no other to be had.
+// Closes on this thread alone: there may be no memory for others.
 void Link::close_all(const std::vector<std::shared_ptr<Link>>& links, int64_t deadline_ns,
-                     const Hurry& hurry) {
-    // The links of which `done` is not true in time. It waits a moment for the first of them.
+                     const StopWaiting& stop_waiting) {
+    // Links for which `done` is not true in time. `done` waits a moment for the first of them.
     const auto wait_for = [&](int64_t until_ns, bool (Link::*done)(bool wait)) {
         auto waiting = links;
         do {
@@ -119,20 +119,20 @@ void Link::close_all(const std::vector<std::shared_ptr<Link>>& links, int64_t de
                 wait = wait && is_done;
                 return is_done;
             });
-        } while (!waiting.empty() && steady_ns() < until_ns && !(hurry && hurry()));
+        } while (!waiting.empty() && steady_ns() < until_ns && !(stop_waiting && stop_waiting()));
         return waiting;
     };
-    for (const auto& link : wait_for(deadline_ns, &Link::leave)) link->say_goodbye();
+    for (const auto& link : wait_for(deadline_ns, &Link::try_goodbye)) link->send_goodbye();
     // The peer closes the connection when it has read the goodbye.
     const int64_t patience = std::min(deadline_ns, steady_ns() + kSecond);
-    wait_for(patience, &Link::was_heard);
+    wait_for(patience, &Link::is_goodbye_received);
     for (const auto& link : links)
         while (!link->is_closed()) {
         }
 }
 
-// Whether everything has been acknowledged, so that it could say goodbye.
-bool Link::leave(bool wait) {
+// True if all messages are acknowledged and the goodbye is sent.
+bool Link::try_goodbye(bool wait) {
     {
         Lock lock(mu_);
         if (!over() && wait && core_.out().in_flight() > 0)
@@ -140,19 +140,19 @@ bool Link::leave(bool wait) {
         if (over()) return true;
         if (core_.out().in_flight() > 0) return false;
     }
-    say_goodbye();
+    send_goodbye();
     return true;
 }
 
-void Link::say_goodbye() {
+void Link::send_goodbye() {
     const Lock lock(mu_);
-    if (over() || leaving_) return;
+    if (over() || goodbye_sent_) return;
     const size_t unsent = core_.out().in_flight();
     control_.send_frame(ByeFrame{unsent == 0 ? "" : std::to_string(unsent) + " messages unsent"});
-    leaving_ = true;
+    goodbye_sent_ = true;
 }
 
-bool Link::was_heard(bool wait) {
+bool Link::is_goodbye_received(bool wait) {
     Lock lock(mu_);
     if (!over() && control_.connected() && wait)
         wait_slice(lock, steady_ns() + kClosingSlice, kClosingSlice);
@@ -162,7 +162,7 @@ bool Link::was_heard(bool wait) {
 bool Link::is_closed() {
     finish(State::closed, describe() + " is closed");
     Lock lock(mu_);
-    // There may have been no memory for it. Now there may be some.
+    // If there was no memory for the end, there may be some now.
     if (!ended()) wait_slice(lock, steady_ns() + kClosingSlice, kClosingSlice);
     return ended();
 }
@@ -170,7 +170,7 @@ bool Link::is_closed() {
 void Link::set_terms(Terms terms) {
     const Lock lock(mu_);
     terms_ = std::move(terms);
-    last_trouble_ = terms_.trouble;
+    last_error_ = terms_.shm_error;
     paths_.assign();
 }
 
@@ -187,23 +187,23 @@ void Link::confirm() {
 }
 
 void Link::tick() {
-    or_die_without_lock([this] { look_after(steady_ns()); });
+    or_die_without_lock([this] { check_health(steady_ns()); });
 }
 
-void Link::look_after(int64_t now) {
-    control_.look_after(now);
+void Link::check_health(int64_t now) {
+    control_.check_health(now);
     std::string stuck;
     {
         const Lock lock(mu_);
-        if (state_ != State::up || !control_.connected() || !doom_.empty()) return;
-        stuck = core_.look_after_flow(now);
-        act();
+        if (state_ != State::up || !control_.connected() || !fatal_error_.empty()) return;
+        stuck = core_.check_flow(now);
+        run_actions();
     }
     if (!stuck.empty()) {
         die(describe() + " is dead: " + stuck);
         return;
     }
-    paths_.look_after_rails(now);
+    paths_.check_rails(now);
     if (identity_.dials) paths_.dial_paths();
 }
 
@@ -225,11 +225,11 @@ bool Link::may_resume() const {
 void Link::die(const std::string& why) {
     std::string missing;
     {
-        // A link short of its rails may die of the peer's giving up first, which knows nothing of
-        // the trouble at this end.
+        // The peer may give up first on a link without rails, and its reason lacks the errors of
+        // this end.
         const Lock lock(mu_);
         const int64_t now = steady_ns();
-        // Rails that went with the peer only just now tell nothing.
+        // Rails that were lost just now, with the peer, are no cause.
         if (now - core_.paths().without_rail_since() > runtime_->peer_deadline_ns / 5)
             missing = paths_.missing_rail(now);
     }
@@ -239,13 +239,13 @@ void Link::die(const std::string& why) {
         finish(State::dead, why + "; " + missing);
 }
 
-// A reason as the peer is told it, which puts the link's name before it.
+// Reason for the peer, without the link's name, which the peer adds.
 std::string Link::without_name(const std::string& why) const {
     const std::string name = describe() + " is dead: ";
     return why.starts_with(name) ? why.substr(name.size()) : why;
 }
 
-// Goes with the last of the paths: each is closed on its own thread, or that thread has ended.
+// Destroyed with the last path: each is closed on its own thread, or that thread has ended.
 struct Link::Ending {
     std::shared_ptr<Link> link;
     State state;
@@ -262,33 +262,33 @@ void Link::finish(State state, const std::string& why) noexcept {
     });
 }
 
-// Whether it settles with that. Where it throws, nothing has begun to end but for paths that are
-// closed already: it can be done anew.
+// Begins the end; true if `on_settled` must be called. If it throws, only some paths are closed,
+// and it can be repeated.
 bool Link::begin_to_end(State state, const std::string& why) {
     std::shared_ptr<Ending> ending;
     std::vector<std::shared_ptr<DataPath>> paths;
-    std::shared_ptr<DataPath> kept;
+    std::shared_ptr<DataPath> held_path;
     const Lock lock(mu_);
     if (over()) return false;
-    // What only this end knows: the peer would look for it, and wait, in vain.
-    if (state == State::dead && !peer_left_) {
+    // Without the reason of this end, the peer would try to reconnect.
+    if (state == State::dead && !peer_said_goodbye_) {
         try {
             control_.send_frame(ByeFrame{without_name(why), true});
-            // The last word is said also where nothing else is any more.
-            if (!doom_.empty()) control_.write_frames();
-        } catch (const std::exception&) {  // no memory: it has to find out by itself
+            // A failed link still writes its last frame.
+            if (!fatal_error_.empty()) control_.write_frames();
+        } catch (const std::exception&) {  // no memory: the peer finds out by itself
         }
     }
     ending = std::make_shared<Ending>(Ending{shared_from_this(), state});
     paths = paths_.start_to_close(ending);
     control_.start_to_close();
-    // From here on nothing needs memory.
-    const bool settles = !identity_.dials && state_ == State::connecting && !never_came_;
+    // No step from here on needs memory.
+    const bool settles = !identity_.dials && state_ == State::connecting && !never_confirmed_;
     ending->begun = true;
     state_ = State::ending;
     keep_words(error_, why);
     control_.drop();
-    kept.swap(kept_);
+    held_path.swap(held_path_);
     paths_.drop_connections();
     return settles;
 }
@@ -300,15 +300,15 @@ void Link::paths_closed(State state) noexcept {
     changed();
 }
 
-void Link::let_go() {
+void Link::release_memory() {
     {
         const Lock lock(mu_);
-        if (!ended() || std::exchange(let_go_, true)) return;
+        if (!ended() || std::exchange(memory_released_, true)) return;
     }
     paths_.start_to_drop_memory();
 }
 
-// --- What it sends ------------------------------------------------------------------------------
+// --- Sending ------------------------------------------------------------------------------------
 
 uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold,
                     const std::optional<SlotGrant>& leased) {
@@ -329,19 +329,20 @@ uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void>
             throw EngineError(describe() + ": " + e.what());
         }
         id = message->info.id;
-        // It will be sent. Whoever was told otherwise would send it again, or give its slot back.
+        // The message is posted. An error now would make the caller send it again, or release its
+        // slot.
         or_die([&] {
             core_.posted(*message, now_wall, now);
             Actions actions = core_.take_actions();
-            if (std::exchange(actions.kick, false)) live = paths_.live();
+            if (std::exchange(actions.notify, false)) live = paths_.live();
             alone = alone && core_.out().ready_chunks() == 1;
             carry_out(actions);
         });
     }
     or_die_without_lock([&] {
-        if (alone && !live.empty() && live.front()->send_here()) return;
-        // Without the lock, for which their threads would otherwise wait as soon as they wake up.
-        for (const auto& path : live) path->kick();
+        if (alone && !live.empty() && live.front()->send_inline()) return;
+        // Notified without the lock, for which the woken threads would wait.
+        for (const auto& path : live) path->notify();
     });
     return id;
 }
@@ -375,7 +376,7 @@ bool Link::wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, dou
             throw EngineTimeout(describe() + ": " + core_.out().describe(ticket) +
                                 ", not acknowledged by rank " +
                                 std::to_string(identity_.peer_rank) + " within " +
-                                seconds_text(timeout) + "; " + before_more(paths_.text()) +
+                                format_seconds(timeout) + "; " + append_comma(paths_.text()) +
                                 "link is " + (state_ == State::up ? "up" : "reconnecting"));
         if (now >= slice_end) return false;
         wait_slice(lock, deadline_ns, slice_end - now);
@@ -387,7 +388,7 @@ uint64_t Link::send_slots(int direction) const {
     return core_.out().credits(direction);
 }
 
-// --- What it receives ---------------------------------------------------------------------------
+// --- Receiving ----------------------------------------------------------------------------------
 
 void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     std::vector<Inbox::Room> missing;
@@ -402,12 +403,12 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
 std::string Link::nothing_arrived(const Key& key, double timeout) const {
     const auto direction = static_cast<int>(key.direction);
     std::string s = describe() + ": nothing arrived for " + key.describe() + " within " +
-                    seconds_text(timeout) + "; ";
+                    format_seconds(timeout) + "; ";
     if (const auto progress = core_.in().progress(key))
         s += std::to_string(progress->chunks) + " of " + std::to_string(progress->of) +
              " chunks are here; ";
-    s += before_more(paths_.text());
-    s += state_ == State::up ? "link is up, " : "link is reconnecting (" + last_trouble_ + "), ";
+    s += append_comma(paths_.text());
+    s += state_ == State::up ? "link is up, " : "link is reconnecting (" + last_error_ + "), ";
     const uint32_t slots = core_.in().slots(direction);
     return s + std::to_string(slots - core_.in().slots_in_use(direction)) + " of " +
            std::to_string(slots) + " slots free";
@@ -415,7 +416,7 @@ std::string Link::nothing_arrived(const Key& key, double timeout) const {
 
 std::optional<Arrived> Link::take(const Key& key) {
     auto message = core_.take(key);
-    if (message && message->info.bytes == 0) or_die([this] { act_for_reader(); });
+    if (message && message->info.bytes == 0) or_die([this] { run_actions_for_reader(); });
     return message;
 }
 
@@ -442,45 +443,45 @@ std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_
     }
 }
 
-// Waits for a message by reading the socket that it will most likely come from, where a data thread
-// would have to be woken for that, and would then have to wake this one. False: somebody else does,
-// or there is no such socket.
+// Waits for a message by reading the socket from which it will most likely arrive. Otherwise a data
+// thread would have to wake for it, and then wake this one. False: another thread reads, or there
+// is no such socket.
 bool Link::read_for(Lock& lock, const Key& key, int64_t wait_ns) {
     if (reader_) return false;
     const std::shared_ptr<DataPath> path = paths_.first_live();
     if (!path) return false;
-    if (!reader_bell_)
-        reader_bell_ = Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
-    if (!reader_bell_) return false;
+    if (!reader_notifier_)
+        reader_notifier_ = Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+    if (!reader_notifier_) return false;
     if (control_.flush_is_due() && core_.is_short_of_slots(static_cast<int>(key.direction)))
         control_.flush();
-    const auto kept = std::exchange(kept_, nullptr);
+    const auto held_path = std::exchange(held_path_, nullptr);
     reader_ = {std::this_thread::get_id(), key, false};
     lock.unlock();
-    if (kept && kept != path) kept->leave_to_reactor();
-    const bool read = path->read_here(reader_bell_.get(), wait_ns);
-    if (kept == path && !read) path->leave_to_reactor();
+    if (held_path && held_path != path) held_path->return_to_reactor();
+    const bool read = path->read_inline(reader_notifier_.get(), wait_ns);
+    if (held_path == path && !read) path->return_to_reactor();
     lock.lock();
     const bool woken = reader_->woken;
     if (woken) {
         uint64_t count;
-        [[maybe_unused]] const ssize_t n = ::read(reader_bell_.get(), &count, sizeof count);
+        [[maybe_unused]] const ssize_t n = ::read(reader_notifier_.get(), &count, sizeof count);
     }
     reader_.reset();
-    // What it was woken for may have come while nobody had the lock and this thread did not sleep.
-    // Nobody reads the paths of a link that ends, and it must not hold what holds it.
+    // Its message may have arrived while the lock was free and this thread did not sleep. An ending
+    // link must not hold a path, which holds the link.
     if (!read || over()) return read || woken;
-    kept_ = path;
+    held_path_ = path;
     if (core_.in().has(key) && waiting_ == 0 && await_reader()) return true;
-    // It may wait for long, or others do.
-    leave_to_reactor(lock);
+    // This thread may not return soon, or others wait.
+    return_to_reactor(lock);
     if (control_.flush_is_due()) control_.flush();
     return true;
 }
 
-// Messages often come one after the other, so it keeps the socket and its acknowledgements for a
-// moment. If it does not come back, the control thread sees to both. False: nobody can, since there
-// is no memory for that.
+// Messages often arrive in sequence, so the reader holds the socket and its acknowledgements for a
+// moment. If it does not return, the control thread handles both. False: there is no memory for
+// that.
 bool Link::await_reader() {
     constexpr int64_t kMoment = kMillisecond / 2;
     if (reader_awaited_) return true;
@@ -491,7 +492,7 @@ bool Link::await_reader() {
             Lock lock(self->mu_);
             self->reader_awaited_ = false;
             if (self->control_.flush_is_due()) self->control_.flush();
-            if (!self->reader_) self->leave_to_reactor(lock);
+            if (!self->reader_) self->return_to_reactor(lock);
         });
     } catch (const std::bad_alloc&) {
         return false;
@@ -500,19 +501,19 @@ bool Link::await_reader() {
     return true;
 }
 
-void Link::leave_to_reactor(Lock& lock) {
-    const auto kept = std::exchange(kept_, nullptr);
-    if (!kept) return;
+void Link::return_to_reactor(Lock& lock) {
+    const auto held_path = std::exchange(held_path_, nullptr);
+    if (!held_path) return;
     lock.unlock();
-    kept->leave_to_reactor();
+    held_path->return_to_reactor();
     lock.lock();
 }
 
 std::optional<Arrived> Link::try_receive(const Key& key) {
     Lock lock(mu_);
     auto message = take(key);
-    if (!message) leave_to_reactor(lock);
-    // What had arrived before the link died is still good.
+    if (!message) return_to_reactor(lock);
+    // Messages that arrived before the link's end are valid.
     if (!message && ended()) throw_over();
     return message;
 }
@@ -526,17 +527,17 @@ bool Link::arrived(const Key& key) const {
 
 void Link::release(uint32_t slot, uint64_t serial, bool at_once) {
     const Lock lock(mu_);
-    give_back(slot, serial, at_once);
+    release_slot(slot, serial, at_once);
 }
 
-void Link::give_back(uint32_t slot, uint64_t serial, bool at_once) {
+void Link::release_slot(uint32_t slot, uint64_t serial, bool at_once) {
     or_die([&] {
         core_.release(slot, serial, at_once);
-        act_for_reader();
+        run_actions_for_reader();
     });
 }
 
-// --- What it says of itself ---------------------------------------------------------------------
+// --- Statistics ---------------------------------------------------------------------------------
 
 std::vector<SentRecord> Link::drain_telemetry() {
     const Lock lock(mu_);
@@ -585,7 +586,7 @@ LinkStats Link::stats() const {
     s.reconnects = counters.paths_remade;
     s.slots_added = counters.slots_added;
     s.late_messages = counters.late_messages;
-    s.trouble = last_trouble_;
+    s.last_error = last_error_;
     control_.count(s);
     s.sends_in_flight = core_.out().in_flight();
     for (int d = 0; d < kDirections; ++d) {

@@ -52,7 +52,7 @@ void LinkControl::attach(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
         const Link::Lock lock(link_.mu_);
         agreed = core_.stream().resume(peer_received);
         if (link_.over()) {
-            if (agreed) send_last_words(*connection);
+            if (agreed) send_final_frames(*connection);
             return;
         }
         before = std::exchange(connection_, connection);
@@ -73,7 +73,7 @@ void LinkControl::attach(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
     }
     if (!agreed) {
         link_.die(link_.describe() + " is dead: rank " + std::to_string(link_.identity_.peer_rank) +
-                  " resumed from where it cannot be");
+                  " resumed from an impossible position");
         return;
     }
     try {
@@ -91,12 +91,12 @@ void LinkControl::attach(Fd fd, const ConnectionKeys& keys, uint32_t epoch,
     link_.changed();
 }
 
-// It ended while this connection was being made, so its goodbye has not been said over any. A peer
-// that saw nothing but the end of the connection would wait for another.
-void LinkControl::send_last_words(Connection& c) {
+// Sends the goodbye of a link that ended while this connection was being made. Without it, the peer
+// would wait for another connection.
+void LinkControl::send_final_frames(Connection& c) {
     constexpr size_t kEnough = size_t{16} << 10;
-    core_.stream().write(c.out, kEnough, &c.says);
-    // A fresh socket has room for it. Where it is broken there is nobody to be told.
+    core_.stream().write(c.out, kEnough, &c.outgoing_mac);
+    // A new socket has room for it. On a broken one the goodbye is lost.
     [[maybe_unused]] const ssize_t n =
         ::send(c.fd.get(), c.out.data(), c.out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
@@ -112,19 +112,19 @@ void LinkControl::begin() {
 void LinkControl::send_confirm() {
     if (link_.identity_.dials)
         append_frame(connection_->out, encode_frame(ConfirmFrame{link_.terms_.transport}), 0, 0,
-                     &connection_->says);
+                     &connection_->outgoing_mac);
 }
 
-// Also the first sign of life on a new connection.
+// Sends a ping, also as the first frame of a new connection.
 void LinkControl::send_ping(int64_t now) {
     peer_.pinged(now);
     append_frame(connection_->out, encode_frame(PingFrame{now, wall_ns()}), 0,
-                 core_.stream().last_received(), &connection_->says);
+                 core_.stream().last_received(), &connection_->outgoing_mac);
 }
 
 void LinkControl::flush() noexcept {
     flush_due_ = false;
-    if (link_.doom_.empty()) link_.or_die([this] { write_frames(); });
+    if (link_.fatal_error_.empty()) link_.or_die([this] { write_frames(); });
 }
 
 void LinkControl::write_frames() {
@@ -136,13 +136,13 @@ void LinkControl::write_frames() {
         if (c.out_done == c.out.size()) {
             c.out.clear();
             c.out_done = 0;
-            core_.stream().write(c.out, kBatch, &c.says);
+            core_.stream().write(c.out, kBatch, &c.outgoing_mac);
             if (c.out.empty()) return;
         }
         const ssize_t n = ::send(c.fd.get(), c.out.data() + c.out_done, c.out.size() - c.out_done,
                                  MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n < 0) {
-            // An error is the reader's to notice: it gets an event for it.
+            // The reader gets an event for an error.
             if (errno == EAGAIN || errno == EINTR) watch_write();
             return;
         }
@@ -152,7 +152,7 @@ void LinkControl::write_frames() {
 
 void LinkControl::send_frame(const Frame& frame) {
     core_.send(frame);
-    link_.act();
+    link_.run_actions();
 }
 
 void LinkControl::start_to_close() {
@@ -193,7 +193,7 @@ void LinkControl::on_event(const std::shared_ptr<Connection>& connection, uint32
             flush();
         }
         if (events & ~uint32_t{EPOLLOUT}) read(connection);
-    } catch (const std::exception& e) {  // out of memory, most likely: this link only
+    } catch (const std::exception& e) {  // out of memory, most likely: it ends this link only
         link_.die(link_.describe() + " is dead: its control connection failed: " + e.what());
     }
 }
@@ -211,44 +211,44 @@ bool LinkControl::read(const std::shared_ptr<Connection>& connection) {
     auto& in = connection->in;
     in.insert(in.end(), buffer, buffer + n);
     size_t at = 0;
-    const char* trouble = nullptr;
+    const char* error = nullptr;
     while (in.size() - at >= kFrameHeaderSize) {
         const Bytes rest = Bytes(in).subspan(at);
         const auto header = decode_frame_header(rest.first(kFrameHeaderSize));
         const size_t size = kFrameHeaderSize + (header ? header->body_bytes : 0);
-        if (header && rest.size() < size + kSealSize) break;
-        // Nobody knows yet who says it, so the connection is all that it can cost.
-        if (!header || !connection->hears.fits(rest.first(size), rest.subspan(size, kSealSize))) {
+        if (header && rest.size() < size + kMacSize) break;
+        // An unauthenticated frame may end the connection, but not the link.
+        if (!header ||
+            !connection->incoming_mac.fits(rest.first(size), rest.subspan(size, kMacSize))) {
             refuse_frame(connection);
             return false;
         }
         auto frame = decode_frame(header->type, rest.first(size).subspan(kFrameHeaderSize));
-        at += size + kSealSize;
+        at += size + kMacSize;
         if (!frame) {
-            trouble = "a malformed frame";
+            error = "a malformed frame";
             break;
         }
         bool deliver = true;
         {
             const Link::Lock lock(link_.mu_);
-            if (connection_ != connection) return false;  // superseded or over
+            if (connection_ != connection) return false;  // superseded or ended
             const int64_t now = steady_ns();
-            core_.heard(now);
-            if (!core_.stream().acknowledged(header->acknowledged))
-                trouble = "an impossible counter";
+            core_.frame_received(now);
+            if (!core_.stream().acknowledged(header->acknowledged)) error = "an impossible counter";
             if (header->sequence != 0) {
                 const auto verdict = core_.stream().received(header->sequence);
                 deliver = verdict == ReliableStream::Verdict::deliver;
-                if (verdict == ReliableStream::Verdict::gap) trouble = "a gap in the frames";
+                if (verdict == ReliableStream::Verdict::gap) error = "a gap in the frames";
             }
-            peer_.heard(header->sequence != 0 && deliver && trouble == nullptr, now);
+            peer_.frame_received(header->sequence != 0 && deliver && error == nullptr, now);
         }
-        if (trouble != nullptr) break;
+        if (error != nullptr) break;
         if (deliver) handle(std::move(*frame));
     }
     in.erase(in.begin(), in.begin() + static_cast<std::ptrdiff_t>(at));
-    if (trouble != nullptr) {
-        link_.paths_.protocol_error(std::string(trouble) + " on the control connection");
+    if (error != nullptr) {
+        link_.paths_.protocol_error(std::string(error) + " on the control connection");
         return false;
     }
     return true;
@@ -261,19 +261,19 @@ void LinkControl::refuse_frame(const std::shared_ptr<Connection>& connection) {
     }
     lost(connection, "a frame on the control connection from rank " +
                          std::to_string(link_.identity_.peer_rank) +
-                         " was altered or added on the way: its seal is wrong");
+                         " was altered or added on the way: its MAC is wrong");
 }
 
 void LinkControl::handle(Frame frame) {
     if (LinkCore::handles(frame)) {
-        std::string trouble;
+        std::string error;
         {
             const Link::Lock lock(link_.mu_);
             if (link_.over()) return;
-            trouble = core_.handle(frame, wall_ns(), steady_ns());
-            link_.act_for_reader();
+            error = core_.handle(frame, wall_ns(), steady_ns());
+            link_.run_actions_for_reader();
         }
-        if (!trouble.empty()) link_.paths_.protocol_error(trouble);
+        if (!error.empty()) link_.paths_.protocol_error(error);
     } else if (const auto* f = std::get_if<MappedFrame>(&frame)) {
         if (!f->error.empty()) {
             link_.die(link_.describe() + " is dead: rank " +
@@ -283,17 +283,17 @@ void LinkControl::handle(Frame frame) {
         }
         const Link::Lock lock(link_.mu_);
         core_.mapped(f->segment);
-        link_.act();
+        link_.run_actions();
     } else if (const auto* f = std::get_if<PingFrame>(&frame)) {
         const int64_t now = wall_ns();
         const Link::Lock lock(link_.mu_);
         if (!connection_) return;
         append_frame(connection_->out,
                      encode_frame(PongFrame{f->sent_steady_ns, f->sent_wall_ns, now, wall_ns()}), 0,
-                     core_.stream().last_received(), &connection_->says);
+                     core_.stream().last_received(), &connection_->outgoing_mac);
         flush();
     } else if (const auto* f = std::get_if<PongFrame>(&frame)) {
-        // In this order: held up in between, the echo counts as a slow one, not as a wrong clock.
+        // The order matters: after a delay in between, the echo is slow, and its clock is right.
         const int64_t now_wall = wall_ns();
         const int64_t now_steady = steady_ns();
         const Link::Lock lock(link_.mu_);
@@ -305,11 +305,11 @@ void LinkControl::handle(Frame frame) {
         std::string here;
         {
             const Link::Lock lock(link_.mu_);
-            link_.peer_left_ = true;
-            // The peer does not know why this end has given paths up, such as for wrong checksums.
-            // Each may be lost once of the link's end itself.
+            link_.peer_said_goodbye_ = true;
+            // The peer's reason lacks the errors of this end, such as wrong checksums. Each path
+            // may be lost once by the link's end itself.
             if (f->died && core_.paths().times_lost() > core_.paths().size())
-                here = "; at this end " + core_.path_trouble(steady_ns());
+                here = "; at this end " + core_.path_errors(steady_ns());
         }
         const std::string what = f->died             ? " gave it up: " + f->reason
                                  : f->reason.empty() ? " closed it"
@@ -331,7 +331,7 @@ void LinkControl::confirmed(Transport transport) {
         if (link_.identity_.dials || link_.state_ != Link::State::connecting) return;
     }
     if (transport != link_.transport()) {
-        // The dialler could not reach our shared memory after all (another network namespace).
+        // The dialler cannot reach our shared memory (another network namespace).
         const bool offered = transport == Transport::tcp ||
                              (transport == Transport::rdma && !link_.terms_.rails.empty());
         const bool agreed = link_.terms_.transport == Transport::shm &&
@@ -374,37 +374,37 @@ void LinkControl::lost(const std::shared_ptr<Connection>& connection, const std:
         connection->fd.reset();
         if (connection_ != connection) return;
         connection_.reset();
-        link_.last_trouble_ = why;
+        link_.last_error_ = why;
         if (link_.state_ == Link::State::up) link_.state_ = Link::State::reconnecting;
         at_once = peer_.lost(steady_ns());
         link_.changed();
-        if (!is_missed()) return;
+        if (!is_peer_missing()) return;
     }
-    if (at_once) seek_peer();
+    if (at_once) reconnect_peer();
 }
 
-bool LinkControl::is_missed() const {
+bool LinkControl::is_peer_missing() const {
     return !connection_ && (link_.state_ == Link::State::reconnecting ||
                             (link_.state_ == Link::State::connecting && !link_.identity_.dials));
 }
 
-void LinkControl::seek_peer() {
+void LinkControl::reconnect_peer() {
     try {
         if (link_.identity_.dials)
             redial();
         else
             probe_peer();
-    } catch (const std::exception& e) {  // no memory, or no more descriptors to be watched
+    } catch (const std::exception& e) {  // no memory or descriptors
         const Link::Lock lock(link_.mu_);
-        keep_words(link_.last_trouble_, e.what());
-        peer_.not_sought(steady_ns());
+        keep_words(link_.last_error_, e.what());
+        peer_.reconnect_not_tried(steady_ns());
     }
 }
 
-// The end that meets a wrong seal ends the connection, so the last trouble may be just that end.
+// Wrong MACs end connections, so the last error may be such an end.
 std::string LinkControl::refused_text() const {
     if (frames_refused_ == 0) return {};
-    return "; refused for a wrong seal so far: " + std::to_string(frames_refused_) +
+    return "; refused for a wrong MAC so far: " + std::to_string(frames_refused_) +
            (frames_refused_ == 1 ? " frame" : " frames");
 }
 
@@ -413,7 +413,9 @@ void LinkControl::redial() {
     Address address;
     {
         const Link::Lock lock(link_.mu_);
-        if (link_.state_ != Link::State::reconnecting || link_.leaving_ || !peer_.seek()) return;
+        if (link_.state_ != Link::State::reconnecting || link_.goodbye_sent_ ||
+            !peer_.begin_reconnect())
+            return;
         h = hello(Purpose::control);
         h.resume = true;
         h.epoch = epoch_ + 1;
@@ -430,12 +432,12 @@ void LinkControl::redial() {
                         {
                             const Link::Lock lock(link_.mu_);
                             if (r.fd) {
-                                peer_.found();
+                                peer_.reconnected();
                             } else {
-                                link_.last_trouble_ = r.error;
-                                // The peer may have taken this epoch before the connection broke.
+                                link_.last_error_ = r.error;
+                                // The peer may have accepted this epoch before the break.
                                 epoch_ = std::max(epoch_, epoch);
-                                peer_.not_reached(!r.nobody_there, steady_ns());
+                                peer_.dial_unanswered(!r.connection_refused, steady_ns());
                             }
                         }
                         if (r.fd)
@@ -445,13 +447,13 @@ void LinkControl::redial() {
                     });
 }
 
-// The acceptor cannot dial back in, but it can see whether anybody still listens over there: a
-// process that is gone refuses, a network that is gone does not answer.
+// The acceptor cannot dial the link, but it can probe the peer's address: a dead process refuses, a
+// dead network does not answer.
 void LinkControl::probe_peer() {
     Address address;
     {
         const Link::Lock lock(link_.mu_);
-        if (!is_missed() || link_.leaving_ || !peer_.seek()) return;
+        if (!is_peer_missing() || link_.goodbye_sent_ || !peer_.begin_reconnect()) return;
         address = link_.terms_.address;
     }
     auto fd = std::make_shared<Fd>(start_connect(address));
@@ -459,7 +461,7 @@ void LinkControl::probe_peer() {
         const auto self = weak.lock();
         if (!self) return;
         const Link::Lock lock(link_.mu_);
-        peer_.looked_up(error != ECONNREFUSED, steady_ns());
+        peer_.probe_finished(error != ECONNREFUSED, steady_ns());
     };
     if (!*fd) {
         done(errno);
@@ -478,15 +480,15 @@ void LinkControl::probe_peer() {
     reactor.add(fd->get(), EPOLLOUT, [end, fd](uint32_t) { end(connect_error(*fd)); });
 }
 
-void LinkControl::look_after(int64_t now) {
+void LinkControl::check_health(int64_t now) {
     std::shared_ptr<Connection> silent;
     std::string dead;
     bool reconnect = false;
     {
         const Link::Lock lock(link_.mu_);
-        if (const int64_t paused = peer_.look(now)) core_.forgive(paused, now);
-        if (!link_.doom_.empty()) {
-            dead = "what had to be done at once failed: " + link_.doom_;
+        if (const int64_t paused = peer_.measure_pause(now)) core_.discount_pause(paused, now);
+        if (!link_.fatal_error_.empty()) {
+            dead = "an operation failed half-way: " + link_.fatal_error_;
         } else if (link_.state_ == Link::State::up && connection_) {
             if (peer_.is_silent(now)) {
                 silent = connection_;
@@ -494,30 +496,30 @@ void LinkControl::look_after(int64_t now) {
                 send_ping(now);
                 flush();
             }
-        } else if (is_missed() && !link_.leaving_) {
+        } else if (is_peer_missing() && !link_.goodbye_sent_) {
             const std::string peer = "rank " + std::to_string(link_.identity_.peer_rank);
-            const bool missed = peer_.is_missed_too_long(now);
+            const bool missed = peer_.is_unreachable_too_long(now);
             if (peer_.is_gone(now))
-                dead = peer + " is gone: nobody listens at " + link_.terms_.address.text() +
+                dead = peer + " is gone: no process listens at " + link_.terms_.address.text() +
                        " any more";
             else if (missed && link_.state_ == Link::State::connecting) {
-                dead = "it never came up: " + link_.last_trouble_ + refused_text();
-                link_.never_came_ = true;
+                dead = "it never came up: " + link_.last_error_ + refused_text();
+                link_.never_confirmed_ = true;
             } else if (missed)
                 dead = "no control connection to " + peer + " (" +
                        link_.terms_.address.text(false) + ") for " +
-                       seconds_text(to_seconds(peer_.missed_ns(now))) +
-                       " (last: " + link_.last_trouble_ + refused_text() + ")";
-            reconnect = peer_.seeks_now(now);
+                       format_seconds(to_seconds(peer_.unreachable_ns(now))) +
+                       " (last: " + link_.last_error_ + refused_text() + ")";
+            reconnect = peer_.is_reconnect_due(now);
         }
     }
     if (silent)
         lost(silent,
-             "nothing was heard for " + seconds_text(to_seconds(runtime_.peer_deadline_ns / 2)));
+             "no frame arrived for " + format_seconds(to_seconds(runtime_.peer_deadline_ns / 2)));
     if (!dead.empty()) {
         link_.die(link_.describe() + " is dead: " + dead);
     } else if (reconnect) {
-        seek_peer();
+        reconnect_peer();
     }
 }
 

@@ -1,5 +1,5 @@
-// The control connection of a link: frames in and out, and the peer at its other end. A connection
-// that breaks is made anew, until the peer is known to be gone or was missed for too long.
+// Control connection of a link: frames in and out, and the liveness of the peer. A broken
+// connection is remade, until the peer is known to be gone or was unreachable for too long.
 #pragma once
 
 #include <memory>
@@ -15,34 +15,34 @@ namespace pipemorph {
 class Link;
 struct LinkStats;
 
-// Behind the link's mutex. "Locked": to be called while holding it; all else without it.
+// Its state is behind the link's mutex. "Locked" functions are called with it, all others without.
 class LinkControl {
   public:
     explicit LinkControl(Link& link);
 
     // --- The engine's side. Control thread. ---
-    // A control connection is authenticated; `peer_received` says where to resume.
+    // Attaches an authenticated connection; `peer_received`: last frame of ours that the peer has.
     void attach(Fd fd, const ConnectionKeys& keys, uint32_t epoch, uint64_t peer_received);
     uint32_t epoch() const;
     uint64_t received() const;
-    // The peer: silent, missed for too long, gone? It may end the link.
-    void look_after(int64_t now_ns);
+    // Checks whether the peer is silent, unreachable for too long or gone. It may end the link.
+    void check_health(int64_t now_ns);
 
     // Fault injection, any thread.
     void sever();
 
     // --- The link's side, locked. ---
     bool connected() const { return connection_ != nullptr; }
-    // The link is up from now on.
+    // Starts the connection: the link is up from now on.
     void begin();
     void send_frame(const Frame& frame);
     void flush() noexcept;
-    // Frames may wait for the reader to be back.
+    // Delays the frames until the reader returns.
     void postpone_flush() { flush_due_ = true; }
     bool flush_is_due() const { return flush_due_; }
-    // The last word of a link that ends, said also where nothing else is any more.
+    // Writes frames, also the last one of a failed link.
     void write_frames();
-    // Closed on the control thread. Where it throws, nothing was done; then `drop`.
+    // Closes on the control thread; then `drop`. If it throws, nothing was done.
     void start_to_close();
     void drop() { connection_.reset(); }
     void count(LinkStats& stats) const;
@@ -53,11 +53,11 @@ class LinkControl {
   private:
     struct Connection {
         Connection(Fd connected, const ConnectionKeys& keys)
-            : fd(std::move(connected)), says(keys.ours), hears(keys.theirs) {}
+            : fd(std::move(connected)), outgoing_mac(keys.ours), incoming_mac(keys.theirs) {}
 
         Fd fd;
-        Sealer says;
-        Sealer hears;
+        FrameMac outgoing_mac;
+        FrameMac incoming_mac;
         std::vector<uint8_t> in;
         std::vector<uint8_t> out;
         size_t out_done = 0;
@@ -65,12 +65,12 @@ class LinkControl {
         Reactor::Watch watch;  // control thread
     };
 
-    // Whether the peer is missed. An acceptor's link that is not confirmed is, too: its dialler may
-    // think that it is up, and come back.
-    bool is_missed() const;
+    // True if the peer is missing, also for an acceptor's link without confirmation: its dialler
+    // may consider it up, and reconnect.
+    bool is_peer_missing() const;
     // Locked.
     void send_confirm();
-    void send_last_words(Connection& connection);
+    void send_final_frames(Connection& connection);
     void send_ping(int64_t now_ns);
     void watch_write();
     std::string refused_text() const;
@@ -81,7 +81,7 @@ class LinkControl {
     void refuse_frame(const std::shared_ptr<Connection>& connection);
     void lost(const std::shared_ptr<Connection>& connection, const std::string& why);
     void confirmed(Transport transport);
-    void seek_peer();
+    void reconnect_peer();
     void redial();
     void probe_peer();
 

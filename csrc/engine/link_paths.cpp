@@ -30,14 +30,14 @@ std::shared_ptr<PathHost> LinkPaths::host() {
 }
 
 void LinkPaths::assign() {
-    // Over shared memory a path is a copying thread, not a socket.
+    // With shared memory a path is a copying thread, not a socket.
     const bool shm = link_.terms_.transport == Transport::shm;
     const size_t others = shm ? std::min<size_t>(link_.terms_.sockets, runtime_.data_threads())
                               : link_.terms_.sockets;
     core_.assign_paths(link_.terms_.transport == Transport::rdma ? link_.terms_.rails
                                                                  : decltype(link_.terms_.rails){},
                        shm ? Transport::shm : Transport::tcp, others);
-    held_ = std::vector<Held>(core_.paths().size());
+    connections_by_path_ = std::vector<PathConnections>(core_.paths().size());
 }
 
 void LinkPaths::protocol_error(const std::string& why) {
@@ -53,11 +53,12 @@ std::optional<LinkPaths::Lease> LinkPaths::lease(int direction, uint64_t bytes) 
         if (auto piece = lease_pool_->take(bytes))
             return Lease{piece->data, bytes, std::move(piece->hold), std::nullopt};
         if (const uint64_t more = lease_pool_->to_add(bytes))
-            aside().post([this, self = link_.shared_from_this(), more] { grow_leases(more); });
+            setup_reactor().post(
+                [this, self = link_.shared_from_this(), more] { grow_leases(more); });
         return std::nullopt;
     }
-    // What is proved has to be kept here: of a slot, whoever can write there would have a changed
-    // payload proved anew when it is sent again.
+    // An authenticated payload must be in private memory: a slot could be changed by its receiver,
+    // and a resent chunk would get a valid MAC for the changed payload.
     if (link_.terms_.transport != Transport::shm || runtime_.config.integrity != Integrity::crc)
         return std::nullopt;
     const auto slot = core_.lease(direction, bytes);
@@ -66,10 +67,10 @@ std::optional<LinkPaths::Lease> LinkPaths::lease(int direction, uint64_t bytes) 
     const uint64_t size = segment != peer_segments_.end() ? segment->second->size() : 0;
     if (slot->offset < size && slot->bytes <= size - slot->offset)
         return Lease{segment->second->data() + slot->offset, bytes, segment->second, slot};
-    // Whoever sends into it says so: a broken promise of the peer's.
+    // A send into the slot reports the peer's violation.
     link_.or_die([&] {
         core_.end_lease(*slot);
-        link_.act();
+        link_.run_actions();
     });
     return std::nullopt;
 }
@@ -79,11 +80,11 @@ void LinkPaths::end_lease(const Lease& lease) {
     if (!lease.slot || link_.over()) return;
     link_.or_die([&] {
         core_.end_lease(*lease.slot);
-        link_.act();
+        link_.run_actions();
     });
 }
 
-// Until it is there, messages are sent without it.
+// Adds memory for leases. Until then, messages are sent without it.
 void LinkPaths::grow_leases(uint64_t bytes) {
     std::shared_ptr<Memory> memory;
     std::vector<std::shared_ptr<Registration>> registered;
@@ -94,7 +95,7 @@ void LinkPaths::grow_leases(uint64_t bytes) {
             try {
                 registered.push_back(
                     std::make_shared<Registration>(rail->device(), made, abi::kLocalWrite));
-            } catch (const EngineError&) {  // its paths stage what is in there
+            } catch (const EngineError&) {  // this rail's paths stage such payloads
             }
         }
         if (!registered.empty()) memory = std::move(made);
@@ -110,19 +111,19 @@ std::vector<std::shared_ptr<Memory>> LinkPaths::lease_memory() const {
     return out;
 }
 
-Reactor& LinkPaths::aside() {
+Reactor& LinkPaths::setup_reactor() {
     return runtime_.rails.empty() ? runtime_.control : runtime_.rails.front()->setup();
 }
 
 void LinkPaths::start_to_grow(const Actions::Grow& what) {
-    aside().post([this, self = link_.shared_from_this(), what] { grow(what); });
+    setup_reactor().post([this, self = link_.shared_from_this(), what] { grow(what); });
 }
 
 void LinkPaths::grow(const Actions::Grow& what) {
     bool there = false;
     try {
         there = make_room(what.direction, what.room, false);
-    } catch (const std::exception&) {  // no memory, or the link has ended: it goes on with less
+    } catch (const std::exception&) {  // no memory, or the link has ended: fewer slots suffice
     }
     const Lock lock(mu_);
     core_.grown(what.direction, there);
@@ -132,37 +133,37 @@ bool LinkPaths::make_room(int direction, const Inbox::Room& room, bool needed) {
     const Transport carries = link_.transport();
     const bool shared = carries == Transport::shm;
     const bool rdma = carries == Transport::rdma;
-    // Page-aligned slots: two never share a page, so neither do their copies.
+    // Slots are page-aligned: two never share a page, and so their copies do not either.
     const uint64_t bytes = (room.bytes + 4095) / 4096 * 4096 * room.slots;
     const numa::OnNode here(runtime_.memory_node);
-    // Prefaulting takes a while, so it is done without the lock.
+    // Prefaulting is slow, so it runs without the lock.
     auto memory = shared ? Memory::shareable(bytes) : Memory::anonymous(bytes);
-    // So does registering: once per rail, for as long as the link lives.
+    // Registering is slow, too: it is done once per rail, for the lifetime of the link.
     std::vector<std::shared_ptr<Registration>> registered(rdma ? runtime_.rails.size() : 0);
-    std::vector<std::string> trouble(registered.size());
+    std::vector<std::string> error(registered.size());
     for (size_t rail = 0; rail < registered.size(); ++rail) {
         try {
             registered[rail] = std::make_shared<Registration>(
                 runtime_.rails[rail]->device(), memory, abi::kLocalWrite | abi::kRemoteWrite);
         } catch (const EngineError& e) {
             if (!needed) return false;
-            trouble[rail] = e.what();
+            error[rail] = e.what();
         }
     }
     const Lock lock(mu_);
     if (link_.ended()) link_.throw_over();
-    // Nothing is granted any more, and the application is told when it has ended.
+    // An ending link grants nothing; the application gets the error at its end.
     if (link_.over()) return false;
-    const bool all_barred =
+    const bool all_unregistered =
         std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
-    if (rdma && all_barred && core_.paths().size() == core_.paths().rails())
-        throw EngineError(link_.describe() + ": rdma is required, and " + trouble.front());
+    if (rdma && all_unregistered && core_.paths().size() == core_.paths().rails())
+        throw EngineError(link_.describe() + ": rdma is required, and " + error.front());
     const uint32_t segment = core_.add_room(direction, room, std::move(memory), shared);
     const int64_t now = steady_ns();
     for (uint32_t number = 0; rdma && number < runtime_.rail_numbers(); ++number) {
         const size_t rail = number % registered.size();
         if (!registered[rail]) {
-            core_.add_region({number, segment, 0, 0, 0}, trouble[rail], now);
+            core_.add_region({number, segment, 0, 0, 0}, error[rail], now);
             continue;
         }
         const Registration& r = *registered[rail];
@@ -172,12 +173,12 @@ bool LinkPaths::make_room(int direction, const Inbox::Room& room, bool needed) {
     for (auto& r : registered)
         if (r) registrations_.push_back(std::move(r));
     if (!shared) core_.grant_room(segment);
-    link_.act();
+    link_.run_actions();
     return true;
 }
 
 void LinkPaths::start_to_drop_memory() {
-    aside().post([this, self = link_.shared_from_this()] { drop_memory(); });
+    setup_reactor().post([this, self = link_.shared_from_this()] { drop_memory(); });
 }
 
 void LinkPaths::drop_memory() {
@@ -190,15 +191,15 @@ void LinkPaths::drop_memory() {
         registrations.swap(registrations_);
         peer_segments.swap(peer_segments_);
     }
-    // Somebody else may have a lease, which goes back to the pool.
+    // Another holder may have a lease, which returns to the pool.
     if (lease_pool_.use_count() == 1) lease_pool_->drop();
 }
 
 void LinkPaths::sever(uint32_t index) {
     const Lock lock(mu_);
     if (link_.ended()) link_.throw_over();
-    if (index >= held_.size())
-        throw EngineError(link_.describe() + " has " + std::to_string(held_.size()) +
+    if (index >= connections_by_path_.size())
+        throw EngineError(link_.describe() + " has " + std::to_string(connections_by_path_.size()) +
                           " data paths, not " + std::to_string(index + 1));
     if (const auto path = current(index)) path->sever();
 }
@@ -206,7 +207,7 @@ void LinkPaths::sever(uint32_t index) {
 std::string LinkPaths::may_attach(uint32_t path, uint32_t epoch) const {
     const Lock lock(mu_);
     if (link_.over()) return link_.error_;
-    // The dialler's last word may still change the transport, and with it what the paths are.
+    // The dialler's confirmation may still change the transport, and with it the paths.
     if (link_.state_ == Link::State::connecting) return link_.describe() + " is not confirmed yet";
     const PathSet& paths = core_.paths();
     if (path >= paths.size()) return link_.describe() + " has no data path " + std::to_string(path);
@@ -230,13 +231,13 @@ void LinkPaths::attach(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKey
                 local_thread = path % static_cast<uint32_t>(runtime_.data_threads());
             try {
                 now = make_path(path, epoch, std::move(fd), keys);
-            } catch (const std::exception& e) {  // another one may be had
+            } catch (const std::exception& e) {  // a later one may succeed
                 core_.dial_failed(path, epoch, e.what(), steady_ns());
                 return;
             }
             if (!core_.attach(path, epoch, local_thread, steady_ns())) return;
-            held_[path].connections.push_back(now);
-            link_.act();
+            connections_by_path_[path].connections.push_back(now);
+            link_.run_actions();
         }
         now->start();
     });
@@ -254,51 +255,52 @@ std::shared_ptr<DataPath> LinkPaths::make_path(uint32_t path, uint32_t epoch, Fd
                                      runtime_.config.integrity);
 }
 
-void LinkPaths::kick() {
-    for (const auto& path : live()) path->kick();
+void LinkPaths::notify() {
+    for (const auto& path : live()) path->notify();
 }
 
 std::vector<std::shared_ptr<DataPath>> LinkPaths::live() const {
     std::vector<std::shared_ptr<DataPath>> live;
-    live.reserve(held_.size());
-    for (uint32_t i = 0; i < held_.size(); ++i)
-        if (!core_.paths().stands_by(i))
+    live.reserve(connections_by_path_.size());
+    for (uint32_t i = 0; i < connections_by_path_.size(); ++i)
+        if (!core_.paths().is_standby(i))
             if (auto path = current(i)) live.push_back(std::move(path));
     return live;
 }
 
 std::shared_ptr<DataPath> LinkPaths::current(uint32_t index) const {
-    for (const auto& path : held_[index].connections)
+    for (const auto& path : connections_by_path_[index].connections)
         if (core_.paths().is_current(index, path->epoch)) return path;
     return nullptr;
 }
 
 std::shared_ptr<DataPath> LinkPaths::first_live() const {
-    for (uint32_t i = 0; i < held_.size(); ++i)
-        if (!core_.paths().stands_by(i))
+    for (uint32_t i = 0; i < connections_by_path_.size(); ++i)
+        if (!core_.paths().is_standby(i))
             if (auto path = current(i)) return path;
     return nullptr;
 }
 
 void LinkPaths::withdraw(uint32_t path) {
-    if (const auto offered = std::exchange(held_[path].offered, nullptr)) offered->close();
+    if (const auto offered = std::exchange(connections_by_path_[path].offered, nullptr))
+        offered->close();
 }
 
 std::vector<std::shared_ptr<DataPath>> LinkPaths::start_to_close(
     const std::shared_ptr<void>& ending) {
     std::vector<std::shared_ptr<DataPath>> paths;
-    for (const Held& held : held_) {
-        paths.insert(paths.end(), held.connections.begin(), held.connections.end());
-        if (held.offered) paths.push_back(held.offered);
+    for (const PathConnections& each : connections_by_path_) {
+        paths.insert(paths.end(), each.connections.begin(), each.connections.end());
+        if (each.offered) paths.push_back(each.offered);
     }
     for (const auto& path : paths) path->close(ending);
     return paths;
 }
 
 void LinkPaths::drop_connections() {
-    for (Held& held : held_) {
-        held.connections.clear();
-        held.offered.reset();
+    for (PathConnections& each : connections_by_path_) {
+        each.connections.clear();
+        each.offered.reset();
     }
 }
 
@@ -310,19 +312,20 @@ Reactor& LinkPaths::reactor_of(uint32_t index) {
 void LinkPaths::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
     const Lock lock(mu_);
     if (link_.over() || !core_.path_lost(index, epoch, why, steady_ns())) return;
-    link_.last_trouble_ = "data path " + std::to_string(index) + ": " + why;
-    std::erase_if(held_[index].connections,
+    link_.last_error_ = "data path " + std::to_string(index) + ": " + why;
+    std::erase_if(connections_by_path_[index].connections,
                   [epoch](const auto& path) { return path->epoch == epoch; });
-    link_.act();
+    link_.run_actions();
     link_.wake_reader();
 }
 
 void LinkPaths::start_to_retire(const Actions::Retire& what) {
-    // Each on its own thread: a later offer may have put the path onto another rail.
+    // Each connection is retired on its own thread: a later offer may have moved the path to
+    // another rail.
     std::set<Reactor*> threads;
-    for (const auto& path : held_[what.path].connections)
+    for (const auto& path : connections_by_path_[what.path].connections)
         if (path->epoch <= what.epoch) threads.insert(&path->reactor());
-    // Where none is left, a fence still waits for its answer.
+    // Without a connection, a fence still waits for its answer.
     if (threads.empty()) threads.insert(&reactor_of(what.path));
     for (Reactor* thread : threads)
         thread->post(
@@ -333,7 +336,7 @@ void LinkPaths::retire(Reactor& reactor, const Actions::Retire& what) {
     std::vector<std::shared_ptr<DataPath>> old;
     {
         const Lock lock(mu_);
-        for (const auto& path : held_[what.path].connections)
+        for (const auto& path : connections_by_path_[what.path].connections)
             if (path->epoch <= what.epoch && &path->reactor() == &reactor) old.push_back(path);
     }
     const auto stuck = std::stable_partition(old.begin(), old.end(),
@@ -342,11 +345,11 @@ void LinkPaths::retire(Reactor& reactor, const Actions::Retire& what) {
     for (auto it = old.begin(); it != stuck; ++it) retired.push_back((*it)->epoch);
     const Lock lock(mu_);
     if (link_.over()) return;
-    std::erase_if(held_[what.path].connections, [&retired](const auto& path) {
+    std::erase_if(connections_by_path_[what.path].connections, [&retired](const auto& path) {
         return std::find(retired.begin(), retired.end(), path->epoch) != retired.end();
     });
     core_.retired(what.path, retired, steady_ns());
-    link_.act();
+    link_.run_actions();
     link_.wake_reader();
     if (stuck != old.end())
         reactor.after(kRetireAgain, [this, self = link_.shared_from_this(), &reactor, what] {
@@ -366,7 +369,7 @@ void LinkPaths::dial_paths() {
     uint32_t segment_bytes = 0;
     {
         const Lock lock(mu_);
-        if (link_.state_ != Link::State::up || link_.leaving_) return;
+        if (link_.state_ != Link::State::up || link_.goodbye_sent_) return;
         address = link_.terms_.transport == Transport::shm ? abstract_unix(link_.terms_.unix_name)
                                                            : link_.terms_.address;
         segment_bytes = core_.paths().segment_bytes();
@@ -406,13 +409,13 @@ std::optional<ChunkTask> LinkPaths::next_chunk(uint32_t path, uint32_t epoch) {
     return core_.next_chunk(path, epoch, wall_ns(), steady_ns());
 }
 
-// A chunk that is half entered, or a message that is here and not acknowledged, is more than the
-// end of a path: no fence would find it.
+// A failure here ends the link and not only the path: no fence would find a half-entered chunk, or
+// a complete message without acknowledgement.
 ChunkSink LinkPaths::begin_chunk(const ChunkHeader& header) {
     ChunkSink sink;
     sink.verdict = ChunkSink::Verdict::stale;
     const Lock lock(mu_);
-    if (link_.over() || !link_.doom_.empty())
+    if (link_.over() || !link_.fatal_error_.empty())
         core_.stale_chunk();
     else
         link_.or_die([&] { sink = core_.begin_chunk(header); });
@@ -421,10 +424,10 @@ ChunkSink LinkPaths::begin_chunk(const ChunkHeader& header) {
 
 void LinkPaths::finish_chunk(const ChunkSink& sink, bool intact) {
     const Lock lock(mu_);
-    if (link_.over() || !link_.doom_.empty()) return;
+    if (link_.over() || !link_.fatal_error_.empty()) return;
     link_.or_die([&] {
         const uint64_t whole = core_.finish_chunk(sink, intact, wall_ns());
-        link_.act_for_message(whole);
+        link_.run_actions_for_message(whole);
     });
 }
 
@@ -482,18 +485,18 @@ void LinkPaths::offer_rail(uint32_t index, uint32_t epoch) {
 
 void LinkPaths::make_offer(uint32_t rail, uint32_t index, uint32_t epoch) {
     std::shared_ptr<RdmaPath> made;
-    std::string trouble;
+    std::string error;
     try {
         made =
             std::make_shared<RdmaPath>(runtime_.rail(rail), host(), index, epoch, rdma_settings());
     } catch (const std::exception& e) {
-        trouble = e.what();
+        error = e.what();
     }
     const Lock lock(mu_);
     if (link_.over()) return;
-    if (core_.offer(index, epoch, made ? made->local() : QpAddress{}, trouble, steady_ns()))
-        held_[index].offered = made;
-    link_.act();
+    if (core_.offer(index, epoch, made ? made->local() : QpAddress{}, error, steady_ns()))
+        connections_by_path_[index].offered = made;
+    link_.run_actions();
 }
 
 void LinkPaths::take_offer(const OfferFrame& offer) {
@@ -504,7 +507,7 @@ void LinkPaths::take_offer(const OfferFrame& offer) {
     }
     const Lock lock(mu_);
     if (link_.over() || !core_.take_offer(offer)) return;
-    link_.act();
+    link_.run_actions();
     runtime_.rail(offer.to_rail)->setup().post([this, self = link_.shared_from_this(), offer] {
         answer_offer(offer);
     });
@@ -512,7 +515,7 @@ void LinkPaths::take_offer(const OfferFrame& offer) {
 
 void LinkPaths::answer_offer(const OfferFrame& offer) {
     QpAddress qp;
-    std::string trouble;
+    std::string error;
     std::shared_ptr<RdmaPath> made;
     try {
         made = std::make_shared<RdmaPath>(runtime_.rail(offer.to_rail), host(), offer.path,
@@ -520,15 +523,15 @@ void LinkPaths::answer_offer(const OfferFrame& offer) {
         made->connect(offer.qp, false);
         qp = made->local();
     } catch (const std::exception& e) {
-        trouble = e.what();
+        error = e.what();
     }
     const Lock lock(mu_);
     if (link_.over()) return;
-    if (core_.answer(offer, qp, trouble, steady_ns())) {
-        held_[offer.path].connections.push_back(made);
+    if (core_.answer(offer, qp, error, steady_ns())) {
+        connections_by_path_[offer.path].connections.push_back(made);
         made->start();
     }
-    link_.act();
+    link_.run_actions();
 }
 
 void LinkPaths::take_answer(const AnswerFrame& answer) {
@@ -538,27 +541,27 @@ void LinkPaths::take_answer(const AnswerFrame& answer) {
         runtime_.rail(core_.paths()[answer.path].our_rail)
             ->setup()
             .post([this, self = link_.shared_from_this(),
-                   made = std::exchange(held_[answer.path].offered, nullptr),
+                   made = std::exchange(connections_by_path_[answer.path].offered, nullptr),
                    answer] { connect_offered(made, answer); });
-    link_.act();
+    link_.run_actions();
 }
 
 void LinkPaths::connect_offered(const std::shared_ptr<RdmaPath>& made, const AnswerFrame& answer) {
-    // A fence may be answered while this is done: neither end carries before the other has heard
-    // the dialler's probe, and that is posted by `start`, after the fence was looked for.
-    std::string trouble;
+    // A fence may be answered meanwhile: neither end carries before the dialler's probe has
+    // arrived, and `start` posts that after the check for the fence.
+    std::string error;
     try {
         made->connect(answer.qp, true);
     } catch (const std::exception& e) {
-        trouble = e.what();
+        error = e.what();
     }
     const Lock lock(mu_);
     if (link_.over()) return;
-    if (core_.connected(answer.path, answer.epoch, trouble, steady_ns())) {
-        held_[answer.path].connections.push_back(made);
+    if (core_.connected(answer.path, answer.epoch, error, steady_ns())) {
+        connections_by_path_[answer.path].connections.push_back(made);
         made->start();
     }
-    link_.act();
+    link_.run_actions();
 }
 
 std::optional<PathHost::RemoteSlot> LinkPaths::remote_slot(uint32_t path, const SlotGrant& slot) {
@@ -571,14 +574,14 @@ std::optional<PathHost::RemoteSlot> LinkPaths::remote_slot(uint32_t path, const 
 void LinkPaths::path_up(uint32_t path, uint32_t epoch) {
     const Lock lock(mu_);
     if (link_.over() || !core_.path_up(path, epoch, steady_ns())) return;
-    link_.act();
+    link_.run_actions();
 }
 
 void LinkPaths::path_suspect(uint32_t path, uint32_t epoch, bool suspicious) {
     const Lock lock(mu_);
     if (link_.over()) return;
     core_.path_suspect(path, epoch, suspicious, steady_ns());
-    link_.act();
+    link_.run_actions();
 }
 
 void LinkPaths::path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
@@ -586,7 +589,7 @@ void LinkPaths::path_measured(uint32_t path, uint32_t epoch, double bytes_per_se
     const Lock lock(mu_);
     if (core_.paths()[path].machine.epoch() != epoch) return;
     core_.path_measured(path, epoch, bytes_per_second, steady_ns());
-    if (rtt_ns) held_[path].rtt.add(*rtt_ns, 0);
+    if (rtt_ns) connections_by_path_[path].rtt.add(*rtt_ns, 0);
 }
 
 PathHost::Pace LinkPaths::pace(uint32_t path, uint32_t epoch) {
@@ -612,15 +615,15 @@ void LinkPaths::path_stuck(const std::string& why) {
     link_.die(link_.describe() + " is dead: " + why);
 }
 
-void LinkPaths::look_after_rails(int64_t now) {
+void LinkPaths::check_rails(int64_t now) {
     std::string dead;
     {
         const Lock lock(mu_);
         if (core_.paths().rails() == 0 || link_.over()) return;
         uint64_t recoveries = 0;
         for (const auto& rail : runtime_.rails) recoveries += rail->recoveries();
-        core_.look_after_rails(std::exchange(recoveries_seen_, recoveries) != recoveries, now);
-        link_.act();
+        core_.check_rails(std::exchange(recoveries_seen_, recoveries) != recoveries, now);
+        link_.run_actions();
         const auto since = core_.paths().only_rails_since();
         if (since && now - *since > runtime_.peer_deadline_ns)
             dead = link_.describe() + " is dead: " + missing_rail(now);
@@ -631,8 +634,8 @@ void LinkPaths::look_after_rails(int64_t now) {
 std::string LinkPaths::missing_rail(int64_t now) const {
     const auto since = core_.paths().only_rails_since();
     if (!since) return {};
-    return "rdma is required, and no rail to " + rank_text(link_.identity_.peer_rank) +
-           " has been up for " + seconds_text(to_seconds(now - *since)) + ": " + text();
+    return "rdma is required, and no rail to " + format_rank(link_.identity_.peer_rank) +
+           " has been up for " + format_seconds(to_seconds(now - *since)) + ": " + text();
 }
 
 PathStats LinkPaths::describe(uint32_t index) const {
@@ -641,7 +644,7 @@ PathStats LinkPaths::describe(uint32_t index) const {
     s.kind = name_of(p.kind);
     if (p.kind == Transport::rdma) s.rail = runtime_.rail(p.our_rail)->describe();
     s.state = name_of(p.machine.state());
-    s.trouble = p.trouble;
+    s.last_error = p.last_error;
     s.epoch = p.machine.epoch();
     s.chunks = p.chunks;
     s.bytes = p.bytes;
@@ -649,7 +652,7 @@ PathStats LinkPaths::describe(uint32_t index) const {
     if (const double rate = p.paced ? p.flow.busy_rate() : p.bytes_per_second; rate > 0)
         s.bytes_per_second = rate;
     s.window = p.paced ? p.flow.window() : 0;
-    if (const auto rtt = held_[index].rtt.summary()) {
+    if (const auto rtt = connections_by_path_[index].rtt.summary()) {
         s.rtt_min = to_seconds(rtt->min_ns);
         s.rtt_mean = to_seconds(rtt->mean_ns);
         s.rtt_p99 = to_seconds(rtt->p99_ns);
@@ -658,32 +661,32 @@ PathStats LinkPaths::describe(uint32_t index) const {
 }
 
 void LinkPaths::count(LinkStats& s) const {
-    for (uint32_t i = 0; i < held_.size(); ++i) s.paths.push_back(describe(i));
-    s.path_trouble = text();
+    for (uint32_t i = 0; i < connections_by_path_.size(); ++i) s.paths.push_back(describe(i));
+    s.path_errors = text();
     s.bytes_copied_out = bytes_copied_out_.load(std::memory_order_relaxed);
     s.bytes_copied_in = bytes_copied_in_.load(std::memory_order_relaxed);
 }
 
 void LinkPaths::drain_telemetry() {
-    for (Held& held : held_) held.rtt.drain();
+    for (PathConnections& each : connections_by_path_) each.rtt.drain();
 }
 
 std::string LinkPaths::text() const {
     std::string down;
     size_t up = 0;
-    for (uint32_t i = 0; i < held_.size(); ++i) {
+    for (uint32_t i = 0; i < connections_by_path_.size(); ++i) {
         if (core_.paths()[i].machine.carries()) {
             ++up;
             continue;
         }
         const PathStats s = describe(i);
         down += (down.empty() ? "" : "; ") + (s.rail.empty() ? s.kind : s.rail) + " " + s.state +
-                (s.trouble.empty() ? "" : ": " + s.trouble);
+                (s.last_error.empty() ? "" : ": " + s.last_error);
     }
-    std::string text = core_.path_trouble(steady_ns());
+    std::string text = core_.path_errors(steady_ns());
     if (!down.empty())
-        text = std::to_string(up) + " of " + std::to_string(held_.size()) + " data paths up (" +
-               down + ")" + (text.empty() ? "" : ", ") + text;
+        text = std::to_string(up) + " of " + std::to_string(connections_by_path_.size()) +
+               " data paths up (" + down + ")" + (text.empty() ? "" : ", ") + text;
     return text;
 }
 

@@ -1,5 +1,5 @@
-// The data paths of a link: their connections, made and retired; the memory that they reach; and
-// what they may ask of the link. Rails offer and answer queue pairs over the control connection.
+// Data paths of a link: their connections, made and retired, the memory that they reach, and the
+// interface of the link for them. Rails offer and answer queue pairs over the control connection.
 #pragma once
 
 #include <atomic>
@@ -19,65 +19,65 @@ class Link;
 struct LinkStats;
 struct PathStats;
 
-// Behind the link's mutex. "Locked": to be called while holding it; all else without it.
+// Its state is behind the link's mutex. "Locked" functions are called with it, all others without.
 class LinkPaths final : public PathHost {
   public:
     explicit LinkPaths(Link& link);
 
     // --- Memory. Any thread. ---
-    // Memory for a payload, to be filled and then sent: nothing has to be copied any more.
+    // Memory for a payload, to be filled and then sent without a copy.
     struct Lease {
         uint8_t* data = nullptr;
         uint64_t bytes = 0;
-        std::shared_ptr<void> hold;     // keeps `data` mapped, and over rails from others
-        std::optional<SlotGrant> slot;  // the peer's, that it is in over shared memory
+        std::shared_ptr<void> hold;     // keeps `data` mapped, and on rails reserved
+        std::optional<SlotGrant> slot;  // shared memory: the peer's slot that has `data`
     };
-    // Nothing: none is free, or the link has none.
+    // Leases memory; empty if none is free, or the link has none.
     std::optional<Lease> lease(int direction, uint64_t bytes);
-    // It is not sent after all.
+    // Ends a lease without a message.
     void end_lease(const Lease& lease);
-    // Where leases may be, and for as long: the peer's slots, as far as they are mapped here, or
-    // what is registered for them with the rails.
+    // Memory of all leases, for as long as it is held: mapped slots of the peer, or memory
+    // registered with the rails.
     std::vector<std::shared_ptr<Memory>> lease_memory() const;
-    // `needed`: somebody waits for it. Otherwise there is none, also if only a rail cannot reach
-    // it.
+    // Adds receive slots. `needed`: a caller waits for them; otherwise none are added if a rail
+    // cannot reach the memory.
     bool make_room(int direction, const Inbox::Room& room, bool needed);
-    // Where nobody has to wait for it.
+    // Post slow work to another thread.
     void start_to_grow(const Actions::Grow& what);
     void start_to_drop_memory();
 
     // --- Connections. ---
     // Fault injection, any thread.
     void sever(uint32_t index);
-    // For an incoming connection: why not, or nothing. Control thread, as these three.
+    // Reason to refuse an incoming connection, or an empty text. Control thread, as the next five.
     std::string may_attach(uint32_t path, uint32_t epoch) const;
     void attach(uint32_t path, uint32_t epoch, Fd fd, const ConnectionKeys& keys);
     void dial_paths();
-    void look_after_rails(int64_t now_ns);
+    void check_rails(int64_t now_ns);
     void take_offer(const OfferFrame& offer);
     void take_answer(const AnswerFrame& answer);
 
     // --- The link's side, locked. ---
-    size_t size() const { return held_.size(); }
-    // By the terms of the link.
+    size_t size() const { return connections_by_path_.size(); }
+    // Sets the paths by the terms of the link.
     void assign();
-    void kick();
-    // Not those that stand by: waking their threads would only show that there is nothing to do.
+    void notify();
+    // Connections to notify, without standby ones, whose threads would find nothing to do.
     std::vector<std::shared_ptr<DataPath>> live() const;
     std::shared_ptr<DataPath> current(uint32_t index) const;
-    // What a thread of the application may read itself.
+    // Connection that a thread of the application may read itself.
     std::shared_ptr<DataPath> first_live() const;
     void withdraw(uint32_t path);
     void start_to_retire(const Actions::Retire& what);
-    // Each on its own thread; the last one lets go of `ending`. Where it throws, those that were
-    // told are closed, and it can be done again; then `drop_connections`. What is returned must not
-    // be let go of while the mutex is held.
+    // Closes each connection on its own thread; the last one releases `ending`. If it throws, some
+    // are closed, and it can be repeated; then `drop_connections`. The result must not be destroyed
+    // while the mutex is held.
     std::vector<std::shared_ptr<DataPath>> start_to_close(const std::shared_ptr<void>& ending);
     void drop_connections();
-    // For errors, such as "1 of 2 data paths up (rxe0 port 1 DOWN: ...)"; empty if nothing is or
-    // just was wrong.
+    // Text for errors, such as "1 of 2 data paths up (rxe0 port 1 DOWN: ...)"; empty without
+    // current or recent errors.
     std::string text() const;
-    // What is missing where nothing but rails may carry; empty where something may.
+    // Text for a link that only rails may carry and that has none; else empty.
     std::string missing_rail(int64_t now_ns) const;
     void count(LinkStats& stats) const;
     void drain_telemetry();
@@ -91,7 +91,7 @@ class LinkPaths final : public PathHost {
     void copied_out(uint64_t bytes) override {
         bytes_copied_out_.fetch_add(bytes, std::memory_order_relaxed);
     }
-    // Also what the application has had copied out of a slot.
+    // Counts also copies by the application out of a slot.
     void copied_in(uint64_t bytes) override {
         bytes_copied_in_.fetch_add(bytes, std::memory_order_relaxed);
     }
@@ -118,29 +118,30 @@ class LinkPaths final : public PathHost {
   private:
     using Lock = std::unique_lock<std::mutex>;
 
-    // The connections of one path. The core says which of them is current.
-    struct Held {
+    // Connections of one path. The core determines the current one.
+    struct PathConnections {
         std::vector<std::shared_ptr<DataPath>> connections;  // not retired yet
         std::shared_ptr<RdmaPath> offered;                   // waits for the peer's answer
         EchoMeter rtt;
     };
 
-    // The link, alive for as long as a path has it.
+    // This object, with a reference to the link.
     std::shared_ptr<PathHost> host();
     void grow_leases(uint64_t bytes);
     void grow(const Actions::Grow& what);
-    void drop_memory();  // it may take a while
-    // Where queue pairs are made, if there are any: the control thread should not have to wait.
-    Reactor& aside();
+    void drop_memory();  // slow
+    // Thread for slow work: that of queue pairs, if there are rails, so that the control thread
+    // does not wait.
+    Reactor& setup_reactor();
 
     Reactor& reactor_of(uint32_t index);
-    void retire(Reactor& reactor, const Actions::Retire& what);  // that thread's own
+    void retire(Reactor& reactor, const Actions::Retire& what);  // those of this thread
     std::shared_ptr<DataPath> make_path(uint32_t index, uint32_t epoch, Fd fd,
                                         const ConnectionKeys& keys);  // locked
     PathStats describe(uint32_t index) const;                         // locked
 
-    // On the control thread, and the rest of each where the rail makes its queue pairs. What came
-    // of it is noted in the path.
+    // Steps of connecting rails, on the control thread and on the rail's setup thread. The path
+    // records the result.
     void offer_rail(uint32_t index, uint32_t epoch);
     void make_offer(uint32_t rail, uint32_t index, uint32_t epoch);
     void answer_offer(const OfferFrame& offer);
@@ -152,12 +153,12 @@ class LinkPaths final : public PathHost {
     LinkCore& core_;
     Runtime& runtime_;
 
-    std::vector<Held> held_;  // by path
+    std::vector<PathConnections> connections_by_path_;  // by path
     const std::shared_ptr<LeasePool> lease_pool_;
     std::vector<std::shared_ptr<Registration>> registrations_;
     std::map<uint32_t, std::shared_ptr<Memory>> peer_segments_;
     uint64_t recoveries_seen_ = 0;
-    // Without the lock: one more for every chunk would be felt.
+    // Counted without the lock, which would be costly for every chunk.
     std::atomic<uint64_t> bytes_copied_out_{0};
     std::atomic<uint64_t> bytes_copied_in_{0};
 };

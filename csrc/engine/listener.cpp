@@ -13,15 +13,15 @@
 namespace pipemorph {
 namespace {
 
-constexpr int64_t kStrangerLimit = 2 * kSecond;
+constexpr int64_t kHandshakeLimit = 2 * kSecond;
 // A dialler with the right secret may wait this long for accept() to be called.
 constexpr int64_t kWaitingLimit = 60 * kSecond;
-constexpr size_t kMaxStrangers = 256;
-// One address cannot take the places of all others.
+constexpr size_t kMaxUnauthenticated = 256;
+// Limit of one address, so that it cannot displace all others.
 constexpr size_t kMaxFromOneAddress = 128;
 constexpr size_t kMaxWaiting = 256;
-// A stranger that has had this long is the first to go when there are too many. A real dialler
-// needs two round trips.
+// Age from which an unauthenticated peer is closed when there are too many. A real dialler needs
+// two round trips.
 constexpr int64_t kPatience = 250 * kMillisecond;
 constexpr int kAcceptsPerTurn = 64;
 
@@ -51,7 +51,7 @@ std::vector<std::string> RefusalLog::list() const {
     return out;
 }
 
-Greeting::Greeting(Listener& listener, Fd fd, const Digest& key)
+PendingConnection::PendingConnection(Listener& listener, Fd fd, const Digest& key)
     : listener_(listener),
       fd_(std::move(fd)),
       from_(peer_address(fd_)),
@@ -59,12 +59,12 @@ Greeting::Greeting(Listener& listener, Fd fd, const Digest& key)
       handshake_(key),
       since_ns_(steady_ns()) {}
 
-void Greeting::start() {
+void PendingConnection::start() {
     auto self = shared_from_this();
     Reactor& reactor = listener_.runtime_.control;
-    timer_ = reactor.after(kStrangerLimit, [self] {
+    timer_ = reactor.after(kHandshakeLimit, [self] {
         self->timer_ = 0;
-        self->end("said nothing for too long");
+        self->end("sent nothing for too long");
     });
     try {
         reactor.add(fd_.get(), EPOLLIN, [self](uint32_t) { self->on_event(); });
@@ -73,9 +73,9 @@ void Greeting::start() {
     }
 }
 
-void Greeting::on_event() {
+void PendingConnection::on_event() {
     uint8_t buffer[2048];
-    // A waiting dialler has nothing to say: only its going away is of interest.
+    // A waiting dialler sends nothing: only its end matters.
     const size_t want = waiting_ ? 1 : std::min(handshake_.wanted(), sizeof buffer);
     const ssize_t n = ::recv(fd_.get(), buffer, want, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
@@ -95,7 +95,7 @@ void Greeting::on_event() {
     Reactor& reactor = listener_.runtime_.control;
     auto self = shared_from_this();
     waiting_ = true;
-    listener_.strangers_.erase(this);
+    listener_.unauthenticated_peers_.erase(this);
     if (listener_.waiting_.size() >= kMaxWaiting) {
         refuse(Verdict::not_yet, "too many connections wait to be accepted");
         return;
@@ -104,12 +104,12 @@ void Greeting::on_event() {
     reactor.cancel(timer_);
     timer_ = reactor.after(kWaitingLimit, [self] {
         self->timer_ = 0;
-        self->refuse(Verdict::not_yet, "nobody accepted the connection");
+        self->refuse(Verdict::not_yet, "the connection was not accepted in time");
     });
     listener_.decide_(self);
 }
 
-bool Greeting::send_output() {
+bool PendingConnection::send_output() {
     const auto out = handshake_.take_output();
     if (out.empty()) return true;
     const ssize_t n = ::send(fd_.get(), out.data(), out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -118,12 +118,12 @@ bool Greeting::send_output() {
     return false;
 }
 
-// Before the peer hears of it: whoever sees its error finds the reason here.
-void Greeting::log(const std::string& why) {
+// Logs a reason before the peer gets its error, so that the log has it by then.
+void PendingConnection::log(const std::string& why) {
     listener_.refusals_.add(source_ + ": " + why);
 }
 
-void Greeting::end(const std::string& why) {
+void PendingConnection::end(const std::string& why) {
     if (!fd_) return;
     if (!why.empty()) log(why);
     auto self = shared_from_this();
@@ -131,15 +131,15 @@ void Greeting::end(const std::string& why) {
     fd_.reset();
 }
 
-void Greeting::release() {
+void PendingConnection::release() {
     Reactor& reactor = listener_.runtime_.control;
     if (timer_ != 0) reactor.cancel(std::exchange(timer_, 0));
     reactor.remove(fd_.get());
-    listener_.strangers_.erase(this);
+    listener_.unauthenticated_peers_.erase(this);
     listener_.waiting_.erase(this);
 }
 
-Fd Greeting::accept(const HelloReply& reply) {
+Fd PendingConnection::accept(const HelloReply& reply) {
     auto self = shared_from_this();
     if (!fd_) return Fd();
     handshake_.accept(reply);
@@ -148,7 +148,7 @@ Fd Greeting::accept(const HelloReply& reply) {
     return std::move(fd_);
 }
 
-void Greeting::refuse(Verdict verdict, const std::string& reason) {
+void PendingConnection::refuse(Verdict verdict, const std::string& reason) {
     auto self = shared_from_this();
     if (!fd_) return;
     log(reason);
@@ -167,32 +167,32 @@ void Listener::stop() {
     if (!fd_) return;
     runtime_.control.remove(fd_.get());
     fd_.reset();
-    for (auto* group : {&strangers_, &waiting_}) {
+    for (auto* group : {&unauthenticated_peers_, &waiting_}) {
         const auto all = *group;
-        for (const auto& [_, greeting] : all) greeting->end("");
+        for (const auto& [_, pending] : all) pending->end("");
     }
 }
 
-// Whether one more may come from there: in another's place if need be.
+// True if one more connection from `source` may be accepted, if need be in place of another.
 bool Listener::make_room(const std::string& source) {
-    std::shared_ptr<Greeting> oldest;
-    std::shared_ptr<Greeting> oldest_there;
+    std::shared_ptr<PendingConnection> oldest;
+    std::shared_ptr<PendingConnection> oldest_there;
     size_t there = 0;
-    const auto keep_older = [](auto& kept, const auto& other) {
-        if (!kept || other->since_ns_ < kept->since_ns_) kept = other;
+    const auto select_older = [](auto& chosen, const auto& other) {
+        if (!chosen || other->since_ns_ < chosen->since_ns_) chosen = other;
     };
-    for (const auto& [_, greeting] : strangers_) {
-        keep_older(oldest, greeting);
-        if (greeting->source_ != source) continue;
+    for (const auto& [_, pending] : unauthenticated_peers_) {
+        select_older(oldest, pending);
+        if (pending->source_ != source) continue;
         ++there;
-        keep_older(oldest_there, greeting);
+        select_older(oldest_there, pending);
     }
     if (there >= kMaxFromOneAddress)
         oldest = oldest_there;
-    else if (strangers_.size() < kMaxStrangers)
+    else if (unauthenticated_peers_.size() < kMaxUnauthenticated)
         return true;
     if (steady_ns() - oldest->since_ns_ <= kPatience) return false;
-    oldest->end("made room for others while too many strangers were connected");
+    oldest->end("made room for others while there were too many unauthenticated connections");
     return true;
 }
 
@@ -203,7 +203,7 @@ void Listener::on_connections() {
         });
         if (!fd) {
             if (errno != EMFILE && errno != ENFILE) return;
-            // Out of descriptors: look away for a moment rather than spin on the event.
+            // Out of descriptors: a pause avoids spinning on the event.
             refusals_.add("out of file descriptors");
             runtime_.control.remove(fd_.get());
             runtime_.control.after(100 * kMillisecond, [this] {
@@ -213,13 +213,13 @@ void Listener::on_connections() {
         }
         const Address from = peer_address(fd);
         if (const std::string source = from.text(false); !make_room(source)) {
-            refusals_.add(source + ": too many strangers at once");
+            refusals_.add(source + ": too many unauthenticated connections at once");
             continue;
         }
         if (from.family() != AF_UNIX) set_no_delay(fd);
-        auto greeting = std::make_shared<Greeting>(*this, std::move(fd), runtime_.key);
-        strangers_[greeting.get()] = greeting;
-        greeting->start();
+        auto pending = std::make_shared<PendingConnection>(*this, std::move(fd), runtime_.key);
+        unauthenticated_peers_[pending.get()] = pending;
+        pending->start();
     }
 }
 

@@ -1,5 +1,5 @@
-// Incoming connections until they have proved themselves. Strangers get a short time, are few at
-// once, and learn nothing but a nonce.
+// Incoming connections until they are authenticated. Unauthenticated peers get little time, are few
+// at once, and receive only a nonce.
 #pragma once
 
 #include <deque>
@@ -11,7 +11,7 @@
 
 namespace pipemorph {
 
-// Why connections were refused, for the log. Bounded; the same reason again only counts up.
+// Reasons of refused connections, for the log. Bounded; a repeated reason is counted.
 class RefusalLog {
   public:
     void add(const std::string& reason);
@@ -26,16 +26,16 @@ class RefusalLog {
 
 class Listener;
 
-// One connection that is shaking hands.
-class Greeting : public std::enable_shared_from_this<Greeting> {
+// Connection in its handshake.
+class PendingConnection : public std::enable_shared_from_this<PendingConnection> {
   public:
-    Greeting(Listener& listener, Fd fd, const Digest& key);
+    PendingConnection(Listener& listener, Fd fd, const Digest& key);
     const Hello& hello() const { return handshake_.hello(); }
     const ListenerHandshake& handshake() const { return handshake_; }
     const Address& from() const { return from_; }
 
-    // The decision about an authenticated dialler. `accept` returns the connection, or nothing if
-    // it broke meanwhile. Waiting is a decision too: the greeting stays until one of these.
+    // Decisions about an authenticated dialler, which waits until one is made. `accept` returns the
+    // connection, or an empty one if it broke meanwhile.
     Fd accept(const HelloReply& reply);
     void refuse(Verdict verdict, const std::string& reason);
     bool closed() const { return !fd_; }
@@ -61,16 +61,16 @@ class Greeting : public std::enable_shared_from_this<Greeting> {
 
 class Listener {
   public:
-    using Decide = std::function<void(const std::shared_ptr<Greeting>&)>;
+    using Decide = std::function<void(const std::shared_ptr<PendingConnection>&)>;
 
-    // `decide` is called on the control thread for every authenticated dialler.
+    // `decide`: called on the control thread for every authenticated dialler.
     Listener(Runtime& runtime, RefusalLog& refusals, const Address& address, Decide decide);
     void start();  // on the control thread
     void stop();   // on the control thread
     uint16_t port() const { return local_port(fd_); }
 
   private:
-    friend class Greeting;
+    friend class PendingConnection;
     void on_connections();
     bool make_room(const std::string& source);
 
@@ -78,8 +78,10 @@ class Listener {
     RefusalLog& refusals_;
     Fd fd_;
     Decide decide_;
-    std::unordered_map<Greeting*, std::shared_ptr<Greeting>> strangers_;  // not authenticated yet
-    std::unordered_map<Greeting*, std::shared_ptr<Greeting>> waiting_;    // authenticated
+    std::unordered_map<PendingConnection*, std::shared_ptr<PendingConnection>>
+        unauthenticated_peers_;  // not authenticated yet
+    std::unordered_map<PendingConnection*, std::shared_ptr<PendingConnection>>
+        waiting_;  // authenticated
 };
 
 }  // namespace pipemorph

@@ -22,9 +22,9 @@ std::string read_boot_id() {
     return id;
 }
 
-// Copying and checksumming saturate a core each way. Stages share the machine with their own
-// computation, so take a few cores only where there are many. Beyond its quota of processor time a
-// container is stopped as a whole.
+// Copying and checksumming saturate a core each way. Stages compute on the same machine, so several
+// threads run only where there are many cores. Beyond its quota of processor time, a container is
+// stopped as a whole.
 size_t data_thread_count() {
     const size_t cores = usable_processors();
     return cores >= 32 ? 4 : cores >= 8 ? 2 : 1;
@@ -78,28 +78,29 @@ Runtime::Runtime(Config c)
       peer_deadline_ns(to_ns(config.peer_deadline)),
       boot_id(config.transport == Transport::tcp ? std::string() : read_boot_id()),
       control("pm-control"),
-      bell_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
-    // After libcrypto has been loaded, and so before it is taken apart: Python's ssl and hashlib
-    // may have told it to do so when the process ends, and seals are made until then.
+      notifier_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
+    // Registered after libcrypto was loaded, so it runs before libcrypto is torn down, which
+    // Python's ssl and hashlib may have requested for the process's end. MACs are computed until
+    // then.
     static const bool registered = std::atexit(Reactor::halt_all) == 0;
     if (!registered) throw EngineError("atexit failed");
-    if (!bell_) throw EngineError("eventfd failed");
+    if (!notifier_) throw EngineError("eventfd failed");
     const size_t threads = data_thread_count();
     for (size_t i = 0; i < threads; ++i)
         data_.push_back(std::make_unique<Reactor>("pm-data-" + std::to_string(i)));
-    if (may_use_rdma()) rails = Rail::open_all(config.rdma, rails_trouble);
+    if (may_use_rdma()) rails = Rail::open_all(config.rdma, rails_error);
     if (config.transport == Transport::any && config.integrity != Integrity::crc)
-        rails_trouble = "payloads over RDMA have no MAC, and integrity is " +
-                        std::string(name_of(config.integrity));
+        rails_error = "payloads over RDMA have no MAC, and integrity is " +
+                      std::string(name_of(config.integrity));
     if (rails.size() > kMaxRails) rails.resize(kMaxRails);
     place();
     if (config.require_rdma && rails.empty())
         throw EngineError("rdma is required, but rank " + std::to_string(config.rank) +
-                          " has no usable rail: " + rails_trouble);
+                          " has no usable rail: " + rails_error);
 }
 
-// A slot is written by the rails and read by the application, which copies it to the GPU: beside
-// the GPU if that is known, else where all rails are.
+// Places slots and data threads. Rails write slots, and the application copies them to the GPU, so
+// they belong to the GPU's node if known, else to that of all rails.
 void Runtime::place() {
     std::vector<int> nodes;
     for (const auto& rail : rails) nodes.push_back(rail->numa_node());
@@ -107,16 +108,16 @@ void Runtime::place() {
     for (auto& reactor : data_) reactor->post([node = memory_node] { numa::run_on(node); });
 }
 
-int Runtime::bell() {
-    // Whoever asks for it may have missed something: the first time it has rung already.
-    if (!bell_watched_.exchange(true)) ring();
-    return bell_.get();
+int Runtime::notifier() {
+    // The first call signals it, since earlier events were not signalled.
+    if (!notifier_watched_.exchange(true)) signal_notifier();
+    return notifier_.get();
 }
 
-void Runtime::ring() {
-    if (!bell_watched_) return;
+void Runtime::signal_notifier() {
+    if (!notifier_watched_) return;
     const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t n = ::write(bell_.get(), &one, sizeof one);
+    [[maybe_unused]] const ssize_t n = ::write(notifier_.get(), &one, sizeof one);
 }
 
 std::vector<GidBytes> Runtime::rail_gids() const {

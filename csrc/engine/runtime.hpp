@@ -1,4 +1,4 @@
-// What all links of an engine share: settings, threads and the bell.
+// Resources shared by all links of an engine: settings, threads and the application's eventfd.
 #pragma once
 
 #include <algorithm>
@@ -25,12 +25,12 @@ struct Config {
     Transport transport = Transport::any;
     Integrity integrity = Integrity::crc;  // of payloads; without rails unless crc
     double peer_deadline = 10.0;
-    // Of a link: the most that is staged for its rails at once, and up to which it adds receive
-    // slots of its own accord.
+    // Bytes of a link: limit of the staging for its rails, and of the receive slots that it adds by
+    // itself.
     uint64_t flight_bytes = uint64_t{512} << 20;
     RailOptions rdma;
     bool require_rdma = false;  // never fall back to TCP
-    int numa_node = -1;         // of the GPU whose tensors travel; -1: not known
+    int numa_node = -1;         // of the GPU whose tensors are sent; -1: unknown
 
     void check() const;  // throws EngineError naming the setting
 };
@@ -41,15 +41,16 @@ class Runtime {
   public:
     explicit Runtime(Config config);
 
-    void ring();
-    // From the first call on it rings: a system call that nobody waits for is left out.
-    int bell();
+    void signal_notifier();
+    // Returns the eventfd, which is signalled from the first call on: earlier signals would be
+    // useless system calls.
+    int notifier();
     Reactor& data(uint32_t path) { return *data_[path % data_.size()]; }
     size_t data_threads() const { return data_.size(); }
     bool may_use_rdma() const {
         const bool wanted =
             config.transport == Transport::any || config.transport == Transport::rdma;
-        // A device writes into memory on its own: nobody could prove what it wrote.
+        // A device writes to memory by itself, so its writes cannot be authenticated.
         return wanted && config.integrity == Integrity::crc;
     }
     // A link has `queue_pairs` of each rail, so a rail has as many numbers: its place among the
@@ -61,29 +62,28 @@ class Runtime {
     const std::shared_ptr<Rail>& rail(uint32_t number) const {
         return rails[number % rails.size()];
     }
-    // By their numbers. A port that is down has none yet; it is looked up again when it is
-    // connected.
+    // GIDs by rail number. A port that is down has none yet; a connection looks it up again.
     std::vector<GidBytes> rail_gids() const;
-    // Who is told what a thread has thrown that nobody has dealt with.
+    // Sets the function that gets the unhandled exceptions of all threads.
     void on_failure(const Reactor::Failed& failed);
     void stop();
 
     const Config config;
     const Digest key;
     const int64_t peer_deadline_ns;
-    std::string boot_id;       // empty: cannot be read, so "same host" cannot be proved
-    uint16_t listen_port = 0;  // told to authenticated peers only
+    std::string boot_id;       // empty: unreadable, so "same host" cannot be proved
+    uint16_t listen_port = 0;  // sent to authenticated peers only
     std::vector<std::shared_ptr<Rail>> rails;
-    std::string rails_trouble;  // why there are none, or fewer than there could be
-    int memory_node = -1;       // NUMA node of slots and data threads; -1: wherever they fall
+    std::string rails_error;  // reason for no rails, or fewer than possible
+    int memory_node = -1;     // NUMA node of slots and data threads; -1: any
 
     Reactor control;
 
   private:
     void place();
 
-    Fd bell_;
-    std::atomic<bool> bell_watched_{false};
+    Fd notifier_;
+    std::atomic<bool> notifier_watched_{false};
     std::vector<std::unique_ptr<Reactor>> data_;
 };
 

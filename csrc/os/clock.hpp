@@ -21,7 +21,7 @@ inline int64_t wall_ns() {
         .count();
 }
 
-// At most thirty years: what is longer, or infinite, is no number of nanoseconds.
+// Converts at most thirty years, since longer times overflow.
 inline int64_t to_ns(double seconds) {
     constexpr double kForever = 1e9;
     return static_cast<int64_t>(std::clamp(seconds, -kForever, kForever) * 1e9);
@@ -31,8 +31,8 @@ inline double to_seconds(int64_t ns) {
     return static_cast<double>(ns) * 1e-9;
 }
 
-// For at most so long. The thread sanitizer of gcc 12 does not know the steady wait: under it a
-// step back of the clock makes this wait longer.
+// Waits at most `ns`. The thread sanitizer of gcc 12 does not support the steady wait: under it, a
+// step back of the wall clock prolongs the wait.
 inline void wait_ns(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
                     int64_t ns) {
     const std::chrono::nanoseconds most(ns);

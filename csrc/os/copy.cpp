@@ -31,7 +31,7 @@ void copy_past_caches(uint8_t* to, const uint8_t* from, size_t bytes) {
             _mm_stream_si128(out + 2, c);
             _mm_stream_si128(out + 3, d);
         }
-        // These stores are ordered with nothing by themselves, not even with a mutex's release.
+        // These stores are unordered by themselves, even with respect to a mutex's release.
         _mm_sfence();
     }
 #endif

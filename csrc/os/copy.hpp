@@ -1,4 +1,4 @@
-// Copying a payload to where nobody reads it soon.
+// Copy of a payload that is not read soon.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace pipemorph {
 
-// Like memcpy, but past the caches: it does not first read the lines that it is about to fill, nor
-// does it push out what the next chunk needs. A third faster than memcpy for megabytes.
+// Copies as memcpy, but past the caches: it neither reads the lines that it fills nor evicts the
+// data of the next chunk. A third faster than memcpy for megabytes.
 void copy_past_caches(uint8_t* to, const uint8_t* from, size_t bytes);
 
 }  // namespace pipemorph

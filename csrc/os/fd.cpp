@@ -12,7 +12,7 @@ namespace {
 std::atomic<uint32_t> forks_so_far{0};
 
 struct Descriptors {
-    std::mutex mu;  // held by the thread that forks, so that the child finds the set whole
+    std::mutex mu;  // held by the thread that forks, so that the child's set is consistent
     std::unordered_set<int> open;
 };
 

@@ -1,8 +1,8 @@
-// A file descriptor with one owner, in one process.
+// File descriptor with one owner, in one process.
 //
-// A fork copies every descriptor. A child that kept those of the engine would keep its connections
-// open when the parent dies, so that no peer noticed, and would close them for the parent when it
-// ends. So a child closes all of them as the first thing it does, and an `Fd` that it has inherited
+// A fork copies every descriptor. In a child, copies of the engine's descriptors would hold its
+// connections open after the parent's death, so that no peer would notice, and the child's end
+// would close them for the parent. So a child closes all of them first, and an inherited `Fd`
 // closes nothing.
 #pragma once
 
@@ -12,15 +12,15 @@
 
 namespace pipemorph {
 
-// How many forks lie between this process and the one that loaded the engine. What was made when
-// there were fewer belongs to another process.
+// Number of forks between the process that loaded the engine and this one. Objects made at a lower
+// number belong to another process.
 uint32_t forks();
 
 class Fd {
   public:
     Fd() = default;
-    // Made by `create`, which returns it or -1 with errno set. No fork comes in between, so it must
-    // not block.
+    // Descriptor made by `create`, which returns it, or -1 with errno set. Forks wait meanwhile, so
+    // `create` must not block.
     template <typename Create>
     static Fd made_by(Create&& create) {
         const std::lock_guard lock(no_fork());

@@ -24,7 +24,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
                       " bytes for slots failed: " + std::strerror(errno));
 }
 
-// Touch every page now: a page fault inside a transfer costs as much as copying the page.
+// Touches every page: a page fault inside a transfer costs as much as copying the page.
 void prefault(uint8_t* data, size_t bytes) {
     madvise(data, bytes, MADV_HUGEPAGE);
     if (madvise(data, bytes, MADV_POPULATE_WRITE) == 0) return;
@@ -48,9 +48,9 @@ std::shared_ptr<Memory> Memory::anonymous(size_t bytes) {
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) fail("allocating", bytes);
     std::shared_ptr<Memory> memory(new Memory(static_cast<uint8_t*>(p), bytes, Fd()));
-    // A forked child, such as a worker that loads data, has no use for it. Without this the first
-    // message into each slot after a fork would copy it, page by page, for every child; and where a
-    // device has the pages locked, the fork itself would. A child sees zeros there.
+    // A forked child, such as a worker that loads data, does not use this memory, and sees zeros
+    // there. Otherwise the first message into each slot after a fork would copy it, page by page,
+    // for every child, or the fork itself would, for pages that a device has locked.
     madvise(p, bytes, MADV_WIPEONFORK);
     prefault(memory->data(), bytes);
     return memory;
@@ -70,7 +70,7 @@ std::shared_ptr<Memory> Memory::shareable(size_t bytes) {
     Fd fd = Fd::made_by(
         [] { return memfd_create("pipemorph-slots", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
     if (!fd) fail("creating shared memory", bytes);
-    // Reserve now: running out of memory must be an error here and not a SIGBUS later.
+    // Reserved now: a lack of memory must be an error here and not a SIGBUS later.
     if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||
         fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0)
         fail("allocating shared memory", bytes);
@@ -89,7 +89,7 @@ std::shared_ptr<Memory> Memory::map_peer(const Fd& fd, size_t bytes) {
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
         throw EngineError("the peer's shared memory is not sealed against shrinking");
     if (fstat(fd.get(), &st) != 0 || static_cast<size_t>(st.st_size) != bytes || bytes == 0)
-        throw EngineError("the peer's shared memory is not of the size it said");
+        throw EngineError("the peer's shared memory does not have the announced size");
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (p == MAP_FAILED) fail("mapping the peer's shared memory", bytes);
     std::shared_ptr<Memory> memory(new Memory(static_cast<uint8_t*>(p), bytes, Fd()));

@@ -1,4 +1,4 @@
-// A mapped, prefaulted piece of memory for slots.
+// Mapped, prefaulted memory for slots.
 #pragma once
 
 #include <cstddef>
@@ -12,16 +12,16 @@ namespace pipemorph {
 
 class Memory {
   public:
-    // What the first two map for so many bytes.
+    // Size that `anonymous` and `shareable` map for `bytes`.
     static size_t mapped(size_t bytes);
     // All three throw EngineError with the size and the system's reason.
     static std::shared_ptr<Memory> anonymous(size_t bytes);
-    // A memfd: it has no name anywhere, so nothing is left behind however the process ends. It is
-    // sealed, so that the peer can map it but never shrink it under us.
+    // Memory of a memfd. It has no name, so it vanishes with the processes. It is sealed, so that
+    // the peer can map it but not shrink it.
     static std::shared_ptr<Memory> shareable(size_t bytes);
-    // Whether there may be any, as not under every sandbox: why not, or nothing.
+    // Reason for which there can be no shareable memory, as under some sandboxes; empty: none.
     static std::string why_not_shareable();
-    // A peer's memfd. Refuses one that could still be shrunk.
+    // Maps a peer's memfd. Refuses one that could still be shrunk.
     static std::shared_ptr<Memory> map_peer(const Fd& fd, size_t bytes);
 
     Memory(const Memory&) = delete;

@@ -13,7 +13,7 @@
 namespace pipemorph::numa {
 namespace {
 
-constexpr size_t kMostNodes = 1024;  // what kernels are built for, at most
+constexpr size_t kMostNodes = 1024;  // limit of kernels
 constexpr size_t kMostProcessors = 8192;
 constexpr size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
 using Nodes = std::array<unsigned long, kMostNodes / kWordBits>;
@@ -25,7 +25,7 @@ std::string first_line(const std::string& path) {
     return line;
 }
 
-// Those of `allowed` that are on the node; nothing if there are none, or all are.
+// Processors of `allowed` on the node; empty if there are none, or all are.
 std::optional<Processors> of_node(int node, const std::string& nodes, const Processors& allowed) {
     const std::string list = first_line(nodes + "/node" + std::to_string(node) + "/cpulist");
     Processors out = allowed.none();
@@ -46,7 +46,7 @@ Answer prefer(int node) {
     mask.fill(0);
     const auto at = static_cast<size_t>(node);
     mask[at / kWordBits] = 1UL << (at % kWordBits);
-    // One bit more, since the kernel takes one off.
+    // One more bit, since the kernel subtracts one.
     return ::syscall(SYS_set_mempolicy, MPOL_PREFERRED, mask.data(), kMostNodes + 1) == 0
                ? Answer::done
                : Answer::refused;
@@ -115,7 +115,7 @@ OnNode::OnNode(int node, const std::string& nodes) {
 }
 
 OnNode::~OnNode() {
-    // Neither can fail for what the thread had before.
+    // Restoring the previous state cannot fail.
     if (means_ == Means::policy) ::syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0UL);
     if (means_ == Means::affinity) processors_->apply();
 }

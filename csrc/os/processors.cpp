@@ -12,10 +12,10 @@
 namespace pipemorph {
 namespace {
 
-constexpr size_t kMost = 8192;  // what kernels are built for, at most
+constexpr size_t kMost = 8192;  // limit of kernels
 constexpr double kNoQuota = std::numeric_limits<double>::infinity();
 
-// Processors' worth of time that one group may use; none of its files: no quota of its own.
+// Processors that one group may use; without its files, it has no quota.
 double quota_of(const std::string& folder) {
     std::string quota;
     double period = 0;
@@ -27,8 +27,8 @@ double quota_of(const std::string& folder) {
     return used > 0 && period > 0 ? used / period : kNoQuota;
 }
 
-// The least of a process's groups and of all above them. Where /proc names a group as the host
-// does, a container finds its own at the top.
+// Least quota of a process's groups and of all above them. If /proc names a group as the host does,
+// a container has its own at the top.
 double least_quota(const std::string& root) {
     double least = kNoQuota;
     std::ifstream groups(root + "/proc/self/cgroup");

@@ -1,4 +1,4 @@
-// Which processors the calling thread may run on, for hosts of any size.
+// Processors that the calling thread may run on, for hosts of any size.
 #pragma once
 
 #include <climits>
@@ -11,9 +11,9 @@ namespace pipemorph {
 
 class Processors {
   public:
-    // The calling thread's. Nothing if the system does not say.
+    // Processors of the calling thread; empty if the system does not report them.
     static std::optional<Processors> allowed();
-    // Confine the calling thread to these. False if none of them may be used: nothing is changed.
+    // Confines the calling thread to these. False, without a change, if none may be used.
     bool apply() const;
 
     Processors none() const { return Processors(words_.size()); }
@@ -30,9 +30,9 @@ class Processors {
     std::vector<unsigned long> words_;
 };
 
-// How many this process can keep busy: those that the calling thread may run on, or fewer where a
-// control group of the process, of version 1 or 2, has a quota of processor time. `root`: what to
-// put before /proc and /sys.
+// Number of processors that this process can keep busy: those that the calling thread may run on,
+// or fewer if a control group of the process, of version 1 or 2, has a quota of processor time.
+// `root`: prefix of /proc and /sys.
 size_t usable_processors(const std::string& root = "");
 
 }  // namespace pipemorph

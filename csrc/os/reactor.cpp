@@ -18,8 +18,8 @@
 namespace pipemorph {
 namespace {
 
-// A descriptor may be closed and its number reused while its events are still in the batch: the
-// generation tells them apart.
+// Tag of an event. A descriptor may be closed and its number reused while its events are still in
+// the batch: the generation distinguishes them.
 uint64_t tag(int fd, uint32_t generation) {
     return uint64_t{generation} << 32 | static_cast<uint32_t>(fd);
 }
@@ -145,7 +145,7 @@ void Reactor::post_within(int64_t delay_ns, Task task) {
     const int64_t until = steady_ns() + delay_ns;
     if (delayed_.size() > 1 && delayed_until_ns_ <= until) return;
     delayed_until_ns_ = until;
-    // Nothing but the kernel's clock is told: nobody has to run for it.
+    // Setting the kernel's timer wakes no thread.
     itimerspec when{};
     when.it_value.tv_sec = until / kSecond;
     when.it_value.tv_nsec = until % kSecond;
@@ -173,8 +173,8 @@ void Reactor::halt() {
 
 void Reactor::stop() {
     halt();
-    // What these own may hold the last reference to things that call back into this reactor, so
-    // they are destroyed while it is still whole.
+    // These may own the last reference to objects that call back into this reactor, so they are
+    // destroyed first.
     std::vector<Task> tasks;
     {
         const std::lock_guard lock(mu_);
@@ -229,7 +229,7 @@ void Reactor::cancel(uint64_t timer) {
     }
 }
 
-// The milliseconds until the next timer is due, or -1.
+// Milliseconds until the next timer is due, or -1.
 int Reactor::until_timer() const {
     if (timers_.empty()) return -1;
     const int64_t wait = std::max<int64_t>(timers_.begin()->first - steady_ns(), 0);
@@ -279,8 +279,7 @@ void Reactor::run() {
             const auto handler = it->second.handler;
             guarded([&] { (*handler)(events[size_t(i)].events); });
         }
-        // Last: after a thread was held up, what has come meanwhile is heard before anybody is
-        // given up for not having said it.
+        // Timers run last: after a delay of the thread, arrived input is handled before a timeout.
         run_timers();
     }
 }

@@ -1,5 +1,4 @@
-// One thread around epoll: file descriptors, timers and posted work. It sleeps when there is
-// nothing to do.
+// Thread around epoll that handles file descriptors, timers and posted tasks, and sleeps when idle.
 #pragma once
 
 #include <atomic>
@@ -26,22 +25,23 @@ class Reactor {
     Reactor(const Reactor&) = delete;
     Reactor& operator=(const Reactor&) = delete;
 
-    // Any thread. Who is told, on the reactor's thread, what a handler, task or timer has thrown;
-    // the reactor goes on. Without it that ends the process.
+    // Any thread. Sets the function that gets, on the reactor's thread, the error of a handler,
+    // task or timer; the reactor continues. Without it, an exception ends the process.
     using Failed = std::function<void(const std::string& what)>;
     void on_failure(Failed failed);
     // Any thread. After `stop` the task is dropped.
     void post(Task task);
-    // The same, but wakes nobody: at the latest after this time, with others that wait for it.
+    // Posts a task without waking the thread: it runs after this time at the latest, with other
+    // delayed tasks.
     void post_within(int64_t delay_ns, Task task);
-    // Ends the thread, then drops handlers, timers and tasks (and what they own).
+    // Ends the thread, then drops handlers, timers and tasks, with the objects they own.
     void stop();
-    // Ends the threads of all reactors of this process, however many still have owners. What they
-    // use may be taken apart next.
+    // Ends the threads of all reactors of this process, with or without owners, before the
+    // libraries that they use are torn down.
     static void halt_all();
     bool in_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
-    // Only on the reactor's thread. `remove` before closing the descriptor.
+    // Only on the reactor's thread. A descriptor must be removed before it is closed.
     struct Watch {
         int fd = -1;
         uint32_t generation = 0;
@@ -72,7 +72,7 @@ class Reactor {
     const std::string name_;
     Fd epoll_;
     Fd wake_;
-    Fd delay_;  // a timer, for tasks of threads that must not wake this one
+    Fd delay_;  // timer for tasks of threads that must not wake this one
     std::unordered_map<int, Watched> watched_;
     uint32_t generation_ = 0;
     std::multimap<int64_t, std::pair<uint64_t, Task>> timers_;

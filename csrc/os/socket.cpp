@@ -48,7 +48,7 @@ std::string Address::text(bool with_port) const {
                   sizeof host);
     if (!with_port) return host;
     const std::string port = ':' + std::to_string(port_of(storage));
-    // Not "[" + std::string: gcc 12 warns of an overlap that cannot be.
+    // Not "[" + std::string: gcc 12 warns of a false overlap.
     return family() == AF_INET6 ? std::string("[").append(host) + "]" + port : host + port;
 }
 
@@ -94,7 +94,7 @@ std::shared_ptr<Lookup> Lookup::begin(const std::string& host, uint16_t port) {
             lookup->end({}, e.what());
         }
     };
-    if (is_numeric(host)) {  // nobody is asked
+    if (is_numeric(host)) {  // no name service is needed
         run();
         return lookup;
     }

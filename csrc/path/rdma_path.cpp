@@ -17,18 +17,19 @@
 namespace pipemorph {
 namespace {
 
-constexpr uint32_t kBlocks = 8;  // chunks in staging memory; more are added where a wire needs it
+constexpr uint32_t kBlocks = 8;  // chunks in staging memory; more are added for a long wire
 constexpr uint64_t kStageAtOnce = uint64_t{64} << 20;  // takes some 20 ms to be registered
-// A sender may use them all up: its window opens when the card has acknowledged, not when this
-// thread has looked. Its card then asks again until there are new ones.
+// Posted receives. A sender may use up all of them: its window opens with the card's
+// acknowledgements, not with this thread's progress. Its card then retries until there are new
+// ones.
 constexpr uint32_t kReceives = 256;
-// More than 16 GiB under way in chunks of 1 MiB do not pay for the memory of such long queues.
+// Longest queue: more than 16 GiB under way, in chunks of 1 MiB, is not worth its memory.
 constexpr uint64_t kMostWrites = 16384;
-constexpr int kTurn = 16;  // completions handled before others on this thread have their turn
+constexpr int kTurn = 16;              // completions to handle before other paths of this thread
 constexpr uint32_t kHeaderRoom = 256;  // for one encoded chunk header
 static_assert(kChunkHeaderSize <= kHeaderRoom);
 constexpr int64_t kLook = 50 * kMillisecond;
-constexpr int64_t kAway = 200 * kMillisecond;  // later than a busy machine is
+constexpr int64_t kAway = 200 * kMillisecond;  // longer than the delays of a busy machine
 constexpr int64_t kProbeEvery = 500 * kMillisecond;
 constexpr int64_t kRetireAgain = 50 * kMillisecond;
 
@@ -37,7 +38,7 @@ constexpr uint32_t kLanes = 256;
 constexpr uint32_t kChunkBits = 22;
 static_assert(kMaxChunks <= uint64_t{1} << kChunkBits);
 
-// The kind of a work request is in its id: a failed completion says nothing else.
+// The kind of a work request is in its id, the only valid field of a failed completion.
 enum class Work : uint64_t { write = 1, probe = 2, receive = 3, header = 4 };
 constexpr uint64_t work_id(Work kind, uint32_t value) {
     return static_cast<uint64_t>(kind) << 32 | value;
@@ -46,8 +47,8 @@ constexpr uint64_t work_id(Work kind, uint32_t value) {
 // 4.096 µs × 2^15 is 134 ms, and six repetitions: a dead path is known within a second.
 constexpr uint8_t kAckTimeout = 15;
 constexpr uint8_t kRetries = 6;
-// 12 is 0.64 ms, and 7 means for ever: a receiver whose thread is held up, as every thread is now
-// and then, has used up its receives and is well. One that stays away is given up by `look`.
+// 12 is 0.64 ms, and 7 means forever: a receiver whose thread is delayed may use up its receives
+// and be healthy. The progress check gives up one that does not return.
 constexpr uint8_t kReceiverNotReadyTimer = 12;
 constexpr uint8_t kReceiverNotReadyRetries = 7;
 
@@ -91,7 +92,7 @@ void RdmaPath::open() {
     if (channel_ == nullptr) fail(system_error("no completion channel", errno));
     ::fcntl(channel_->fd, F_SETFL, ::fcntl(channel_->fd, F_GETFL) | O_NONBLOCK);
     if (!make_queues() && most_writes_ > kBlocks) {
-        // Not every device has queues that long: then what one has under way is less.
+        // Some devices have no queues of that length, which lowers the limit of chunks under way.
         most_writes_ = kBlocks;
         make_queues();
     }
@@ -114,7 +115,7 @@ void RdmaPath::open() {
     infiniband_ = port.infiniband;
 }
 
-// For as many chunks as there may ever be under way.
+// Makes the queues for the largest possible number of chunks under way.
 bool RdmaPath::make_queues() {
     const uint32_t sends = 2 * most_writes_ + 4;
     cq_ = verbs_.create_cq(device_->context, static_cast<int>(kReceives + sends), nullptr, channel_,
@@ -143,7 +144,7 @@ void RdmaPath::add_blocks(uint32_t count) {
     staging_.push_back(std::move(memory));
 }
 
-// The window has grown beyond the staging memory.
+// Adds staging memory when the window has outgrown it.
 bool RdmaPath::stage_more() {
     const auto wanted = std::min<uint64_t>(pace_.window / settings_.chunk_bytes, most_writes_);
     if (staged_all_ || blocks_.size() >= wanted) return false;
@@ -157,12 +158,12 @@ bool RdmaPath::stage_more() {
         try {
             add_blocks(static_cast<uint32_t>(more));
         } catch (const EngineError&) {
-            staged_all_ = true;  // locked memory is limited, most of the time
+            staged_all_ = true;  // the limit of locked memory, most likely
             claimed_ -= bytes;
             host_->disclaim_staging(bytes);
         }
     }
-    // What there is carries as well as before.
+    // The window is limited to the memory that there is.
     if (staged_all_)
         host_->path_limited(index, epoch, uint64_t{settings_.chunk_bytes} * blocks_.size());
     return !free_blocks_.empty();
@@ -185,7 +186,7 @@ void RdmaPath::connect(const QpAddress& peer, bool speaks_first) {
     attr.address.port = rail_->port();
     attr.address.service_level = options.service_level;
     attr.address.dlid = peer.lid;
-    // On InfiniBand the LID is enough within a subnet; RoCE has nothing but the GID.
+    // On InfiniBand the LID is enough within a subnet; RoCE needs the GID.
     if (!infiniband_ || options.gid_index >= 0) {
         attr.address.is_global = 1;
         std::memcpy(attr.address.route.destination.raw, peer.gid.data(), peer.gid.size());
@@ -215,8 +216,8 @@ void RdmaPath::connect(const QpAddress& peer, bool speaks_first) {
                           " not ready to send: " + std::strerror(error));
 }
 
-// What goes wrong in between (no memory, no more descriptors to be watched) is the path's end only:
-// the fence finds out what has not got through. While it ends nothing may go wrong.
+// Runs a step whose exception (no memory or descriptors) ends only this path: the fence finds the
+// missing chunks. During the end there must be no exception.
 void RdmaPath::guarded(void (RdmaPath::*what)()) {
     if (qp_ == nullptr || breaking_) return;
     try {
@@ -233,10 +234,10 @@ void RdmaPath::begin() {
     reactor_.add(channel_->fd, EPOLLIN,
                  [self](uint32_t) { self->guarded(&RdmaPath::on_completions); });
     watched_ = true;
-    progress_ns_ = last_word_ns_ = looked_ns_ = steady_ns();
+    progress_ns_ = last_proof_ns_ = checked_ns_ = steady_ns();
     if (speaks_first_) post_probe();
     on_completions();
-    look();
+    check_progress();
 }
 
 // --- Completions ------------------------------------------------------------------------------
@@ -250,21 +251,21 @@ void RdmaPath::on_completions() {
     if (events > 0) verbs_.ack_cq_events(cq_, events);
     bool empty = drain();
     if (empty && !breaking_) {
-        // What completes after this rings; what completed before it is found by the second look.
+        // Later completions cause an event; the second drain finds earlier ones.
         device_->context->ops.req_notify_cq(cq_, 0);
         empty = drain();
     }
     if (!empty) drain_later();
 }
 
-// Handles as much as is one path's turn on the rail's thread. Whether that was all.
+// Handles a bounded number of completions. True if there are no more.
 bool RdmaPath::drain() {
     abi::Wc wcs[kTurn];
     const int n = device_->context->ops.poll_cq(cq_, kTurn, wcs);
-    if (n < 0) trouble("its completion queue cannot be read");
+    if (n < 0) record_error("its completion queue cannot be read");
     for (int i = 0; i < n; ++i) handle(wcs[i]);
     pump();
-    if (!breaking_ && !trouble_.empty()) break_off(std::exchange(trouble_, {}));
+    if (!breaking_ && !first_error_.empty()) break_off(std::exchange(first_error_, {}));
     return n < kTurn;
 }
 
@@ -279,11 +280,11 @@ void RdmaPath::drain_later() {
 void RdmaPath::handle(const abi::Wc& wc) {
     const auto kind = static_cast<Work>(wc.id >> 32);
     if (wc.status != abi::kWcSuccess) {
-        // After the first error everything else is flushed; that says nothing new.
-        if (wc.status != abi::kWcFlushed || trouble_.empty())
-            trouble(std::string(verbs_.wc_status_str(wc.status)) + " (status " +
-                    std::to_string(wc.status) + ", vendor error " +
-                    std::to_string(wc.vendor_error) + ")");
+        // After the first error all other requests are flushed.
+        if (wc.status != abi::kWcFlushed || first_error_.empty())
+            record_error(std::string(verbs_.wc_status_str(wc.status)) + " (status " +
+                         std::to_string(wc.status) + ", vendor error " +
+                         std::to_string(wc.vendor_error) + ")");
         return;
     }
     switch (kind) {
@@ -301,8 +302,8 @@ void RdmaPath::handle(const abi::Wc& wc) {
     }
 }
 
-void RdmaPath::trouble(const std::string& why) {
-    if (trouble_.empty()) trouble_ = rail_->describe() + ": " + why;
+void RdmaPath::record_error(const std::string& why) {
+    if (first_error_.empty()) first_error_ = rail_->describe() + ": " + why;
 }
 
 // --- Receiving --------------------------------------------------------------------------------
@@ -318,15 +319,15 @@ bool RdmaPath::post_receive(uint32_t buffer) {
 void RdmaPath::received(const abi::Wc& wc) {
     const auto buffer = static_cast<uint32_t>(wc.id);
     if (wc.opcode == abi::kWcRecvWriteWithImmediate)
-        chunk_received(ntohl(wc.immediate), wc.bytes);
+        process_chunk(ntohl(wc.immediate), wc.bytes);
     else if (wc.bytes > 0)
-        header_received(wc, buffer);
+        process_header(wc, buffer);
     else if (!speaks_first_ && !up_ && !probe_out_ && !breaking_)
-        post_probe();  // the peer can reach us; now the other way round
-    if (!breaking_ && !post_receive(buffer)) trouble("a receive could not be posted");
+        post_probe();  // the peer reaches us; test the other direction
+    if (!breaking_ && !post_receive(buffer)) record_error("a receive could not be posted");
 }
 
-void RdmaPath::header_received(const abi::Wc& wc, uint32_t buffer) {
+void RdmaPath::process_header(const abi::Wc& wc, uint32_t buffer) {
     const size_t at = size_t{buffer} * kHeaderRoom;
     auto header = wc.bytes == kChunkHeaderSize + sizeof(uint32_t)
                       ? decode_chunk({headers_->data() + at, kChunkHeaderSize})
@@ -335,24 +336,23 @@ void RdmaPath::header_received(const abi::Wc& wc, uint32_t buffer) {
     std::memcpy(&lane, headers_->data() + at + kChunkHeaderSize, sizeof lane);
     lane = ntohl(lane);
     if (!header || header->path != index || header->epoch != epoch || lane >= kLanes) {
-        trouble("a damaged chunk header");
+        record_error("a damaged chunk header");
         return;
     }
     lanes_[lane] = std::move(*header);
 }
 
-void RdmaPath::chunk_received(uint32_t immediate, uint32_t bytes) {
+void RdmaPath::process_chunk(uint32_t immediate, uint32_t bytes) {
     const uint32_t chunk = immediate & ((1U << kChunkBits) - 1);
     const auto lane = lanes_.find(immediate >> kChunkBits);
     if (lane == lanes_.end()) {
-        trouble("a chunk of a message that was never opened");
+        record_error("a chunk of a message that was never opened");
         return;
     }
     ChunkHeader header = lane->second;
     header.index = chunk;
     if (chunk >= header.chunks() || bytes != header.length()) {
-        host_->protocol_error("a chunk of " + header.message.key.describe() +
-                              " that is not of its size");
+        host_->protocol_error("a chunk of " + header.message.key.describe() + " of the wrong size");
         return;
     }
     const ChunkSink sink = host_->begin_chunk(header);
@@ -362,7 +362,7 @@ void RdmaPath::chunk_received(uint32_t immediate, uint32_t bytes) {
         return;
     }
     if (sink.verdict != ChunkSink::Verdict::take) return;
-    host_->finish_chunk(sink, true);  // it is in the slot already
+    host_->finish_chunk(sink, true);  // the card has written it to the slot
 }
 
 // --- Sending ----------------------------------------------------------------------------------
@@ -371,14 +371,14 @@ bool RdmaPath::post(abi::SendWr& first) {
     if (writes_out_ == 0 && !probe_out_) progress_ns_ = steady_ns();
     abi::SendWr* bad = nullptr;
     if (const int error = device_->context->ops.post_send(qp_, &first, &bad); error != 0) {
-        trouble(system_error("posting", error));
+        record_error(system_error("posting", error));
         return false;
     }
     return true;
 }
 
 void RdmaPath::pump() {
-    while (qp_ != nullptr && up_ && !suspect_ && !breaking_ && trouble_.empty() &&
+    while (qp_ != nullptr && up_ && !suspect_ && !breaking_ && first_error_.empty() &&
            !free_writes_.empty() && (!free_blocks_.empty() || stage_more()) && send_chunk()) {
     }
 }
@@ -415,7 +415,7 @@ bool RdmaPath::send_chunk() {
     if (opens) {
         const uint64_t next = next_lane_++;
         uint64_t& taken_by = lane_message_[next % kLanes];
-        lane_of_.erase(taken_by);  // if it has chunks left, the next one opens a new lane
+        lane_of_.erase(taken_by);  // its next chunk, if any, opens a new lane
         taken_by = message;
         lane = lane_of_.emplace(message, next % kLanes).first;
     }
@@ -452,7 +452,7 @@ bool RdmaPath::send_chunk() {
 }
 
 void RdmaPath::write_completed(uint32_t number) {
-    progress_ns_ = last_word_ns_ = steady_ns();
+    progress_ns_ = last_proof_ns_ = steady_ns();
     const Write done = std::exchange(writes_[number], {});
     free_writes_.push_back(number);
     if (done.block) free_blocks_.push_back(*done.block);
@@ -478,7 +478,7 @@ void RdmaPath::probe_completed() {
     const int64_t now = steady_ns();
     const int64_t rtt = now - probe_ns_;
     probe_out_ = false;
-    progress_ns_ = last_word_ns_ = now;
+    progress_ns_ = last_proof_ns_ = now;
     if (writes_out_ == 0) host_->path_measured(index, epoch, pace_.bytes_per_second, rtt);
     if (suspect_) {
         suspect_ = false;
@@ -493,39 +493,40 @@ void RdmaPath::probe_completed() {
     }
 }
 
-// Now and then: is what was posted still moving, and is an idle path still good?
-void RdmaPath::look() {
+// Checks regularly that posted requests progress, and that an idle path is still good.
+void RdmaPath::check_progress() {
     if (qp_ == nullptr || breaking_) return;
     reactor_.after(kLook, [weak = weak_from_this()] {
-        if (const auto self = weak.lock()) static_cast<RdmaPath&>(*self).guarded(&RdmaPath::look);
+        if (const auto self = weak.lock())
+            static_cast<RdmaPath&>(*self).guarded(&RdmaPath::check_progress);
     });
-    // Nobody may have told this thread of what has completed: it was away, as in a process that
-    // was stopped. And while nobody looked, as on a machine that was paused, silence says nothing.
+    // Completions may have gone unnoticed if this thread did not run, as in a stopped process.
+    // Silence during such a pause does not count.
     const bool empty = drain();
     if (breaking_) return;
     const int64_t now = steady_ns();
-    const int64_t away = now - std::exchange(looked_ns_, now) - kLook;
+    const int64_t away = now - std::exchange(checked_ns_, now) - kLook;
     if (away > kAway) progress_ns_ = std::min(now, progress_ns_ + away);
     if (!empty) {
-        drain_later();  // the news may be in what is left
+        drain_later();  // the remaining completions may show progress
         return;
     }
     if (writes_out_ > 0 || probe_out_) {
         const int64_t silent = now - progress_ns_;
-        // A slow rail is not a dead one: allow for what it has been seen to carry.
+        // A slow rail is not dead: the limit allows for its measured rate.
         const double rate = pace_.bytes_per_second;
         const auto chunk_ns = rate > 0 ? to_ns(settings_.chunk_bytes / rate) : 0;
         const int64_t limit = std::max(settings_.dead_after_ns, 4 * chunk_ns);
         if (silent > limit)
-            trouble("nothing completed for " + std::to_string(silent / kMillisecond) + " ms");
+            record_error("nothing completed for " + std::to_string(silent / kMillisecond) + " ms");
         else if (silent > limit / 2 && up_ && !suspect_) {
             suspect_ = true;
             host_->path_suspect(index, epoch, true);
         }
-    } else if (up_ && now - last_word_ns_ > kProbeEvery) {
+    } else if (up_ && now - last_proof_ns_ > kProbeEvery) {
         post_probe();
     }
-    if (!trouble_.empty()) break_off(std::exchange(trouble_, {}));
+    if (!first_error_.empty()) break_off(std::exchange(first_error_, {}));
 }
 
 // --- Ending -----------------------------------------------------------------------------------
@@ -546,7 +547,7 @@ void RdmaPath::end(const std::string& why) {
         host_->path_lost(index, epoch, why);
         return;
     }
-    // It carries nothing more, but what it was given must not move yet.
+    // The path carries no more, but its chunks must not move yet.
     host_->path_suspect(index, epoch, true);
     reactor_.after(kRetireAgain, [self = std::static_pointer_cast<RdmaPath>(shared_from_this()),
                                   why] { self->end(why); });
@@ -556,16 +557,15 @@ bool RdmaPath::retire() {
     if (qp_ == nullptr) return true;
     if (!std::exchange(breaking_, true)) {
         retiring_since_ns_ = steady_ns();
-        // In error it neither sends nor lets the peer write, and what has completed still counts.
-        // Where that fails, what completes from now on has to be sent again: only its destruction
-        // is relied on.
+        // In the error state it neither sends nor accepts writes, and earlier completions count. If
+        // the change fails, later completions are resent: only the destruction must succeed.
         abi::QpAttr attr{};
         attr.state = abi::kQpError;
         (void)verbs_.modify_qp(qp_, &attr, abi::kSetState);
         try {
             while (!drain()) {
             }
-        } catch (const std::exception&) {  // what it has not got to is sent again
+        } catch (const std::exception&) {  // unhandled completions are resent
         }
     }
     const int error = destroy();
@@ -579,15 +579,15 @@ bool RdmaPath::retire() {
 
 void RdmaPath::on_close(const std::shared_ptr<void>& closed) {
     if (retire()) return;
-    // Nobody waits for ever for a queue pair that cannot be destroyed. This path lives as long as
-    // it does, and holds its link with all that it may write to.
+    // The link does not wait forever for a queue pair that cannot be destroyed. This path lives as
+    // long as the queue pair, and holds the link with all memory that it may write to.
     const bool in_time = steady_ns() - retiring_since_ns_ <= settings_.retire_within_ns;
     reactor_.after(kRetireAgain, [self = std::static_pointer_cast<RdmaPath>(shared_from_this()),
-                                  kept = in_time ? closed : nullptr] { self->on_close(kept); });
+                                  held = in_time ? closed : nullptr] { self->on_close(held); });
 }
 
-// The error that the queue pair lives on with. Without one it is gone, and only then nothing can
-// touch a slot, the staging memory or what is leased any more.
+// Destroys the queue pair; returns an error if it still exists. Only after its destruction no
+// device can access slots, staging memory or leases.
 int RdmaPath::destroy() {
     breaking_ = true;
     if (std::exchange(watched_, false)) reactor_.remove(channel_->fd);
@@ -598,10 +598,10 @@ int RdmaPath::destroy() {
     }
     if (cq_ != nullptr) verbs_.destroy_cq(std::exchange(cq_, nullptr));
     if (channel_ != nullptr) verbs_.destroy_comp_channel(std::exchange(channel_, nullptr));
-    for (auto& piece : staging_) rail_->give_back(std::move(piece));
+    for (auto& piece : staging_) rail_->return_staging(std::move(piece));
     staging_.clear();
     host_->disclaim_staging(std::exchange(claimed_, 0));
-    if (headers_ != nullptr) rail_->give_back(std::move(headers_));
+    if (headers_ != nullptr) rail_->return_staging(std::move(headers_));
     writes_.clear();
     return 0;
 }

@@ -1,14 +1,14 @@
 // Chunks over a reliable connection between two queue pairs.
 //
-// The sender writes a chunk straight into the granted slot with an immediate value that says lane
-// and chunk number: from where it is, if that is leased memory, which the card knows; otherwise
-// from staging memory, into which it is copied. The first chunk of a message on a queue pair comes
-// after a SEND of the whole header, which opens a lane for it: RC keeps the order. The queue pair
-// itself stands for the path's epoch. A new connection always gets a fresh one.
+// The sender writes a chunk directly into the granted slot, with an immediate value of lane and
+// chunk number. The source is leased memory, which is registered, or staging memory, into which the
+// chunk is copied. The first chunk of a message on a queue pair follows a SEND of the whole header,
+// which opens a lane for it: RC preserves the order. The queue pair itself stands for the path's
+// epoch. A new connection always gets a new one.
 //
-// The application's own memory is never given to the device, so a payload may be freed as soon as
-// its message is acknowledged, whatever the queue pair still does. A message in leased memory is
-// held until its write has completed or the queue pair is gone.
+// The device never accesses the application's own memory, so a payload may be freed as soon as its
+// message is acknowledged, whatever the queue pair does. A message in leased memory is held until
+// its write has completed or the queue pair is gone.
 #pragma once
 
 #include <optional>
@@ -25,12 +25,12 @@ class RdmaPath final : public DataPath, public RailUser {
   public:
     struct Settings {
         uint32_t chunk_bytes = 0;
-        // Without any completion for this long the path is given up; after half of it no new
-        // chunks are entrusted to it.
+        // Time without a completion after which the path is given up; after half of it no new
+        // chunks are assigned to it.
         int64_t dead_after_ns = 0;
-        // A queue pair that cannot be destroyed for this long is the end of the link.
+        // Time after which a queue pair that cannot be destroyed ends the link.
         int64_t retire_within_ns = 0;
-        // Of staging memory: the most that is under way at once.
+        // Limit of staging memory in bytes.
         uint64_t most_staged = 0;
     };
 
@@ -40,8 +40,8 @@ class RdmaPath final : public DataPath, public RailUser {
     ~RdmaPath() override;
 
     QpAddress local() const { return local_; }
-    // Before `start`. The side that speaks first sends a probe, which the other one answers with
-    // its own: each is up when its probe was acknowledged, so both directions have been tried.
+    // Called before `start`. One side sends the first probe (`speaks_first`), and the other answers
+    // it with its own: each is up when its probe was acknowledged, so both directions are tested.
     void connect(const QpAddress& peer, bool speaks_first);
 
     bool retire() override;
@@ -53,7 +53,7 @@ class RdmaPath final : public DataPath, public RailUser {
 
   private:
     void on_start() override { guarded(&RdmaPath::begin); }
-    void on_kick() override { guarded(&RdmaPath::pump); }
+    void on_notify() override { guarded(&RdmaPath::pump); }
     void on_sever() override { break_off("severed on request"); }
     void on_give_up(const std::string& why) override { break_off(rail_->describe() + ": " + why); }
     void on_close(const std::shared_ptr<void>& closed) override;
@@ -66,8 +66,8 @@ class RdmaPath final : public DataPath, public RailUser {
     void drain_later();
     void handle(const abi::Wc& wc);
     void received(const abi::Wc& wc);
-    void header_received(const abi::Wc& wc, uint32_t buffer);
-    void chunk_received(uint32_t immediate, uint32_t bytes);
+    void process_header(const abi::Wc& wc, uint32_t buffer);
+    void process_chunk(uint32_t immediate, uint32_t bytes);
     void write_completed(uint32_t number);
     void probe_completed();
     void pump();
@@ -75,8 +75,8 @@ class RdmaPath final : public DataPath, public RailUser {
     void post_probe();
     bool post_receive(uint32_t buffer);
     bool post(abi::SendWr& first);
-    void look();
-    void trouble(const std::string& why);
+    void check_progress();
+    void record_error(const std::string& why);
     void break_off(const std::string& why);
     void end(const std::string& why);
     int destroy();
@@ -90,8 +90,8 @@ class RdmaPath final : public DataPath, public RailUser {
     const Verbs& verbs_;
     // Pieces of staging memory, with a block for each chunk.
     std::vector<std::shared_ptr<Registration>> staging_;
-    uint64_t claimed_ = 0;  // of it
-    // Rooms for headers: the receives' buffers, then one for each write.
+    uint64_t claimed_ = 0;  // bytes of it that were reserved
+    // Memory for headers: the receives' buffers, then one per write.
     std::shared_ptr<Registration> headers_;
     abi::CompChannel* channel_ = nullptr;
     abi::Cq* cq_ = nullptr;
@@ -106,14 +106,14 @@ class RdmaPath final : public DataPath, public RailUser {
     bool breaking_ = false;
     bool drains_later_ = false;
     int64_t retiring_since_ns_ = 0;
-    std::string trouble_;
+    std::string first_error_;
 
     // Sending.
     struct Block {
         uint8_t* data = nullptr;
         uint32_t lkey = 0;
     };
-    // A write, posted or free. Of one that is posted either the block or the message is needed.
+    // Write, posted or free. A posted one needs either the block or the message.
     struct Write {
         std::optional<uint32_t> block;
         std::shared_ptr<OutMessage> message;
@@ -128,12 +128,12 @@ class RdmaPath final : public DataPath, public RailUser {
     uint32_t writes_out_ = 0;
     bool probe_out_ = false;
     uint64_t next_lane_ = 0;
-    std::unordered_map<uint64_t, uint64_t> lane_of_;  // message → when its lane was opened
+    std::unordered_map<uint64_t, uint64_t> lane_of_;  // message → its lane
     std::vector<uint64_t> lane_message_;
-    int64_t progress_ns_ = 0;  // of the last completion, or of the first post after a pause
-    int64_t looked_ns_ = 0;    // when look() ran last
+    int64_t progress_ns_ = 0;  // time of the last completion, or of the first post after a pause
+    int64_t checked_ns_ = 0;   // time of the last progress check
     int64_t probe_ns_ = 0;
-    int64_t last_word_ns_ = 0;  // when a completion last proved the path to be good
+    int64_t last_proof_ns_ = 0;  // time of the last completion that proved the path to be good
 
     // Receiving.
     std::unordered_map<uint32_t, ChunkHeader> lanes_;

@@ -16,8 +16,8 @@ constexpr int kHeadersPerTurn = 16;
 constexpr int kHeadersAtOnce = 4;
 constexpr size_t kMaxDescriptors = 4;
 
-// What lies in memory of the two processes alone is hidden from nobody else by encryption, and the
-// kernel loses none of it.
+// Integrity in shared memory, which only the two processes can read, so that encryption is useless.
+// The kernel loses none of it.
 Integrity in_memory(Integrity integrity) {
     return integrity == Integrity::crc ? integrity : Integrity::mac;
 }
@@ -27,13 +27,13 @@ Integrity in_memory(Integrity integrity) {
 ShmPath::ShmPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
                  Fd fd, const ConnectionKeys& keys, Integrity integrity)
     : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)),
-      says_(keys.ours),
+      outgoing_mac_(keys.ours),
       guard_out_(in_memory(integrity), keys.ours, PayloadGuard::End::sends),
-      hears_(keys.theirs),
+      incoming_mac_(keys.theirs),
       guard_in_(in_memory(integrity), keys.theirs, PayloadGuard::End::receives) {}
 
 StreamPath::Sent ShmPath::flush_header() {
-    iovec iov{header_out_.data() + (kHead - header_left_), header_left_};
+    iovec iov{header_out_.data() + (kHead - header_unsent_), header_unsent_};
     msghdr message{};
     message.msg_iov = &iov;
     message.msg_iovlen = 1;
@@ -54,12 +54,12 @@ StreamPath::Sent ShmPath::flush_header() {
         return Sent::more;
     }
     segment_out_.reset();
-    header_left_ -= static_cast<size_t>(n);
-    return header_left_ == 0 && small_ ? Sent::small : Sent::more;
+    header_unsent_ -= static_cast<size_t>(n);
+    return header_unsent_ == 0 && small_ ? Sent::small : Sent::more;
 }
 
 StreamPath::Sent ShmPath::send_some() {
-    if (header_left_ > 0) return flush_header();
+    if (header_unsent_ > 0) return flush_header();
     ChunkHeader header;
     if (index == 0) {
         while (const auto segment = host_->next_segment_to_offer()) {
@@ -77,7 +77,7 @@ StreamPath::Sent ShmPath::send_some() {
     const SlotGrant& slot = *task->message->slot;
     const auto segment = host_->peer_segment(slot.segment);
     const uint64_t mapped = segment ? segment->size() : 0;
-    // Without a sum of what the peer says, which might wrap around.
+    // Sums of the peer's values could wrap around.
     const uint64_t room = slot.offset <= mapped ? mapped - slot.offset : 0;
     const uint64_t first = task->header.offset();
     if (first > room || task->bytes > room - first) {
@@ -85,9 +85,9 @@ StreamPath::Sent ShmPath::send_some() {
         return Sent::nothing;
     }
     uint8_t* const to = segment->data() + slot.offset + first;
-    // A large message does not fit the caches together with what else goes through them. What is
-    // written there would take each line from the receiver's, to which it belonged last.
-    if (task->data != to) {  // otherwise the application wrote it there
+    // A large message does not fit the caches. A cached write would first fetch each line from the
+    // receiver's cache, which had it last.
+    if (task->data != to) {  // else the application wrote it there
         if (task->message->chunks > 1)
             copy_past_caches(to, task->data, task->bytes);
         else
@@ -101,21 +101,22 @@ StreamPath::Sent ShmPath::send_header(const ChunkHeader& header, Bytes payload) 
     const auto head = std::span(header_out_).first<kChunkHeaderSize>();
     encode_chunk(header, head);
     if (guard_out_.is_keyed()) {
-        const Seal seal = says_.seal(head);
-        std::copy(seal.begin(), seal.end(), header_out_.begin() + kChunkHeaderSize);
+        const Mac mac = outgoing_mac_.mac(head);
+        std::copy(mac.begin(), mac.end(), header_out_.begin() + kChunkHeaderSize);
         guard_out_.begin(head);
         guard_out_.pass(payload);
-        const Tag mac = guard_out_.finish();
-        std::copy(mac.begin(), mac.end(), header_out_.begin() + kPayloadMac);
+        const Tag payload_mac = guard_out_.finish();
+        std::copy(payload_mac.begin(), payload_mac.end(), header_out_.begin() + kPayloadMac);
     }
-    header_left_ = kHead;
+    header_unsent_ = kHead;
     small_ = payload.size() <= kSmall;
     return flush_header();
 }
 
 void ShmPath::receive_some() {
     std::array<uint8_t, kHead * kHeadersAtOnce> heads;
-    for (int turn = 0; open() && turn < kHeadersPerTurn && !leaves_off(); turn += kHeadersAtOnce) {
+    for (int turn = 0; open() && turn < kHeadersPerTurn && !should_yield();
+         turn += kHeadersAtOnce) {
         iovec iov{heads.data(), heads.size()};
         msghdr message{};
         message.msg_iov = &iov;
@@ -146,20 +147,21 @@ void ShmPath::receive_some() {
             std::copy(part.begin(), part.end(), header_in_.data() + header_have_);
             header_have_ += part.size();
             rest = rest.subspan(part.size());
-            if (header_have_ == kHead && !header_received()) return;
+            if (header_have_ == kHead && !process_header()) return;
         }
-        if (static_cast<size_t>(n) < heads.size()) return;  // nothing more is here yet
+        if (static_cast<size_t>(n) < heads.size()) return;  // no more has arrived
     }
 }
 
-bool ShmPath::header_received() {
+bool ShmPath::process_header() {
     header_have_ = 0;
     if (guard_in_.is_keyed()) {
         const Bytes head(header_in_);
-        // Nothing of it is looked at before.
-        if (!hears_.fits(head.first(kChunkHeaderSize), head.subspan(kChunkHeaderSize, kSealSize))) {
+        // No field is used before this check.
+        if (!incoming_mac_.fits(head.first(kChunkHeaderSize),
+                                head.subspan(kChunkHeaderSize, kMacSize))) {
             host_->refused();
-            fail("a chunk's header was altered or added on the way: its seal is wrong");
+            fail("a chunk's header was altered or added on the way: its MAC is wrong");
             return false;
         }
         guard_in_.begin(head.first(kChunkHeaderSize));
@@ -208,15 +210,15 @@ bool ShmPath::header_received() {
 bool ShmPath::is_proved(const uint8_t* payload, uint64_t bytes) {
     if (!guard_in_.is_keyed()) return true;
     guard_in_.pass({payload, bytes});
-    Tag said;
-    std::copy_n(header_in_.begin() + kPayloadMac, said.size(), said.begin());
-    return guard_in_.fits(said);
+    Tag payload_mac;
+    std::copy_n(header_in_.begin() + kPayloadMac, payload_mac.size(), payload_mac.begin());
+    return guard_in_.fits(payload_mac);
 }
 
 void ShmPath::drop_work() {
-    header_left_ = 0;
+    header_unsent_ = 0;
     segment_out_.reset();
-    // Whatever stopped it in the middle, its next coming must find the chunk free to be taken.
+    // An interrupted chunk must be free to be received again.
     if (sink_.data != nullptr) host_->finish_chunk(std::exchange(sink_, {}), false);
 }
 

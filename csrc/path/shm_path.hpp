@@ -1,12 +1,12 @@
-// Chunks through shared memory: the sender copies straight into the receiver's slot and then
-// sends the header over a unix socket. The socket is doorbell and memory barrier in one, passes
-// the memfds, and its end tells of the peer's death; there is no shared state to be left locked
-// or half-written by a killed process.
+// Chunks through shared memory: the sender copies directly into the receiver's slot and then sends
+// the header over a unix socket. The socket is notification and memory barrier in one, passes the
+// memfds, and its end reveals the peer's death. There is no shared state that a killed process
+// could leave locked or half-written.
 #pragma once
 
 #include "path/stream_path.hpp"
+#include "wire/mac.hpp"
 #include "wire/payload_guard.hpp"
-#include "wire/seal.hpp"
 
 namespace pipemorph {
 
@@ -21,26 +21,26 @@ class ShmPath final : public StreamPath {
     void drop_work() override;
     Sent flush_header();
     Sent send_header(const ChunkHeader& header, Bytes payload);
-    bool header_received();
+    bool process_header();
     bool is_proved(const uint8_t* payload, uint64_t bytes);
 
-    // A header, its seal, and the MAC of its payload. The latter two are zeros with a CRC: between
-    // two processes, the kernel keeps others out and loses nothing.
-    static constexpr size_t kPayloadMac = kChunkHeaderSize + kSealSize;
+    // Header, its MAC, and the MAC of its payload. Both MACs are zero with integrity crc: between
+    // two processes, the kernel excludes others and loses nothing.
+    static constexpr size_t kPayloadMac = kChunkHeaderSize + kMacSize;
     static constexpr size_t kHead = kPayloadMac + kChunkTrailerSize;
 
-    Sealer says_;
+    FrameMac outgoing_mac_;
     PayloadGuard guard_out_;
     std::array<uint8_t, kHead> header_out_{};
-    size_t header_left_ = 0;               // to be sent, from the buffer's end
-    bool small_ = true;                    // its chunk
+    size_t header_unsent_ = 0;             // unsent bytes, at the buffer's end
+    bool small_ = true;                    // its chunk is small
     std::shared_ptr<Memory> segment_out_;  // its descriptor goes with the header
 
-    Sealer hears_;
+    FrameMac incoming_mac_;
     PayloadGuard guard_in_;
     std::array<uint8_t, kHead> header_in_{};
     size_t header_have_ = 0;
-    ChunkSink sink_;  // of the chunk that is being taken
+    ChunkSink sink_;  // of the chunk that is being received
     std::deque<Fd> descriptors_;
 };
 

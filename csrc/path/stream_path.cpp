@@ -15,17 +15,17 @@
 namespace pipemorph {
 namespace {
 
-// How long a fenced connection may take to run dry.
+// Longest drain of a fenced connection.
 constexpr int64_t kDrainLimit = 5 * kSecond;
-// Small chunks to send before others of the same thread get their turn.
+// Small chunks to send before other sockets of the same thread are served.
 constexpr int kSmallPerTurn = 32;
 
 }  // namespace
 
 StreamPath::~StreamPath() = default;
 
-// What goes wrong in between (no memory, no more descriptors to be watched) is the path's end only:
-// the fence finds out what has not got through.
+// Runs a step whose exception (no memory or descriptors) ends only this path: the fence finds the
+// missing chunks.
 template <typename F>
 void StreamPath::guarded(F&& run) {
     try {
@@ -35,12 +35,12 @@ void StreamPath::guarded(F&& run) {
     }
 }
 
-// On a thread of the application's, with the mutex held.
+// Runs a step on a thread of the application, with the mutex held.
 template <typename F>
 void StreamPath::on_other_thread(F&& run) {
-    elsewhere_ = true;
+    on_application_thread_ = true;
     guarded(run);
-    elsewhere_ = false;
+    on_application_thread_ = false;
 }
 
 void StreamPath::on_start() {
@@ -63,9 +63,9 @@ void StreamPath::on_event(uint32_t events) {
     });
 }
 
-void StreamPath::on_kick() {
+void StreamPath::on_notify() {
     const Lock lock(mu_);
-    // While the socket is full, its event will bring us back.
+    // While the socket is full, its event resumes the sending.
     if (open() && !watching_write_) guarded([this] { pump(); });
 }
 
@@ -80,7 +80,7 @@ void StreamPath::pump() {
     watch();
 }
 
-bool StreamPath::send_here() {
+bool StreamPath::send_inline() {
     const Lock lock(mu_, std::try_to_lock);
     if (!lock || !open() || retired_ || watching_write_ || watch_.fd < 0) return false;
     Sent sent = Sent::nothing;
@@ -91,15 +91,15 @@ bool StreamPath::send_here() {
     return true;
 }
 
-bool StreamPath::read_here(int wake, int64_t wait_ns) {
+bool StreamPath::read_inline(int wake, int64_t wait_ns) {
     if (is_large()) return false;
     Lock lock(mu_);
     if (!open() || retired_ || sleeps_ || watch_.fd < 0 || is_large()) return false;
     sleeps_ = true;
-    if (!std::exchange(read_elsewhere_, true)) watch();
+    if (!std::exchange(read_by_application_, true)) watch();
     pollfd ready[] = {{fd_.get(), POLLIN, 0}, {wake, POLLIN, 0}};
     lock.unlock();
-    // Somebody who closes the socket meanwhile wakes this thread as well.
+    // A thread that closes the socket meanwhile wakes this one as well.
     const timespec wait{wait_ns / kSecond, wait_ns % kSecond};
     ::ppoll(ready, 2, &wait, nullptr);
     lock.lock();
@@ -108,18 +108,18 @@ bool StreamPath::read_here(int wake, int64_t wait_ns) {
     return true;
 }
 
-void StreamPath::leave_to_reactor() {
+void StreamPath::return_to_reactor() {
     const Lock lock(mu_);
-    if (sleeps_ || !std::exchange(read_elsewhere_, false) || !open()) return;
+    if (sleeps_ || !std::exchange(read_by_application_, false) || !open()) return;
     watch();
 }
 
 void StreamPath::watch() {
-    reactor_.modify(watch_, (read_elsewhere_ ? 0 : uint32_t{EPOLLIN}) |
+    reactor_.modify(watch_, (read_by_application_ ? 0 : uint32_t{EPOLLIN}) |
                                 (watching_write_ ? uint32_t{EPOLLOUT} : 0));
 }
 
-void StreamPath::shut() {
+void StreamPath::close_socket() {
     if (!fd_) return;
     if (drain_timer_ != 0) reactor_.cancel(drain_timer_);
     reactor_.remove(fd_.get());
@@ -128,16 +128,15 @@ void StreamPath::shut() {
 
 void StreamPath::fail(std::string_view why) {
     if (!fd_) return;
-    if (elsewhere_) {
+    if (on_application_thread_) {
         if (!broken_.empty()) return;
-        // Also where there is no memory for anything: the end of the stream is an event, whatever
-        // the descriptor is watched for.
+        // The shutdown needs no memory: the end of the stream is always an event of the descriptor.
         keep_words(broken_, why);
         ::shutdown(fd_.get(), SHUT_RDWR);
         return;
     }
     drop_work();
-    shut();
+    close_socket();
     if (!retired_) host_->path_lost(index, epoch, std::string(why));
 }
 
@@ -152,13 +151,13 @@ bool StreamPath::retire() {
     if (retired_ || !fd_) return true;
     retired_ = true;
     drop_work();
-    // The peer sees the end of the stream and closes; what is under way is read and dropped.
+    // The peer sees the end of the stream and closes; bytes under way are read and dropped.
     ::shutdown(fd_.get(), SHUT_WR);
     if (std::exchange(watching_write_, false)) watch();
     drain_timer_ = reactor_.after(kDrainLimit, [self = shared_from_this(), this] {
         const Lock held(mu_);
         drain_timer_ = 0;
-        shut();
+        close_socket();
     });
     return true;
 }
@@ -180,7 +179,7 @@ void StreamPath::on_give_up(const std::string& why) {
 void StreamPath::on_close(const std::shared_ptr<void>& /*closed*/) {
     const Lock lock(mu_);
     drop_work();
-    shut();
+    close_socket();
 }
 
 }  // namespace pipemorph

@@ -1,8 +1,9 @@
-// What a path over a stream socket has in common with another: the descriptor, when to watch it
-// for writing, how it fails and how it is drained after a fence.
+// Common base of paths over stream sockets: the descriptor, its events, failures, and the drain
+// after a fence.
 //
-// Its reactor's thread carries, and so may threads of the application for a moment: with small
-// messages, waking another thread takes longer than all the rest. Whoever carries holds the mutex.
+// The reactor's thread sends and reads, and so may threads of the application for a moment: with
+// small messages, waking another thread takes longer than all the rest. The mutex is held
+// meanwhile.
 #pragma once
 
 #include <atomic>
@@ -16,9 +17,9 @@ namespace pipemorph {
 class StreamPath : public DataPath {
   public:
     bool retire() override;
-    bool send_here() override;
-    bool read_here(int wake, int64_t wait_ns) override;
-    void leave_to_reactor() override;
+    bool send_inline() override;
+    bool read_inline(int wake, int64_t wait_ns) override;
+    void return_to_reactor() override;
 
   protected:
     StreamPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
@@ -27,37 +28,37 @@ class StreamPath : public DataPath {
     ~StreamPath() override;
 
     void on_start() override;
-    void on_kick() override;
+    void on_notify() override;
     void on_sever() override;
     void on_give_up(const std::string& why) override;
     void on_close(const std::shared_ptr<void>& closed) override;
 
-    // All of these with the mutex held.
+    // Called with the mutex held.
     //
-    // Send a bounded amount.
+    // Sends a bounded amount.
     enum class Sent {
         nothing,  // there was nothing to send
-        small,    // a small chunk is out
+        small,    // a small chunk was sent
         more,     // to be called again when the socket takes more
     };
     virtual Sent send_some() = 0;
-    // Read a bounded amount.
+    // Reads a bounded amount.
     virtual void receive_some() = 0;
-    // Let go of the chunk being sent and of the one being received.
+    // Releases the chunk being sent and the one being received.
     virtual void drop_work() = 0;
 
     void fail(std::string_view why);
-    // For an errno from the socket: true if it only means "later".
+    // Handles an errno of the socket: true if it means a retry; else the path fails.
     bool would_block_or_fail(const char* what);
-    // The first header that a drained path gets to see, and every one after it.
+    // True once the path drains: its headers are dropped.
     bool retired() const { return retired_; }
     bool open() const { return fd_ && broken_.empty(); }
-    // What the last header said. Large messages are read beside the application, and more of them
+    // Size of the last header's message. Large messages are read by the reactor, and more of them
     // are expected after one.
     void note_size(bool large) { large_ = large; }
     bool is_large() const { return large_; }
-    // Whether to leave the rest to the reactor's thread.
-    bool leaves_off() const { return elsewhere_ && large_; }
+    // True if the reactor's thread should read the rest.
+    bool should_yield() const { return on_application_thread_ && large_; }
 
     Fd fd_;
 
@@ -71,17 +72,17 @@ class StreamPath : public DataPath {
     template <typename F>
     void on_other_thread(F&& run);
     void watch();
-    void shut();
+    void close_socket();
 
     std::mutex mu_;
     Reactor::Watch watch_;  // none before on_start
     bool retired_ = false;
     bool watching_write_ = false;
-    std::atomic<bool> large_{false};  // also asked without the mutex, which a long copy may hold
-    bool read_elsewhere_ = false;     // the reactor leaves it to another thread
-    bool sleeps_ = false;             // which waits at the socket
-    bool elsewhere_ = false;          // whoever holds the mutex is not the reactor's thread
-    std::string broken_;              // found there; taken apart by the reactor's thread
+    std::atomic<bool> large_{false};      // also read without the mutex, which a long copy may hold
+    bool read_by_application_ = false;    // a thread of the application reads
+    bool sleeps_ = false;                 // ... and waits at the socket
+    bool on_application_thread_ = false;  // a thread of the application holds the mutex
+    std::string broken_;                  // its error, to be handled by the reactor's thread
     uint64_t drain_timer_ = 0;
 };
 

@@ -13,19 +13,19 @@
 namespace pipemorph {
 namespace {
 
-// Bytes to read before other sockets of the same thread get their turn.
+// Bytes to read before other sockets of the same thread are served.
 constexpr size_t kReadTurn = size_t{2} << 20;
-// Bytes to sum and then send, or to receive and then sum: few enough to stay in a core's cache.
+// Bytes to sum and then send, or to receive and then sum: they fit a core's cache.
 constexpr size_t kPiece = size_t{512} << 10;
-// What is received here is dropped.
-constexpr size_t kLanding = size_t{128} << 10;
-// Between two processes of one host, what waits to be sent only pushes payloads out of the cache.
-// Between hosts the kernel sizes the buffer by bandwidth and delay.
+// Size of the buffer for dropped bytes.
+constexpr size_t kDiscardBuffer = size_t{128} << 10;
+// Send buffer between two processes of one host: queued bytes would only evict payloads from the
+// cache. Between hosts the kernel sizes the buffer by bandwidth and delay.
 constexpr int kLocalSendBuffer = 256 << 10;
 
-// One per data thread, since no other one reads large chunks.
-std::array<uint8_t, kLanding>& landing() {
-    thread_local const auto buffer = std::make_unique<std::array<uint8_t, kLanding>>();
+// Buffer for dropped bytes, one per data thread, since only these read large chunks.
+std::array<uint8_t, kDiscardBuffer>& discard_buffer() {
+    thread_local const auto buffer = std::make_unique<std::array<uint8_t, kDiscardBuffer>>();
     return *buffer;
 }
 
@@ -34,9 +34,9 @@ std::array<uint8_t, kLanding>& landing() {
 TcpPath::TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
                  Fd fd, const ConnectionKeys& keys, Integrity integrity)
     : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)),
-      says_(keys.ours),
+      outgoing_mac_(keys.ours),
       guard_out_(integrity, keys.ours, PayloadGuard::End::sends),
-      hears_(keys.theirs),
+      incoming_mac_(keys.theirs),
       guard_in_(integrity, keys.theirs, PayloadGuard::End::receives) {
     set_no_delay(fd_);
     if (is_local(fd_)) set_send_buffer(fd_, kLocalSendBuffer);
@@ -48,10 +48,10 @@ StreamPath::Sent TcpPath::send_some() {
         if (!task_) return Sent::nothing;
         const auto header = std::span(head_out_).first<kChunkHeaderSize>();
         encode_chunk(task_->header, header);
-        const Seal seal = says_.seal(header);
-        std::copy(seal.begin(), seal.end(), head_out_.begin() + kChunkHeaderSize);
+        const Mac mac = outgoing_mac_.mac(header);
+        std::copy(mac.begin(), mac.end(), head_out_.begin() + kChunkHeaderSize);
         sent_ = guarded_ = 0;
-        ended_ = false;
+        trailer_made_ = false;
         guard_out_.begin(header);
     }
     const size_t payload_end = kHead + task_->bytes;
@@ -63,7 +63,7 @@ StreamPath::Sent TcpPath::send_some() {
         const size_t from = sent_ > kHead ? sent_ - kHead : 0;
         size_t to = std::min(from + kPiece, task_->bytes);
         if (from < to) {
-            const uint8_t* source = guard(from, to);
+            const uint8_t* source = guard_payload(from, to);
             iov[parts++] = {const_cast<uint8_t*>(source), to - from};
         }
         if (to == task_->bytes) {
@@ -79,7 +79,7 @@ StreamPath::Sent TcpPath::send_some() {
             return Sent::more;
         }
         sent_ += static_cast<size_t>(n);
-        // A short count means that the buffer is full: asking again would only say so.
+        // A short count means that the buffer is full.
         size_t offered = 0;
         for (size_t i = 0; i < parts; ++i) offered += iov[i].iov_len;
         if (static_cast<size_t>(n) < offered) return Sent::more;
@@ -89,8 +89,9 @@ StreamPath::Sent TcpPath::send_some() {
     return small ? Sent::small : Sent::more;
 }
 
-// The payload's bytes from `from` on, as they are sent, up to `to`, which may become less.
-const uint8_t* TcpPath::guard(size_t from, size_t& to) {
+// Adds payload bytes to the checksum or MAC, or encrypts them. Returns the bytes from `from` on as
+// they are sent, up to `to`, which may be lowered.
+const uint8_t* TcpPath::guard_payload(size_t from, size_t& to) {
     if (!guard_out_.encrypts()) {
         if (guarded_ < to) guard_out_.pass({task_->data + guarded_, to - guarded_});
         guarded_ = std::max(guarded_, to);
@@ -101,9 +102,9 @@ const uint8_t* TcpPath::guard(size_t from, size_t& to) {
         piece_at_ = from;
         guarded_ = to;
     }
-    if (guarded_ == task_->bytes && !ended_) {
+    if (guarded_ == task_->bytes && !trailer_made_) {
         trailer_out_ = guard_out_.finish();
-        ended_ = true;
+        trailer_made_ = true;
     }
     if (!guard_out_.encrypts()) return task_->data + from;
     to = guarded_;
@@ -111,9 +112,9 @@ const uint8_t* TcpPath::guard(size_t from, size_t& to) {
 }
 
 void TcpPath::receive_some() {
-    // Whole small chunks come with their header. Of a large one these bytes would be copied twice.
+    // Small chunks are read together with their header. Bytes of a large one would be copied twice.
     std::array<uint8_t, kSmall> ahead;
-    for (size_t turn = 0; open() && turn < kReadTurn && !leaves_off();) {
+    for (size_t turn = 0; open() && turn < kReadTurn && !should_yield();) {
         iovec iov[3];
         size_t parts = 0;
         size_t room = 0;
@@ -123,11 +124,11 @@ void TcpPath::receive_some() {
                 room = std::min<uint64_t>(missing, kPiece);
                 iov[parts++] = {sink_.data + payload_have_, room};
             } else {
-                room = std::min<uint64_t>(missing, kLanding);
-                iov[parts++] = {landing().data(), room};
+                room = std::min<uint64_t>(missing, kDiscardBuffer);
+                iov[parts++] = {discard_buffer().data(), room};
             }
         }
-        // The trailer and the next chunk's header usually come with the end of the payload.
+        // The trailer and the next chunk's header usually arrive with the end of the payload.
         if (room == missing)
             iov[parts++] = {between_.data() + between_have_, between_.size() - between_have_};
         if (!is_large() && room == missing) iov[parts++] = {ahead.data(), ahead.size()};
@@ -147,18 +148,18 @@ void TcpPath::receive_some() {
         size_t offered = 0;
         for (size_t i = 0; i < parts; ++i) offered += iov[i].iov_len;
         turn += got;
-        payload_received(std::min(got, room));
+        store_payload(std::min(got, room));
         const size_t rest = got - std::min(got, room);
         const size_t between = std::min(rest, between_.size() - between_have_);
         between_have_ += between;
-        if (!between_received()) return;
-        if (!consume(Bytes(ahead).first(rest - between))) return;
-        if (got < offered) return;  // nothing more is here yet
+        if (!process_between()) return;
+        if (!consume_ahead(Bytes(ahead).first(rest - between))) return;
+        if (got < offered) return;  // no more has arrived
     }
 }
 
-// What was read before it was known what it is.
-bool TcpPath::consume(Bytes ahead) {
+// Consumes bytes that were read ahead.
+bool TcpPath::consume_ahead(Bytes ahead) {
     while (!ahead.empty()) {
         const uint64_t missing = chunk_ ? chunk_->length() - payload_have_ : 0;
         if (missing > 0) {
@@ -175,20 +176,20 @@ bool TcpPath::consume(Bytes ahead) {
         std::copy(part.begin(), part.end(), between_.data() + between_have_);
         between_have_ += part.size();
         ahead = ahead.subspan(part.size());
-        if (!between_received()) return false;
+        if (!process_between()) return false;
     }
     return true;
 }
 
-// False: that was the path's end.
-bool TcpPath::between_received() {
-    if (chunk_ && between_have_ >= kChunkTrailerSize && !chunk_received()) return false;
-    return between_have_ < between_.size() || header_received();
+// Handles a complete trailer, then a complete header.
+bool TcpPath::process_between() {
+    if (chunk_ && between_have_ >= kChunkTrailerSize && !process_trailer()) return false;
+    return between_have_ < between_.size() || process_header();
 }
 
-void TcpPath::payload_received(size_t bytes) {
+void TcpPath::store_payload(size_t bytes) {
     if (sink_.data == nullptr || bytes == 0) {
-        // Dropped, or the trailer and the next header only.
+        // Dropped bytes, or only the trailer and the next header.
     } else {
         uint8_t* const here = sink_.data + payload_have_;
         guard_in_.store(here, {here, bytes});
@@ -196,14 +197,14 @@ void TcpPath::payload_received(size_t bytes) {
     payload_have_ += bytes;
 }
 
-bool TcpPath::chunk_received() {
-    Tag said;
-    std::copy_n(between_.begin(), said.size(), said.begin());
-    const bool taken = sink_.data != nullptr;
-    const bool intact = taken && guard_in_.fits(said);
+bool TcpPath::process_trailer() {
+    Tag trailer;
+    std::copy_n(between_.begin(), trailer.size(), trailer.begin());
+    const bool stored = sink_.data != nullptr;
+    const bool intact = stored && guard_in_.fits(trailer);
     chunk_.reset();
-    if (taken) host_->finish_chunk(std::exchange(sink_, {}), intact);
-    if (taken && !intact) {
+    if (stored) host_->finish_chunk(std::exchange(sink_, {}), intact);
+    if (stored && !intact) {
         if (guard_in_.is_keyed()) host_->refused();
         fail(guard_in_.is_keyed() ? "a chunk's payload was altered on the way: its MAC is wrong"
                                   : "a chunk's checksum is wrong");
@@ -212,15 +213,15 @@ bool TcpPath::chunk_received() {
     return true;
 }
 
-bool TcpPath::header_received() {
+bool TcpPath::process_header() {
     between_have_ = 0;
     payload_have_ = 0;
     sink_ = {};
     const Bytes head = Bytes(between_).subspan(kChunkTrailerSize);
-    // Nothing of it is looked at before.
-    if (!hears_.fits(head.first(kChunkHeaderSize), head.subspan(kChunkHeaderSize))) {
+    // No field is used before this check.
+    if (!incoming_mac_.fits(head.first(kChunkHeaderSize), head.subspan(kChunkHeaderSize))) {
         host_->refused();
-        fail("a chunk's header was altered or added on the way: its seal is wrong");
+        fail("a chunk's header was altered or added on the way: its MAC is wrong");
         return false;
     }
     guard_in_.begin(head.first(kChunkHeaderSize));
@@ -250,7 +251,7 @@ void TcpPath::drop_work() {
     task_.reset();
     if (sink_.data != nullptr) {
         host_->finish_chunk(sink_, false);
-        if (retired()) host_->stale_chunk();  // its remaining bytes are still to come
+        if (retired()) host_->stale_chunk();  // its remaining bytes will be dropped
     }
     sink_ = {};
 }

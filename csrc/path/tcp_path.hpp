@@ -1,9 +1,10 @@
-// Chunks over a TCP socket: header and its seal, then payload, received straight into the slot.
+// Path over a TCP socket. A chunk is its header, the header's MAC, the payload and a trailer; the
+// payload is received directly into the slot.
 #pragma once
 
 #include "path/stream_path.hpp"
+#include "wire/mac.hpp"
 #include "wire/payload_guard.hpp"
-#include "wire/seal.hpp"
 
 namespace pipemorph {
 
@@ -17,30 +18,33 @@ class TcpPath final : public StreamPath {
     void receive_some() override;
     void drop_work() override;
 
-    bool consume(Bytes ahead);
-    bool between_received();
-    bool header_received();
-    bool chunk_received();
-    void payload_received(size_t bytes);
-    const uint8_t* guard(size_t from, size_t& to);
+    // Each returns false if the path has failed.
+    bool consume_ahead(Bytes ahead);
+    bool process_between();
+    bool process_header();
+    bool process_trailer();
 
-    static constexpr size_t kHead = kChunkHeaderSize + kSealSize;
+    void store_payload(size_t bytes);
+    const uint8_t* guard_payload(size_t from, size_t& to);
 
-    // Sending: header, seal, payload, trailer.
-    Sealer says_;
+    static constexpr size_t kHead = kChunkHeaderSize + kMacSize;
+
+    // Sending: header, MAC, payload, trailer.
+    FrameMac outgoing_mac_;
     std::optional<ChunkTask> task_;
     std::array<uint8_t, kHead> head_out_{};
     PayloadGuard guard_out_;
     Tag trailer_out_{};
-    size_t sent_ = 0;                 // of all four together
-    size_t guarded_ = 0;              // of the payload
-    std::vector<uint8_t> encrypted_;  // the payload's bytes up to there, from where a piece began
+    size_t sent_ = 0;                 // bytes of all four together
+    size_t guarded_ = 0;              // summed or encrypted bytes of the payload
+    std::vector<uint8_t> encrypted_;  // encrypted bytes of the current piece
     size_t piece_at_ = 0;
-    bool ended_ = false;  // the trailer is made
+    bool trailer_made_ = false;
 
-    // Receiving. A chunk's trailer and the next one's header are read together. Before the first
-    // chunk there is no trailer, so the buffer starts out as if it had been read.
-    Sealer hears_;
+    // Receiving. A chunk's trailer and the next header lie between two payloads and are read
+    // together. The first chunk has no trailer before it, so the buffer starts as if one had been
+    // read.
+    FrameMac incoming_mac_;
     PayloadGuard guard_in_;
     std::array<uint8_t, kChunkTrailerSize + kHead> between_{};
     size_t between_have_ = kChunkTrailerSize;

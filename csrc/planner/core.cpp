@@ -2,7 +2,7 @@
 
 namespace pipemorph::planner {
 
-Core::Core(const Costs& costs)
+EventCore::EventCore(const Costs& costs)
     : costs_(costs),
       delay_(&costs.delay),
       arrivals_(costs.stages, costs.microbatches),
@@ -15,7 +15,7 @@ Core::Core(const Costs& costs)
     for (auto& done : done_) done.resize(costs.stages);
     for (int stage = 0; stage < costs.stages; ++stage)
         for (const int kind : {kForward, kBackward, kWeight, kFused}) {
-            Way its{.stage = stage, .kind = kind, .took = costs.took[kind][stage]};
+            OpClass its{.stage = stage, .kind = kind, .took = costs.took[kind][stage]};
             const int counted = kind == kFused ? kBackward : kind;
             its.done = &done_[counted][stage];
             if (kind != kWeight) its.input = arrivals_.row(counted, stage);
@@ -25,7 +25,7 @@ Core::Core(const Costs& costs)
                 its.output = arrivals_.row(kBackward, stage);
             } else if (its.to >= 0) {
                 its.link = std::min(stage, its.to);
-                its.within_rank = costs.within_rank(its.link);
+                its.is_within_rank = costs.is_within_rank(its.link);
                 its.outstanding = costs.outstanding[its.link];
                 its.queues = costs.queues[its.link];
                 its.half_duplex = costs.half_duplex[its.link];
@@ -33,13 +33,13 @@ Core::Core(const Costs& costs)
                 its.wire = &wires_[2 * its.link + (kind != kForward && !its.half_duplex)];
                 its.output = arrivals_.row(counted, its.to);
             }
-            ways_.push_back(its);
+            op_classes_.push_back(its);
         }
     if (costs.offloads())
         for (const int limit : costs.device_limits) residency_.emplace_back(limit);
 }
 
-void Core::reset() {
+void EventCore::reset() {
     for (const int kind : {kForward, kBackward})
         std::fill(arrivals_.of[kind].begin(), arrivals_.of[kind].end(), kNever);
     std::fill(arrivals_.row(kForward, 0), arrivals_.row(kForward, 0) + costs_.microbatches, 0.0);
@@ -49,14 +49,14 @@ void Core::reset() {
     std::fill(idle_.begin(), idle_.end(), false);
 }
 
-void Core::set_tail(const Times* tail) {
+void EventCore::set_tail(const Times* tail) {
     // The local search runs thousands of orders with the same one.
     std::array<const double*, kKinds> rows{};
     if (tail)
         for (int kind = 0; kind < kKinds; ++kind) rows[kind] = tail->row(kind, 0);
     if (rows == tails_) return;
     tails_ = rows;
-    for (Way& its : ways_)
+    for (OpClass& its : op_classes_)
         its.tail = tail && its.kind != kFused ? tail->row(its.kind, its.stage) : nullptr;
 }
 

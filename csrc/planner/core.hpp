@@ -1,9 +1,9 @@
-// The event core: everything that executes a schedule is this, with a chooser.
+// Event core, which executes every schedule, with a chooser that selects the ops.
 //
-// A rank runs one op at a time. At the end of an op its message is handed to the link; the rank
-// goes on once the link has taken it. A chooser says what an idle rank runs next: the next op of a
+// A rank runs one op at a time. At the end of an op its message goes to the link; the rank goes on
+// once the link has accepted it. A chooser selects the next op of an idle rank: the next op of a
 // given order (in_order.hpp), the first op that is ready (online.hpp) or the most urgent one
-// (list_scheduler.hpp). tests/support/event_core.py is the same, short and slow.
+// (list_scheduler.hpp). The oracle of its tests is tests/support/event_core.py.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ struct Op {
     int stage, kind, microbatch;
 };
 
-// What a rank does next. Without an op it waits until `until`, or until a message wakes it.
+// Next action of a rank. Without an op it waits until `until`, or until a message wakes it.
 struct Choice {
     bool found = false;
     Op op{};
@@ -25,17 +25,17 @@ struct Choice {
     bool give_up = false;  // ends the execution
 };
 
-// Which microbatches' activations are on a stage's device. The rules are those of
+// Microbatches whose activations are on a stage's device, by the rules of
 // pipemorph/planning/offload.py. Limit 0: no offload.
-class Residency {
+class DeviceResidency {
   public:
-    explicit Residency(int limit) : limit_(limit) {}
+    explicit DeviceResidency(int limit) : limit_(limit) {}
 
     bool fits(int kind, int m) const {
         return !limit_ || resident_ < limit_ || (kind != kForward && !on_host_.count(m));
     }
 
-    // Records an op; whether it copies.
+    // Records an op. True if activations leave or return in it.
     bool run(int kind, int m) {
         if (!limit_) return false;
         if (kind == kForward) {
@@ -60,7 +60,7 @@ class Residency {
     std::set<int> on_host_;
 };
 
-// When each rank acts next: a tournament, in which the earliest wins. At the same time the end of
+// Time of each rank's next action: a tournament that the earliest wins. At equal times the end of
 // an op comes first, since others may wait for its message, then the lower rank.
 class Agenda {
   public:
@@ -71,7 +71,7 @@ class Agenda {
         winner_.resize(2 * static_cast<size_t>(leaves_));
     }
 
-    // Every rank at 0.
+    // Sets every rank to 0.
     void reset() {
         std::fill(at_.begin(), at_.end(), kNever);
         std::fill(at_.begin(), at_.begin() + ranks_, 0.0);
@@ -84,7 +84,7 @@ class Agenda {
     double at(int rank) const { return at_[rank]; }
     bool ends(int rank) const { return ends_[rank]; }
 
-    // `kEnds`: whether there are ends of ops on the agenda at all.
+    // `kEnds`: the agenda has ends of ops at all.
     template <bool kEnds = true>
     void set(int rank, double at, bool ends) {
         at_[rank] = at;
@@ -103,15 +103,15 @@ class Agenda {
     std::vector<int> winner_;
 };
 
-// One iteration. Keeps its memory between runs.
-class Core {
+// Execution of an iteration. Reuses its memory between runs.
+class EventCore {
   public:
-    explicit Core(const Costs& costs);
-    Core(const Core&) = delete;
-    Core& operator=(const Core&) = delete;
+    explicit EventCore(const Costs& costs);
+    EventCore(const EventCore&) = delete;
+    EventCore& operator=(const EventCore&) = delete;
 
-    // Before a run: `delay` in place of the problem's, kept by the caller until the run is over, or
-    // delays that change.
+    // To be called before a run: `delay` in place of the problem's, owned by the caller until the
+    // run ends, or delays that change.
     void set_delay(const std::vector<double>& delay) { delay_ = &delay; }
     void set_delay_at(DelayAt delay_at, DelayAt transfer_at = nullptr) {
         delay_at_ = std::move(delay_at);
@@ -121,15 +121,15 @@ class Core {
     const Costs& costs() const { return costs_; }
     int ranks() const { return costs_.ranks(); }
     int last_stage() const { return costs_.stages - 1; }
-    int done(int kind, int stage) const { return *way(kind, stage).done; }
-    // Of the forward from above and of the gradient from below; kNever until it is sent.
-    double arrival(int kind, int stage, int m) const { return way(kind, stage).input[m]; }
+    int done(int kind, int stage) const { return *op_class(kind, stage).done; }
+    // Arrival of the forward from above or of the gradient from below; kNever until it is sent.
+    double arrival(int kind, int stage, int m) const { return op_class(kind, stage).input[m]; }
     bool fits(int stage, int kind, int m) const {
         return residency_.empty() || residency_[stage].fits(kind, m);
     }
-    // Whether the rank of a stage has memory for one more F of it, and one more on each of its
-    // other stages that hold none: so ranks can always finish the oldest microbatch, and do not
-    // wait for each other forever. A W that has not run can run.
+    // True if the rank of a stage has memory for one more F of it, and one more on each of its
+    // other stages that hold none. Ranks can thus always finish the oldest microbatch, and do not
+    // deadlock: a pending W can run.
     bool has_room(int stage) const {
         if (costs_.memory == kNever) return true;
         double held = 0.0, reserved = 0.0;
@@ -140,28 +140,27 @@ class Core {
         }
         return std::max(held, reserved) <= costs_.memory;
     }
-    // The op that `code` of an order stands for, now.
+    // Op that `code` of an order now means.
     Op decode(int rank, unsigned char code) const {
-        const Way& its = way(code & 3, costs_.stages_of[rank][code >> 2]);
+        const OpClass& its = op_class(code & 3, costs_.stages_of[rank][code >> 2]);
         return {its.stage, its.kind, *its.done};
     }
     unsigned char code(const Op& op) const {
         return static_cast<unsigned char>(4 * costs_.chunk_of[op.stage] + op.kind);
     }
-    // When the link takes the op's message; 0 where nothing limits it or there is none.
-    double clear(const Op& op) const { return clear(way(op.kind, op.stage), op.microbatch); }
-    // Whether arrivals follow from the sender alone, so that they are known as soon as an op has
-    // begun.
-    bool foresees() const { return !delay_at_ && !costs_.shares_queues(); }
+    // Time at which the link accepts the op's message; 0 without a limit or a message.
+    double clear(const Op& op) const { return clear(op_class(op.kind, op.stage), op.microbatch); }
+    // True if arrivals follow from the sender alone, and so are known once an op has begun.
+    bool knows_arrivals() const { return !delay_at_ && !costs_.shares_queues(); }
 
-    // In order of time. `chooser` has choose(core, rank, now) and is told of each op, by
-    // began(core, rank, op, now, end) and ended(rank, free). With kForesees, ranks know when the
-    // messages of ops in progress will arrive, for which the directions of all links count as
-    // independent: half as many events. Of a chooser that does not look at later arrivals the
-    // result is the same. False if the chooser gave up.
-    template <bool kForesees, class Chooser>
-    bool run_in_time(Chooser& chooser) {
-        constexpr bool kEnds = !kForesees;
+    // Executes in order of time. `selector` has choose(core, rank, now), and the callbacks
+    // began(core, rank, op, now, end) and ended(rank, free) for each op. With `kKnowsArrivals`,
+    // arrivals of messages are known when their op begins, and the directions of all links count as
+    // independent: half as many events, and an equal result for choosers that ignore later
+    // arrivals. False if the chooser gave up.
+    template <bool kKnowsArrivals, class OpSelector>
+    bool run_event_driven(OpSelector& selector) {
+        constexpr bool kEnds = !kKnowsArrivals;
         reset();
         agenda_.reset();
         for (int rank = 0; rank < ranks(); ++rank)
@@ -173,18 +172,18 @@ class Core {
             if (now == kNever) return true;
             if (kEnds && agenda_.ends(rank)) {
                 const Op& op = running_[rank];
-                const Way& its = way(op.kind, op.stage);
+                const OpClass& its = op_class(op.kind, op.stage);
                 if (const double free = clear(its, op.microbatch); free > now) {
                     agenda_.set<kEnds>(rank, free, true);
                     continue;
                 }
-                chooser.ended(rank, now);
+                selector.ended(rank, now);
                 if (const double arrival = send(its, op.microbatch, now); its.to >= 0)
                     wake<kEnds>(its.to, arrival);
                 agenda_.set<kEnds>(rank, now, false);
                 continue;
             }
-            const Choice choice = chooser.choose(*this, rank, now);
+            const Choice choice = selector.choose(*this, rank, now);
             if (choice.give_up) return false;
             if (!choice.found) {
                 idle_[rank] = true;
@@ -193,13 +192,13 @@ class Core {
             }
             idle_[rank] = false;
             const Op& op = choice.op;
-            const Way& its = way(op.kind, op.stage);
+            const OpClass& its = op_class(op.kind, op.stage);
             const double end = now + begin(its, op.microbatch);
-            chooser.began(*this, rank, op, now, end);
+            selector.began(*this, rank, op, now, end);
             if constexpr (!kEnds) {
                 const double free = std::max(end, clear(its, op.microbatch));
-                chooser.ended(rank, free);
-                if (const double arrival = announce(its, op.microbatch, free); its.to >= 0)
+                selector.ended(rank, free);
+                if (const double arrival = compute_arrival(its, op.microbatch, free); its.to >= 0)
                     wake<kEnds>(its.to, arrival);
                 agenda_.set<kEnds>(rank, free, false);
             } else {
@@ -209,21 +208,21 @@ class Core {
         }
     }
 
-    // The same for a given order and independent directions, faster: a rank runs on as long as its
-    // next message's arrival is known. Arrivals follow from the sender alone, so the order in which
-    // ranks are visited is free. `row_of(rank)` is where the rank stands in its order: a Row, as in
-    // in_order.hpp. False as soon as an op starts at which its `tail` reaches `limit`.
+    // Executes a given order with independent directions, faster: a rank runs on while its next
+    // message's arrival is known. Arrivals follow from the sender alone, so ranks can be visited in
+    // any order. `row_of(rank)`: the rank's position in its order, a Row as in in_order.hpp. False
+    // as soon as an op starts at which its `tail` reaches `limit`.
     template <class RowOf>
-    bool run_as_known(RowOf row_of, const Times* tail = nullptr, double limit = kNever) {
+    bool run_known_arrivals(RowOf row_of, const Times* tail = nullptr, double limit = kNever) {
         reset();
         set_tail(tail);
-        todo_.clear();
-        for (int rank = ranks() - 1; rank >= 0; --rank) todo_.push_back(rank);
+        ranks_to_visit_.clear();
+        for (int rank = ranks() - 1; rank >= 0; --rank) ranks_to_visit_.push_back(rank);
         for (int rank = 0; rank < ranks(); ++rank) now_[rank] = begins(rank);
-        while (!todo_.empty()) {
-            const int rank = todo_.back();
-            todo_.pop_back();
-            idle_[rank] = true;  // here: not in todo_
+        while (!ranks_to_visit_.empty()) {
+            const int rank = ranks_to_visit_.back();
+            ranks_to_visit_.pop_back();
+            idle_[rank] = true;  // here: not in `ranks_to_visit_`
             const std::vector<int>& stages = costs_.stages_of[rank];
             double now = now_[rank];
             auto& row = row_of(rank);
@@ -233,7 +232,7 @@ class Core {
             bool sent_up = false, sent_down = false;
             for (; position < size; ++position) {
                 const unsigned char code = codes[position];
-                const Way& its = way(code & 3, stages[code >> 2]);
+                const OpClass& its = op_class(code & 3, stages[code >> 2]);
                 const int m = *its.done;
                 if (its.input) {
                     const double input = its.input[m];
@@ -246,10 +245,10 @@ class Core {
                 }
                 const double end = now + begin(its, m);
                 double free = end;
-                // Branches, not std::max: most often it is `end`, and the next op need not wait.
+                // Branches, not std::max: usually it is `end`, and the next op need not wait.
                 if (its.outstanding)
                     if (const double taken = clear(its, m); taken > free) free = taken;
-                announce(its, m, free);
+                compute_arrival(its, m, free);
                 row.record(position, its.kind, its.stage, m, now, end, free);
                 now = free;
                 (its.kind == kForward ? sent_down : sent_up) |= its.to >= 0;
@@ -265,22 +264,22 @@ class Core {
     }
 
   private:
-    // All about the ops of one kind of a stage, in one place for the inner loops.
-    struct Way {
+    // Data of the ops of one kind of a stage, in one place for the inner loops.
+    struct OpClass {
         int stage, kind;
-        int to = -1, link = 0;  // the stage that gets the messages, -1 for none
+        int to = -1, link = 0;  // stage that receives the messages, -1 for none
         int outstanding = 0, queues = 0;
-        bool half_duplex = false, within_rank = false;
+        bool half_duplex = false, is_within_rank = false;
         double took = 0.0, transfer = 0.0;
         int* done = nullptr;
-        // Arrivals by microbatch: of what the ops wait for, and of what they send. The last stage
-        // has its gradient at the end of its F.
+        // Arrivals by microbatch of the ops' inputs and outputs. The last stage has its gradient at
+        // the end of its F.
         double *input = nullptr, *output = nullptr;
-        double* wire = nullptr;        // when the link has sent all it was given
+        double* wire = nullptr;        // time at which the link has sent all its messages
         const double* tail = nullptr;  // least time from the start of each op to the end
     };
 
-    const Way& way(int kind, int stage) const { return ways_[4 * stage + kind]; }
+    const OpClass& op_class(int kind, int stage) const { return op_classes_[4 * stage + kind]; }
     double begins(int rank) const { return costs_.before.empty() ? 0.0 : costs_.before[rank]; }
     void reset();
     void set_tail(const Times* tail);
@@ -292,20 +291,20 @@ class Core {
         if (idle_[rank] && at < agenda_.at(rank)) agenda_.set<kEnds>(rank, at, false);
     }
 
-    // Has the rank of a stage visited, once, by run_as_known.
+    // Queues the rank of a stage, once, for a visit by `run_known_arrivals()`.
     void queue(int stage) {
         const int rank = costs_.rank_of[stage];
         if (!idle_[rank]) return;
         idle_[rank] = false;
-        todo_.push_back(rank);
+        ranks_to_visit_.push_back(rank);
     }
 
-    double clear(const Way& its, int m) const {
+    double clear(const OpClass& its, int m) const {
         return its.outstanding && m >= its.outstanding ? its.output[m - its.outstanding] : 0.0;
     }
 
-    // Counts the op as run; its duration.
-    double begin(const Way& its, int m) {
+    // Counts the op as run, and returns its duration.
+    double begin(const OpClass& its, int m) {
         ++*its.done;
         if (its.kind == kFused) ++done_[kWeight][its.stage];
         if (residency_.empty() || !residency_[its.stage].run(its.kind, m)) return its.took;
@@ -313,12 +312,11 @@ class Core {
         return its.took + extra[its.stage];
     }
 
-    // Hands a message to the link at `now`: its arrival. Messages of a direction leave in
-    // microbatch order; with half duplex both directions share the queues, first come, first
-    // served.
-    double send(const Way& its, int m, double now) {
-        if (its.to < 0 || its.within_rank || !(its.half_duplex || delay_at_))
-            return announce(its, m, now);
+    // Sends a message at `now`, and returns its arrival. A direction sends in microbatch order;
+    // with half duplex both directions share the queues, first come, first served.
+    double send(const OpClass& its, int m, double now) {
+        if (its.to < 0 || its.is_within_rank || !(its.half_duplex || delay_at_))
+            return compute_arrival(its, m, now);
         const double delay = delay_at_ ? delay_at_(its.link, now) : (*delay_)[its.link];
         const double transfer = transfer_at_ ? transfer_at_(its.link, now) : its.transfer;
         if (!its.half_duplex)
@@ -330,22 +328,22 @@ class Core {
         history.push_back(sent(its, std::max(now, busy), transfer) + delay);
         return its.output[m] = history.back();
     }
-    // The same ahead of time, for links with independent directions: arrivals follow from the
-    // sender alone.
-    double announce(const Way& its, int m, double free) {
+    // Arrival of a message that is sent at `free`, ahead of time, for links with independent
+    // directions: arrivals follow from the sender alone.
+    double compute_arrival(const OpClass& its, int m, double free) {
         if (its.to >= 0)
             return its.output[m] =
                        sent(its, leaves(its, m, free), its.transfer) + (*delay_)[its.link];
         if (its.output) its.output[m] = free;
         return kNever;
     }
-    // When the last byte of a message is sent: one message at a time for `transfer`. A message that
-    // takes no time waits for none.
-    double sent(const Way& its, double at, double transfer) const {
+    // Time at which the last byte of a message is sent: one message at a time, for `transfer`. A
+    // message that takes no time waits for no other.
+    double sent(const OpClass& its, double at, double transfer) const {
         if (transfer == 0.0) return at;
         return *its.wire = std::max(at, *its.wire) + transfer;
     }
-    double leaves(const Way& its, int m, double now) const {
+    double leaves(const OpClass& its, int m, double now) const {
         return its.queues && m >= its.queues ? std::max(now, its.output[m - its.queues]) : now;
     }
 
@@ -354,16 +352,16 @@ class Core {
     DelayAt delay_at_, transfer_at_;
     Times arrivals_;
     std::vector<int> done_[kKinds];
-    std::vector<Way> ways_;                      // into arrivals_, done_ and wires_
-    std::vector<Residency> residency_;           // empty: no stage offloads
+    std::vector<OpClass> op_classes_;            // into arrivals_, done_ and wires_
+    std::vector<DeviceResidency> residency_;     // empty: no stage offloads
     std::vector<std::vector<double>> shared_;    // arrivals over each half-duplex link
     std::vector<double> wires_;                  // forward and backward of each link
-    std::array<const double*, kKinds> tails_{};  // as in ways_
+    std::array<const double*, kKinds> tails_{};  // as in `op_classes_`
     Agenda agenda_;
     std::vector<Op> running_;
     std::vector<unsigned char> idle_;
     std::vector<double> now_;
-    std::vector<int> todo_;
+    std::vector<int> ranks_to_visit_;
 };
 
 }  // namespace pipemorph::planner

@@ -1,5 +1,5 @@
-// A planning problem laid out for the inner loops. The same as
-// pipemorph/planning/simulation/core.py.
+// Planning problem laid out for the inner loops, as Costs in
+// pipemorph/planning/simulation/execution.py.
 #pragma once
 
 #include <algorithm>
@@ -12,30 +12,30 @@ namespace pipemorph::planner {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Kinds of ops, and indices of what is kept per kind. A fused backward counts as a B and a W.
+// Kinds of ops, and indices of arrays per kind. A fused backward counts as a B and a W.
 enum Kind : unsigned char { kForward, kBackward, kWeight, kFused };
 constexpr int kKinds = 3;
 constexpr int kMostChunks = 64;  // stages of a rank
 
-// Times in the problem's unit; `queues` and `outstanding` are 0 for "no bound"; `caps` are N
-// where there is none. The search uses neither fused backwards nor offload.
+// Times in the problem's unit; `queues` and `outstanding` are 0 for "no bound"; `caps` are N for
+// "no cap". The search uses neither fused backwards nor offload.
 struct Costs {
     int microbatches = 0;
     int stages = 0;
     std::vector<double> took[kKinds + 1];  // per kind and stage
     std::vector<double> delay;             // per link, as the next four
-    std::vector<double> transfer;          // how long one message occupies the link's direction
+    std::vector<double> transfer;          // time for which a message occupies its direction
     std::vector<int> queues;
     std::vector<int> outstanding;
     std::vector<bool> half_duplex;
     std::vector<int> caps;           // per stage
     std::vector<int> warmup;         // per stage: the number of F before the first B; empty: free
-    std::vector<double> leaving;     // per stage: how much longer an F is if its activations leave
-    std::vector<double> returning;   // per stage: and a backward, if they have left
+    std::vector<double> leaving;     // per stage: extra time of an F whose activations leave
+    std::vector<double> returning;   // per stage: extra time of a backward whose activations return
     std::vector<int> device_limits;  // per stage: microbatches on the device; 0: all stay
-    std::vector<double> after;       // per rank: what follows its last op
-    std::vector<double> before;      // per rank: when it may begin; empty: at 0
-    std::vector<std::vector<int>> stages_of;  // per rank; an op's chunk is a place in it
+    std::vector<double> after;       // per rank: time after its last op
+    std::vector<double> before;      // per rank: earliest start; empty: 0
+    std::vector<std::vector<int>> stages_of;  // per rank; an op's chunk is an index in it
     std::vector<int> rank_of, chunk_of;       // per stage
     std::vector<double> sizes;                // per stage: memory of one microbatch in flight
     double memory = kNever;                   // of a rank, for all its stages
@@ -52,8 +52,8 @@ struct Costs {
             }
     }
     int ranks() const { return static_cast<int>(stages_of.size()); }
-    // Whether a link joins two stages of one rank: its messages take no time.
-    bool within_rank(int link) const { return rank_of[link] == rank_of[link + 1]; }
+    // True if a link joins two stages of one rank: its messages take no time.
+    bool is_within_rank(int link) const { return rank_of[link] == rank_of[link + 1]; }
 
     bool shares_queues() const {
         return std::find(half_duplex.begin(), half_duplex.end(), true) != half_duplex.end();
@@ -83,7 +83,7 @@ struct Times {
     }
 };
 
-// Per rank, its ops in run order: the kind, plus 4 times the chunk, which is the place of the op's
+// Ops of each rank in run order: the kind, plus 4 times the chunk, which is the index of the op's
 // stage among those of the rank. Each kind of a stage runs in microbatch order, so this is the
 // whole schedule.
 using Order = std::vector<std::vector<unsigned char>>;

@@ -6,7 +6,7 @@
 
 namespace pipemorph::planner {
 
-Guided::Guided(const Costs& costs, const Guide& guide)
+GuidedExecutor::GuidedExecutor(const Costs& costs, const DispatchGuide& guide)
     : guide_(guide),
       core_(costs),
       stages_(costs.stages),
@@ -21,7 +21,7 @@ Guided::Guided(const Costs& costs, const Guide& guide)
             auto& ops = ranks_[rank].ops;
             if (counted == kBackward) stage.backward.push_back(kind);
             stage.position[counted].push_back(static_cast<int>(ops.size()));
-            // The W of a fused backward has its place, too: positions are by microbatch.
+            // The W of a fused backward has a position, too: positions are by microbatch.
             if (kind == kFused) {
                 stage.position[kWeight].push_back(static_cast<int>(ops.size()));
                 ++done[of][kWeight];
@@ -34,7 +34,7 @@ Guided::Guided(const Costs& costs, const Guide& guide)
     }
 }
 
-void Guided::run(DelayAt delay_at, DelayAt transfer_at) {
+void GuidedExecutor::run(DelayAt delay_at, DelayAt transfer_at) {
     for (Rank& rank : ranks_) rank.next = 0;
     for (size_t rank = 0; rank < ran_.size(); ++rank) {
         const size_t ops = ranks_[rank].ops.size();
@@ -46,20 +46,20 @@ void Guided::run(DelayAt delay_at, DelayAt transfer_at) {
         }
     }
     core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
-    if (core_.foresees())
-        core_.run_in_time<true>(*this);
+    if (core_.knows_arrivals())
+        core_.run_event_driven<true>(*this);
     else
-        core_.run_in_time<false>(*this);
+        core_.run_event_driven<false>(*this);
 }
 
-Choice Guided::choose(const Core& core, int rank, double now) {
+Choice GuidedExecutor::choose(const EventCore& core, int rank, double now) {
     Rank& its = ranks_[rank];
     const int size = static_cast<int>(its.ops.size());
     const auto has_run = [&](const Op& op) { return core.done(op.kind, op.stage) > op.microbatch; };
     while (its.next < size && has_run(its.ops[its.next])) ++its.next;
     if (its.next == size) return {};
     const Op& turn = its.ops[its.next];
-    // Where the device has no room for it, a W has to make some.
+    // If the device has no room for it, a W has to run first.
     const bool waits = its.waits[its.next] && core.fits(turn.stage, turn.kind, turn.microbatch);
 
     int first = std::numeric_limits<int>::max();
@@ -98,8 +98,8 @@ Choice Guided::choose(const Core& core, int rank, double now) {
 
 namespace {
 
-// From 0 to 1, the same on every machine.
-double drawn(double sent, double most, int link, int draw) {
+// Draw from 0 to 1, equal on every machine.
+double draw_jitter(double sent, double most, int link, int draw) {
     const auto moment = static_cast<std::uint64_t>(std::min(sent / most * 1e6, 9e18));
     auto mixed = static_cast<std::uint32_t>(
         moment * 0x9E3779B1u + link * std::uint64_t{0x85EBCA6B} + draw * std::uint64_t{0xC2B2AE35});
@@ -110,7 +110,7 @@ double drawn(double sent, double most, int link, int draw) {
 
 }  // namespace
 
-double Guided::makespan() const {
+double GuidedExecutor::makespan() const {
     double found = 0.0;
     for (size_t rank = 0; rank < ran_.size(); ++rank) {
         const auto& ends = ran_[rank].end;
@@ -120,11 +120,11 @@ double Guided::makespan() const {
     return found;
 }
 
-std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& order,
-                                            const std::vector<int>& peaks) {
-    InOrder ran(costs);
+std::vector<std::vector<int>> find_planned_waits(const Costs& costs, const Order& order,
+                                                 const std::vector<int>& peaks) {
+    OrderExecutor ran(costs);
     ran.run(order);
-    const Core& core = ran.core();
+    const EventCore& core = ran.core();
     const int n = costs.microbatches;
     std::vector<std::vector<int>> found(order.size());
     for (size_t rank = 0; rank < order.size(); ++rank) {
@@ -169,13 +169,14 @@ std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& ord
     return found;
 }
 
-std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws) {
-    InOrder in_order(costs);
-    Guided guided(costs, guide);
+std::array<double, 2> compute_jittered_makespans(const Costs& costs, const DispatchGuide& guide,
+                                                 double most, int draws) {
+    OrderExecutor in_order(costs);
+    GuidedExecutor guided(costs, guide);
     std::array<double, 2> sum{};
     for (int draw = 0; draw < draws; ++draw) {
         const DelayAt delay_at = [&](int link, double sent) {
-            return costs.delay[link] + most * drawn(sent, most, link, draw);
+            return costs.delay[link] + most * draw_jitter(sent, most, link, draw);
         };
         sum[0] += in_order.run(guide.order, delay_at);
         guided.run(delay_at);

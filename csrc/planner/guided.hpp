@@ -1,5 +1,5 @@
-// Guided dispatch: of its ready ops, every rank runs the first in the plan's order. See
-// pipemorph/planning/simulation/core.py.
+// Dispatch by a guide: every rank runs its ready op that is first in the plan's order. See
+// pipemorph/planning/simulation/execution.py.
 #pragma once
 
 #include <array>
@@ -9,27 +9,27 @@
 
 namespace pipemorph::planner {
 
-// A plan's order, and what limits ops out of their turn; one entry per rank, `caps` per stage.
-struct Guide {
+// Order of a plan, and the limits of ops out of turn; one entry per rank, `caps` per stage.
+struct DispatchGuide {
     Order order;
-    std::vector<std::vector<int>> waits;  // positions before which nothing runs in their turn
+    std::vector<std::vector<int>> waits;  // positions of ops for which the rank waits in turn
     std::vector<int> caps;                // F out of turn only while fewer are in flight
 };
 
-class Guided {
+class GuidedExecutor {
   public:
-    Guided(const Costs& costs, const Guide& guide);
+    GuidedExecutor(const Costs& costs, const DispatchGuide& guide);
 
     void run(DelayAt delay_at = nullptr, DelayAt transfer_at = nullptr);
 
-    const Core& core() const { return core_; }
-    const std::vector<FirstReady::Ran>& ran() const { return ran_; }
-    // The end of the iteration that has run; infinity if ranks wait for each other.
+    const EventCore& core() const { return core_; }
+    const std::vector<OnlineScheduler::Ran>& ran() const { return ran_; }
+    // End of the iteration that has run; infinity on a deadlock.
     double makespan() const;
 
-    // As the core's chooser.
-    Choice choose(const Core& core, int rank, double now);
-    void began(Core& core, int rank, const Op& op, double now, double end) {
+    // Interface of the core's chooser.
+    Choice choose(const EventCore& core, int rank, double now);
+    void began(EventCore& core, int rank, const Op& op, double now, double end) {
         ran_[rank].codes.push_back(core.code(op));
         ran_[rank].start.push_back(now);
         ran_[rank].end.push_back(end);
@@ -38,31 +38,32 @@ class Guided {
 
   private:
     struct Stage {
-        // Of each op in the order of its rank; a fused backward's: of its B.
+        // Position of each op in the order of its rank; a fused backward counts as a B and a W.
         std::array<std::vector<int>, kKinds> position;
         std::vector<int> backward;  // kind of each backward
     };
     struct Rank {
         std::vector<Op> ops;
-        std::vector<unsigned char> waits;  // whether nothing runs in its turn, by position
+        std::vector<unsigned char> waits;  // by position: the rank waits for the op in turn
         int next = 0;                      // position of the first op that has not run
     };
 
-    const Guide& guide_;
-    Core core_;
+    const DispatchGuide& guide_;
+    EventCore core_;
     std::vector<Stage> stages_;
     std::vector<Rank> ranks_;
-    std::vector<FirstReady::Ran> ran_;
+    std::vector<OnlineScheduler::Ran> ran_;
 };
 
-// Where ranks wait for an op of the order though another could run, or for a link to take a
-// message, if messages take as long as `costs` says: per rank, the positions of these ops. `peaks`:
-// most microbatches in flight, by stage. The same as in pipemorph/planning/simulation/core.py.
-std::vector<std::vector<int>> planned_waits(const Costs& costs, const Order& order,
-                                            const std::vector<int>& peaks);
+// Positions, per rank, of the ops for which ranks wait though another could run, or for a link to
+// accept a message, if messages take as long as in `costs`. `peaks`: most microbatches in flight,
+// by stage. See pipemorph/planning/simulation/execution.py.
+std::vector<std::vector<int>> find_planned_waits(const Costs& costs, const Order& order,
+                                                 const std::vector<int>& peaks);
 
 // Mean makespans of the order itself and of guided dispatch, over `draws` iterations in which each
-// message between ranks comes up to `most` late, at random by the moment of its send.
-std::array<double, 2> jittered(const Costs& costs, const Guide& guide, double most, int draws);
+// message between ranks is up to `most` late, drawn by the moment of its send.
+std::array<double, 2> compute_jittered_makespans(const Costs& costs, const DispatchGuide& guide,
+                                                 double most, int draws);
 
 }  // namespace pipemorph::planner

@@ -2,7 +2,7 @@
 
 namespace pipemorph::planner {
 
-InOrder::InOrder(const Costs& costs) : core_(costs), rows_(costs.stages_of.size()) {
+OrderExecutor::OrderExecutor(const Costs& costs) : core_(costs), rows_(costs.stages_of.size()) {
     size_t stride = 0;  // ops of a rank, at most
     for (const auto& stages : costs.stages_of)
         stride = std::max(stride, kKinds * costs.microbatches * stages.size());
@@ -21,24 +21,24 @@ InOrder::InOrder(const Costs& costs) : core_(costs), rows_(costs.stages_of.size(
     }
 }
 
-double InOrder::run(const Order& order, const std::vector<double>& delay, const Times* tail,
-                    double limit) {
+double OrderExecutor::run(const Order& order, const std::vector<double>& delay, const Times* tail,
+                          double limit) {
     begin(order);
     core_.set_delay(delay);
-    if (core_.costs().shares_queues()) return finish(core_.run_in_time<false>(*this));
+    if (core_.costs().shares_queues()) return finish(core_.run_event_driven<false>(*this));
     const auto row_of = [&](int rank) -> Row& { return rows_[rank]; };
-    return finish(core_.run_as_known(row_of, tail, limit));
+    return finish(core_.run_known_arrivals(row_of, tail, limit));
 }
 
-double InOrder::run(const Order& order, DelayAt delay_at, DelayAt transfer_at) {
+double OrderExecutor::run(const Order& order, DelayAt delay_at, DelayAt transfer_at) {
     begin(order);
     core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
-    const double makespan = finish(core_.run_in_time<false>(*this));
+    const double makespan = finish(core_.run_event_driven<false>(*this));
     core_.set_delay_at(nullptr);
     return makespan;
 }
 
-void InOrder::begin(const Order& order) {
+void OrderExecutor::begin(const Order& order) {
     for (size_t rank = 0; rank < rows_.size(); ++rank) {
         rows_[rank].codes = order[rank].data();
         rows_[rank].size = static_cast<int>(order[rank].size());
@@ -46,7 +46,7 @@ void InOrder::begin(const Order& order) {
     }
 }
 
-double InOrder::finish(bool finished) const {
+double OrderExecutor::finish(bool finished) const {
     double makespan = 0.0;
     for (size_t rank = 0; rank < rows_.size(); ++rank) {
         const Row& row = rows_[rank];

@@ -1,27 +1,27 @@
-// Executes a given order: when every op starts, and what it waited for.
+// Executes a given order, for the start and the cause of the wait of every op.
 #pragma once
 
 #include "planner/core.hpp"
 
 namespace pipemorph::planner {
 
-// Ops are counted by position on their rank. Keeps its memory between runs.
-class InOrder {
+// Ops are addressed by position on their rank. Reuses its memory between runs.
+class OrderExecutor {
   public:
-    explicit InOrder(const Costs& costs);
-    InOrder(const InOrder&) = delete;
-    InOrder& operator=(const InOrder&) = delete;
+    explicit OrderExecutor(const Costs& costs);
+    OrderExecutor(const OrderExecutor&) = delete;
+    OrderExecutor& operator=(const OrderExecutor&) = delete;
 
-    // The makespan; kNever if ranks wait for each other, or as soon as an op starts at which its
-    // tail reaches `limit`. `delay` in place of the problem's.
+    // Makespan; kNever on a deadlock, or as soon as an op starts at which its tail reaches `limit`.
+    // `delay` replaces the problem's.
     double run(const Order& order) { return run(order, core_.costs().delay); }
     double run(const Order& order, const std::vector<double>& delay, const Times* tail = nullptr,
                double limit = kNever);
-    // With delays and, if given, transfers that change within the iteration.
+    // Makespan with delays and, if given, transfers that change within the iteration.
     double run(const Order& order, DelayAt delay_at, DelayAt transfer_at = nullptr);
 
-    // About the last run.
-    const Core& core() const { return core_; }
+    // Results of the last run.
+    const EventCore& core() const { return core_; }
     long ops_run() const {
         long ops = 0;
         for (const Row& row : rows_) ops += row.position;
@@ -30,14 +30,14 @@ class InOrder {
     int ran(int rank) const { return rows_[rank].position; }
     double start(int rank, int position) const { return rows_[rank].start[position]; }
     double end(int rank, int position) const { return rows_[rank].end[position]; }
-    // When the rank goes on: the end of the op, or later if its send was held up.
+    // Time at which the rank goes on: the end of the op, or later if its send was blocked.
     double free(int rank, int position) const { return rows_[rank].free[position]; }
     int microbatch(int rank, int position) const { return rows_[rank].microbatch[position]; }
     int position(int kind, int stage, int m) const {
         return position_of_[kind][static_cast<size_t>(stage) * core_.costs().microbatches + m];
     }
 
-    // Where a rank stands in its order, and what it has run.
+    // Position of a rank in its order, and the ops that it has run.
     struct Row {
         const unsigned char* codes = nullptr;
         int position = 0, size = 0, microbatches = 0;
@@ -58,8 +58,8 @@ class InOrder {
         }
     };
 
-    // As the core's chooser.
-    Choice choose(const Core& core, int rank, double now) const {
+    // Interface of the core's chooser.
+    Choice choose(const EventCore& core, int rank, double now) const {
         Choice choice;
         const Row& row = rows_[rank];
         if (row.finished()) return choice;
@@ -70,7 +70,7 @@ class InOrder {
         choice.until = input;
         return choice;
     }
-    void began(Core&, int rank, const Op& op, double now, double end) {
+    void began(EventCore&, int rank, const Op& op, double now, double end) {
         Row& row = rows_[rank];
         row.record(row.position++, op.kind, op.stage, op.microbatch, now, end, end);
     }
@@ -80,7 +80,7 @@ class InOrder {
     double finish(bool finished) const;
     void begin(const Order& order);
 
-    Core core_;
+    EventCore core_;
     std::vector<Row> rows_;
     std::vector<double> start_, end_, free_;
     std::vector<int> microbatch_, position_of_[kKinds];

@@ -7,29 +7,29 @@ namespace {
 
 // `kMost`: stages of a rank.
 template <int kMost>
-struct Chooser {
+struct UrgencySelector {
     const Costs& costs;
     const Times& tail;
     const Times& urgent;
-    const Tuning& tuning;
+    const ListTuning& tuning;
     const double bound;
     Order& order;
-    std::vector<double>& left;
+    std::vector<double>& time_remaining;
     const bool limited = costs.memory < kNever;
     double makespan = 0.0;
     long ops_run = 0;
 
-    Choice choose(const Core& core, int rank, double now) const {
+    Choice choose(const EventCore& core, int rank, double now) const {
         const int* mine = costs.stages_of[rank].data();
         const int chunks = kMost == 1 ? 1 : static_cast<int>(costs.stages_of[rank].size());
         const double weigh = tuning.by_kind ? 0.0 : 1.0;
 
-        // At a tie B, then F, then W; of these the one of the later stage.
+        // Ties: B, then F, then W; the later stage first.
         constexpr int kTurn[] = {1, 0, 2};
         Choice choice;
         double urgency = -kNever;
         const auto urgency_of = [&](int i, int kind, int m) {
-            return weigh * urgent.row(kind, i)[m] + tuning.biases[i].of[kind];
+            return weigh * urgent.row(kind, i)[m] + tuning.stage_tunings[i].of[kind];
         };
         const auto consider = [&](int i, int kind, int m) {
             const double its = urgency_of(i, kind, m);
@@ -65,7 +65,7 @@ struct Chooser {
         }
 
         const auto [stage, kind, m] = choice.op;
-        if (const double patience = tuning.biases[stage].patience; patience != 0) {
+        if (const double patience = tuning.stage_tunings[stage].patience; patience != 0) {
             const double horizon = now + patience * costs.took[kind][stage];
             const auto await = [&](int i, int its, double at) {
                 if (now < at && at < horizon && at < choice.until &&
@@ -79,13 +79,14 @@ struct Chooser {
             choice.found = choice.until == kNever;
             if (!choice.found) return choice;
         }
-        choice.give_up = now + tail.row(kind, stage)[m] >= bound || now + left[rank] >= bound;
+        choice.give_up =
+            now + tail.row(kind, stage)[m] >= bound || now + time_remaining[rank] >= bound;
         return choice;
     }
 
-    void began(Core& core, int rank, const Op& op, double, double end) {
+    void began(EventCore& core, int rank, const Op& op, double, double end) {
         ++ops_run;
-        left[rank] -= costs.took[op.kind][op.stage];
+        time_remaining[rank] -= costs.took[op.kind][op.stage];
         makespan = std::max(makespan, end + costs.after[rank]);
         order[rank].push_back(core.code(op));
     }
@@ -94,31 +95,33 @@ struct Chooser {
 
 }  // namespace
 
-MostUrgent::MostUrgent(const Costs& costs)
-    : costs_(costs), core_(costs), order_(costs.ranks()), left_(costs.ranks()) {
+UrgencyScheduler::UrgencyScheduler(const Costs& costs)
+    : costs_(costs), core_(costs), order_(costs.ranks()), time_remaining_(costs.ranks()) {
     for (int rank = 0; rank < costs.ranks(); ++rank)
         order_[rank].reserve(costs.stages_of[rank].size() * kKinds * costs.microbatches);
 }
 
-double MostUrgent::run(const Times& tail, const Times& urgency, const Tuning& tuning,
-                       double bound) {
+double UrgencyScheduler::run(const Times& tail, const Times& urgency, const ListTuning& tuning,
+                             double bound) {
     for (int rank = 0; rank < costs_.ranks(); ++rank) {
         order_[rank].clear();
-        left_[rank] = costs_.after[rank];
+        time_remaining_[rank] = costs_.after[rank];
         for (const int i : costs_.stages_of[rank])
-            left_[rank] +=
+            time_remaining_[rank] +=
                 costs_.microbatches *
                 (costs_.took[kForward][i] + costs_.took[kBackward][i] + costs_.took[kWeight][i]);
     }
-    const auto run_with = [&](auto chooser) {
-        const bool finished = core_.run_in_time<true>(chooser);
-        ops_run_ = chooser.ops_run;
+    const auto run_with = [&](auto selector) {
+        const bool finished = core_.run_event_driven<true>(selector);
+        ops_run_ = selector.ops_run;
         const long all = static_cast<long>(kKinds) * costs_.microbatches * costs_.stages;
-        return finished && ops_run_ == all ? chooser.makespan : kNever;
+        return finished && ops_run_ == all ? selector.makespan : kNever;
     };
     if (costs_.ranks() == costs_.stages)
-        return run_with(Chooser<1>{costs_, tail, urgency, tuning, bound, order_, left_});
-    return run_with(Chooser<kMostChunks>{costs_, tail, urgency, tuning, bound, order_, left_});
+        return run_with(
+            UrgencySelector<1>{costs_, tail, urgency, tuning, bound, order_, time_remaining_});
+    return run_with(UrgencySelector<kMostChunks>{costs_, tail, urgency, tuning, bound, order_,
+                                                 time_remaining_});
 }
 
 }  // namespace pipemorph::planner

@@ -12,10 +12,10 @@ struct Block {
     int rank, first, last;
 };
 
-// A critical path, from its end. Where an op waited for its rank and its message alike, the
-// generator says which is followed. What comes from the same rank is no message.
-void trace(const Costs& costs, const InOrder& executor, const Order& order, Rng& rng,
-           std::vector<Block>& blocks) {
+// Follows a critical path from its end. If an op waited for its rank and its message alike, `rng`
+// chooses between the two. Input from the same rank is no message.
+void find_critical_blocks(const Costs& costs, const OrderExecutor& executor, const Order& order,
+                          Rng& rng, std::vector<Block>& blocks) {
     const int last = costs.stages - 1;
     blocks.clear();
     const auto at_end = [&](int rank) { return static_cast<int>(order[rank].size()) - 1; };
@@ -36,7 +36,7 @@ void trace(const Costs& costs, const InOrder& executor, const Order& order, Rng&
             kind != kWeight && from >= 0 && from <= last && costs.rank_of[from] != rank;
         const bool message = received && executor.core().arrival(kind, stage, m) == start;
         bool machine = position > 0 && executor.free(rank, position - 1) == start;
-        if (machine && message && rng.below(2)) machine = false;
+        if (machine && message && rng.draw_below(2)) machine = false;
         if (machine) {
             --position;
             continue;
@@ -48,10 +48,10 @@ void trace(const Costs& costs, const InOrder& executor, const Order& order, Rng&
     }
 }
 
-// Whether a rank may run its ops in an order that was allowed until an op moved from one of two
-// positions to the other: only ops between them, of its stage, have others before them now.
-bool allowed(const Costs& costs, int rank, const std::vector<unsigned char>& codes, int moved,
-             int from) {
+// True if a rank may run its ops in an order that was allowed before an op moved between positions
+// `from` and `moved`: only ops of its stage between them have new predecessors.
+bool is_allowed_order(const Costs& costs, int rank, const std::vector<unsigned char>& codes,
+                      int moved, int from) {
     const std::vector<int>& mine = costs.stages_of[rank];
     const int chunk = codes[moved] >> 2, stage = mine[chunk];
     const auto first = codes.begin() + std::min(from, moved);
@@ -80,7 +80,7 @@ bool allowed(const Costs& costs, int rank, const std::vector<unsigned char>& cod
     return true;
 }
 
-void move(std::vector<unsigned char>& codes, int from, int to) {
+void move_op(std::vector<unsigned char>& codes, int from, int to) {
     const auto at = codes.begin();
     if (from < to)
         std::rotate(at + from, at + from + 1, at + to + 1);
@@ -90,27 +90,27 @@ void move(std::vector<unsigned char>& codes, int from, int to) {
 
 }  // namespace
 
-double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng, double unit,
-             double enough, long effort, Order& order, double makespan) {
+double search_by_shifting(const Costs& costs, const Times& tail, OrderExecutor& executor, Rng& rng,
+                          double unit, double enough, long effort, Order& order, double makespan) {
     Order present = order;
     std::vector<Block> blocks;
     const double all = static_cast<double>(effort);
     const bool shared = costs.shares_queues();
-    const double heat = costs.ranks() < costs.stages ? kHeatOfSeveral : kHeat;
+    const double heat = costs.ranks() < costs.stages ? kHeatOfMultiStage : kHeat;
     double length = executor.run(present);
     effort -= executor.ops_run();
-    trace(costs, executor, present, rng, blocks);
+    find_critical_blocks(costs, executor, present, rng, blocks);
     while (effort > 0 && makespan > enough && !blocks.empty()) {
-        Block block = blocks[rng.below(static_cast<int>(blocks.size()))];
-        // A message may have waited for one of the other direction, which the path does not show.
-        if (shared && rng.below(2)) {
-            block.rank = rng.below(costs.ranks());
+        Block block = blocks[rng.draw_below(static_cast<int>(blocks.size()))];
+        // A message may have waited for one of the other direction, which is not on the path.
+        if (shared && rng.draw_below(2)) {
+            block.rank = rng.draw_below(costs.ranks());
             block.first = 0;
             block.last = static_cast<int>(present[block.rank].size()) - 1;
         }
         const auto [rank, first, last] = block;
         int from = first, to = first + 1;
-        switch (rng.below(4)) {
+        switch (rng.draw_below(4)) {
             case 0:
                 from = last;
                 to = last - 1;
@@ -118,24 +118,24 @@ double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng,
             case 1:
                 break;
             default:
-                from = first + rng.below(last - first + 1);
-                to = first + rng.below(last - first + 1);
+                from = first + rng.draw_below(last - first + 1);
+                to = first + rng.draw_below(last - first + 1);
         }
         auto& codes = present[rank];
-        // A step that was not run still counts, or a short path could be searched for ever.
+        // Count a step that is not run, too, or the search of a short path might not end.
         --effort;
         if (codes[from] == codes[to] && (from - to) * (from - to) <= 1) continue;
-        move(codes, from, to);
+        move_op(codes, from, to);
         const double patience = heat * unit * (static_cast<double>(effort) / all);
-        const double within = length + patience * rng.unit();
+        const double within = length + patience * rng.draw_unit();
         double found = kNever;
-        if (allowed(costs, rank, codes, to, from)) {
-            // A hair more, so that what is just as long is not given up.
+        if (is_allowed_order(costs, rank, codes, to, from)) {
+            // With rounding slack, so that an equally long order is not given up.
             found = executor.run(present, costs.delay, &tail, within * (1 + kSame));
             effort -= executor.ops_run();
         }
         if (found > within * (1 + kSame)) {
-            move(codes, to, from);
+            move_op(codes, to, from);
             continue;
         }
         length = found;
@@ -143,7 +143,7 @@ double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng,
             makespan = found;
             order = present;
         }
-        trace(costs, executor, present, rng, blocks);
+        find_critical_blocks(costs, executor, present, rng, blocks);
     }
     return makespan;
 }

@@ -14,9 +14,9 @@ double arrival(const Costs& costs, int link, const double* arrivals, int m, doub
     return m && transfer > 0 ? std::max(arrives, arrivals[m - 1] + transfer) : arrives;
 }
 
-// Least time from the end of an op to the end of the iteration, by way of its message: it is sent,
-// and after it those of all later microbatches. `after`: the same for the next microbatch.
-double by_message(const Costs& costs, int link, double received, double after) {
+// Least time from the end of an op to the end of the iteration by way of its message, which is
+// followed by those of all later microbatches. `after`: that time of the next microbatch.
+double compute_tail_by_message(const Costs& costs, int link, double received, double after) {
     const double transfer = costs.transfer[link];
     const double alone = costs.delay[link] + transfer + received;
     return transfer > 0 ? std::max(alone, transfer + after) : alone;
@@ -28,7 +28,7 @@ struct Job {
 
 // Makespan on one machine with preemption: at any moment the released op with the longest tail
 // runs (Jackson's rule).
-double one_machine(std::vector<Job>& jobs) {
+double schedule_one_machine(std::vector<Job>& jobs) {
     std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.head < b.head; });
     const auto later = [](const Job& a, const Job& b) {
         return a.after != b.after ? a.after < b.after : a.took > b.took;
@@ -57,7 +57,7 @@ double one_machine(std::vector<Job>& jobs) {
 
 }  // namespace
 
-Times heads(const Costs& costs, const std::vector<int>& caps) {
+Times compute_heads(const Costs& costs, const std::vector<int>& caps) {
     const int n = costs.microbatches, stages = costs.stages;
     Times times(stages, n), arrivals(stages, n);
     for (int m = 0; m < n; ++m) {
@@ -73,7 +73,7 @@ Times heads(const Costs& costs, const std::vector<int>& caps) {
                 start = std::max(start, above[m]);
             }
             if (m >= caps[i]) start = std::max(start, times.row(kWeight, i)[m - caps[i]] + w);
-            // Before it on this stage: m F, and B and W of all that may no longer be in flight.
+            // Earlier ops of this stage: m F, and B and W of all microbatches above the cap.
             const int over = std::max(0, m - caps[i] + 1);
             forward[m] = std::max(start, forward[0] + m * f + over * (b + w));
         }
@@ -100,55 +100,56 @@ Times heads(const Costs& costs, const std::vector<int>& caps) {
     return times;
 }
 
-Times tails(const Costs& costs, const std::vector<int>& caps) {
+Times compute_tails(const Costs& costs, const std::vector<int>& caps) {
     const int n = costs.microbatches, stages = costs.stages;
     Times times(stages, n + 1);
     for (int i = 0; i < stages; ++i) times.row(kWeight, i)[n] = costs.after[costs.rank_of[i]];
     std::vector<double> down(stages), up(stages);  // by way of the messages of microbatch m + 1
     for (int m = n - 1; m >= 0; --m) {
-        const int left = n - m;
+        const int more = n - m;
         for (int i = 0; i < stages; ++i) {
             const double f = costs.took[kForward][i], b = costs.took[kBackward][i],
                          w = costs.took[kWeight][i];
             const double* forward = times.row(kForward, i);
             double* backward = times.row(kBackward, i);
             double* weight = times.row(kWeight, i);
-            // F that wait for W of this microbatch or a later one.
-            const int held = std::max(0, left - caps[i]);
+            // Number of F that wait for W of this microbatch or a later one.
+            const int held = std::max(0, more - caps[i]);
             const double freed = held ? forward[m + caps[i]] : 0.0;
             const double rest = costs.after[costs.rank_of[i]];
             weight[m] =
-                std::max(w + std::max(weight[m + 1], freed), left * w + held * (f + b) + rest);
-            const double above =
-                i ? up[i] = by_message(costs, i - 1, times.row(kBackward, i - 1)[m], up[i]) : 0.0;
+                std::max(w + std::max(weight[m + 1], freed), more * w + held * (f + b) + rest);
+            const double above = i ? up[i] = compute_tail_by_message(
+                                         costs, i - 1, times.row(kBackward, i - 1)[m], up[i])
+                                   : 0.0;
             const double after = b + std::max({weight[m], backward[m + 1], above});
             const double last = m < n - 1 ? backward[n - 1] - b : 0.0;
             backward[m] = std::max(
-                {after, left * (b + w) + held * f + rest, left * b + held * (f + w) + last});
+                {after, more * (b + w) + held * f + rest, more * b + held * (f + w) + last});
         }
         for (int i = stages - 1; i >= 0; --i) {
             const double f = costs.took[kForward][i], b = costs.took[kBackward][i],
                          w = costs.took[kWeight][i];
             double* forward = times.row(kForward, i);
             const double* backward = times.row(kBackward, i);
-            const int held = std::max(0, left - caps[i]);
-            const double below =
-                i < stages - 1
-                    ? down[i] = by_message(costs, i, times.row(kForward, i + 1)[m], down[i])
-                    : 0.0;
+            const int held = std::max(0, more - caps[i]);
+            const double below = i < stages - 1
+                                     ? down[i] = compute_tail_by_message(
+                                           costs, i, times.row(kForward, i + 1)[m], down[i])
+                                     : 0.0;
             const double after = f + std::max({forward[m + 1], backward[m], below});
-            // On this stage: everything from here on; up to the last B; up to the last F.
+            // Ops of this stage from here on: all; up to the last B; up to the last F.
             const double last_backward = backward[n - 1] - b;
             const double last_forward = m < n - 1 ? forward[n - 1] - f : 0.0;
-            forward[m] = std::max({after, left * (f + b + w) + costs.after[costs.rank_of[i]],
-                                   left * (f + b) + held * w + last_backward,
-                                   left * f + held * (b + w) + last_forward});
+            forward[m] = std::max({after, more * (f + b + w) + costs.after[costs.rank_of[i]],
+                                   more * (f + b) + held * w + last_backward,
+                                   more * f + held * (b + w) + last_forward});
         }
     }
     return times;
 }
 
-double machine_bound(const Costs& costs, const Times& head, const Times& tail) {
+double compute_machine_bound(const Costs& costs, const Times& head, const Times& tail) {
     double best = 0.0;
     std::vector<Job> jobs;
     for (const auto& mine : costs.stages_of) {
@@ -160,7 +161,7 @@ double machine_bound(const Costs& costs, const Times& head, const Times& tail) {
                 for (int m = 0; m < costs.microbatches; ++m)
                     jobs.push_back({start[m], from[m] - took, took});
             }
-        best = std::max(best, one_machine(jobs));
+        best = std::max(best, schedule_one_machine(jobs));
     }
     return best;
 }

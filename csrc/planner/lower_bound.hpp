@@ -1,4 +1,4 @@
-// How early an op can start, how much must follow it, and a makespan nothing can beat.
+// Earliest start of an op (head), least time after it (tail), and a lower bound of the makespan.
 #pragma once
 
 #include "planner/costs.hpp"
@@ -6,13 +6,13 @@
 namespace pipemorph::planner {
 
 // Earliest start of every op.
-Times heads(const Costs& costs, const std::vector<int>& caps);
+Times compute_heads(const Costs& costs, const std::vector<int>& caps);
 
-// Least time from the start of every op to the end of the iteration. Rows are one longer than
+// Least time from the start of every op to the end of the iteration. Rows have one entry more than
 // there are microbatches.
-Times tails(const Costs& costs, const std::vector<int>& caps);
+Times compute_tails(const Costs& costs, const std::vector<int>& caps);
 
-// The largest preemptive one-machine bound over the stages.
-double machine_bound(const Costs& costs, const Times& head, const Times& tail);
+// Largest preemptive one-machine bound over the ranks.
+double compute_machine_bound(const Costs& costs, const Times& head, const Times& tail);
 
 }  // namespace pipemorph::planner

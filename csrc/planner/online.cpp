@@ -2,14 +2,14 @@
 
 namespace pipemorph::planner {
 
-void FirstReady::run() {
-    if (core_.foresees())
-        core_.run_in_time<true>(*this);
+void OnlineScheduler::run() {
+    if (core_.knows_arrivals())
+        core_.run_event_driven<true>(*this);
     else
-        core_.run_in_time<false>(*this);
+        core_.run_event_driven<false>(*this);
 }
 
-Choice FirstReady::choose(const Core& core, int rank, double now) const {
+Choice OnlineScheduler::choose(const EventCore& core, int rank, double now) const {
     const int n = core.costs().microbatches;
     const std::vector<int>& mine = core.costs().stages_of[rank];
     double until = kNever;

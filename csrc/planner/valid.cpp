@@ -7,9 +7,9 @@
 namespace pipemorph::planner {
 namespace {
 
-// Whether no rank waits for ever, with messages that take no time. `done`: zeros, per stage.
-bool ends(const std::vector<std::vector<int>>& stages_of, const Order& order,
-          std::vector<std::array<int, kKinds>> done) {
+// True if no rank waits forever, with messages that take no time. `done`: zeros, per stage.
+bool terminates(const std::vector<std::vector<int>>& stages_of, const Order& order,
+                std::vector<std::array<int, kKinds>> done) {
     const int last = static_cast<int>(done.size()) - 1;
     std::vector<size_t> at(order.size());
     for (bool moving = true; moving;) {
@@ -36,7 +36,7 @@ bool ends(const std::vector<std::vector<int>>& stages_of, const Order& order,
 bool is_valid(int microbatches, const std::vector<std::vector<int>>& stages_of, const Order& order,
               const std::vector<std::vector<int>>& numbers, const std::vector<int>& caps,
               const std::vector<int>& device_limits) {
-    std::vector<Residency> held(device_limits.begin(), device_limits.end());
+    std::vector<DeviceResidency> held(device_limits.begin(), device_limits.end());
     const std::vector<std::array<int, kKinds>> none(caps.size());
     auto all = none;
     for (size_t rank = 0; rank < order.size(); ++rank)
@@ -55,7 +55,7 @@ bool is_valid(int microbatches, const std::vector<std::vector<int>>& stages_of, 
     for (const auto& done : all)
         for (const int count : done)
             if (count != microbatches) return false;
-    return ends(stages_of, order, none);
+    return terminates(stages_of, order, none);
 }
 
 }  // namespace pipemorph::planner

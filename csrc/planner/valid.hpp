@@ -1,5 +1,4 @@
-// Whether a schedule keeps the rules of pipemorph/planning/validator.py, which says what is wrong
-// with one that does not.
+// Check of a schedule by the rules of pipemorph/planning/validator.py, which locates violations.
 #pragma once
 
 #include "planner/costs.hpp"

@@ -5,41 +5,41 @@
 namespace pipemorph::planner {
 namespace {
 
-// All windows end this much later, relative to the makespan: rounding must refute nothing.
-constexpr double kHair = kSame / 10;
-// Smaller changes, in mean ops, are kept from other stages.
-constexpr double kSmall = 1e-3;
-// Bisection ends this close to the least makespan that is not refuted, relative to it.
-constexpr double kClose = 1e-4;
+// Slack at the end of all windows, relative to the makespan: rounding must refute nothing.
+constexpr double kRoundingSlack = kSame / 10;
+// Changes below this, in mean ops, are not propagated to other stages.
+constexpr double kSmallestChange = 1e-3;
+// Relative distance to the least makespan that is not refuted at which bisection ends.
+constexpr double kBisectionTolerance = 1e-4;
 
 }  // namespace
 
-Windows::Windows(const Costs& costs, const Times& head, const Times& tail, long effort)
+StartWindows::StartWindows(const Costs& costs, const Times& head, const Times& tail, long effort)
     : costs_(costs),
       tail_(tail),
       effort_(effort),
-      open_head_(head),
-      open_latest_(costs.stages, costs.microbatches),
+      unrefuted_head_(head),
+      unrefuted_latest_(costs.stages, costs.microbatches),
       changed_(costs.stages),
       arrivals_(costs.microbatches) {
-    for (auto& values : open_latest_.of) std::fill(values.begin(), values.end(), kNever);
+    for (auto& values : unrefuted_latest_.of) std::fill(values.begin(), values.end(), kNever);
     double ops = 0.0;
     for (int kind = 0; kind < kKinds; ++kind)
         for (const double took : costs.took[kind]) ops += took;
-    small_ = kSmall * ops / (kKinds * costs.stages);
+    small_ = kSmallestChange * ops / (kKinds * costs.stages);
 }
 
-double Windows::size(const Costs& costs) {
+double StartWindows::size(const Costs& costs) {
     double states = 0.0;
     for (const int cap : costs.caps)
         states += 0.5 * (costs.microbatches + 1) * (cap + 1.0) * (cap + 2.0);
     return states;
 }
 
-bool Windows::refute(double makespan) {
-    end_ = makespan * (1 + kHair);
-    head_ = open_head_;
-    latest_ = open_latest_;
+bool StartWindows::refute(double makespan) {
+    end_ = makespan * (1 + kRoundingSlack);
+    head_ = unrefuted_head_;
+    latest_ = unrefuted_latest_;
     for (int kind = 0; kind < kKinds; ++kind)
         for (int i = 0; i < costs_.stages; ++i) {
             const double* tail = tail_.row(kind, i);
@@ -49,20 +49,20 @@ bool Windows::refute(double makespan) {
         }
     std::fill(changed_.begin(), changed_.end(), true);
     if (!narrow()) return true;
-    open_end_ = end_;
-    open_head_ = head_;
-    open_latest_ = latest_;
+    unrefuted_end_ = end_;
+    unrefuted_head_ = head_;
+    unrefuted_latest_ = latest_;
     return false;
 }
 
-Times Windows::tails() const {
-    Times tails = open_latest_;
+Times StartWindows::compute_tails() const {
+    Times tails = unrefuted_latest_;
     for (auto& values : tails.of)
-        for (double& value : values) value = open_end_ - value;
+        for (double& value : values) value = unrefuted_end_ - value;
     return tails;
 }
 
-bool Windows::narrow() {
+bool StartWindows::narrow() {
     const int stages = costs_.stages;
     while (std::find(changed_.begin(), changed_.end(), true) != changed_.end()) {
         // Down the stages as activations go, and up again as gradients do.
@@ -73,15 +73,15 @@ bool Windows::narrow() {
             changed_[i] = false;
             if (!narrow(i)) return false;
             for (int link = std::max(0, i - 1); link < std::min(i + 1, stages - 1); ++link) {
-                pass(link, kForward, link, link + 1);
-                pass(link, kBackward, link + 1, link);
+                pass_windows(link, kForward, link, link + 1);
+                pass_windows(link, kBackward, link + 1, link);
             }
         }
     }
     return true;
 }
 
-bool Windows::narrow(int i) {
+bool StartWindows::narrow(int i) {
     width_ = costs_.caps[i] + 1;
     const size_t rows = static_cast<size_t>(costs_.microbatches + 1) * width_;
     if (first_.size() < rows) {
@@ -92,11 +92,11 @@ bool Windows::narrow(int i) {
         from_.resize(rows * width_);
         until_.resize(rows * width_);
     }
-    return reach(i) && return_from_end(i);
+    return propagate_from_start(i) && propagate_from_end(i);
 }
 
-// When the stage can be free at the earliest with `f` F, `b` B and `w` W done.
-bool Windows::reach(int i) {
+// Finds the earliest time at which the stage can be free with `f` F, `b` B and `w` W done.
+bool StartWindows::propagate_from_start(int i) {
     const int n = costs_.microbatches, cap = costs_.caps[i];
     const auto start = [&](int kind, int m, double free) {
         const double at = std::max(free, head_.row(kind, i)[m]);
@@ -108,7 +108,7 @@ bool Windows::reach(int i) {
             const size_t here = row(w, b);
             first_[here] = n + 1;
             last_[here] = -1;
-            // Where an op leads here from.
+            // Range of F in the states from which an op leads here.
             int from = n + 1, to = -1;
             if (!w && !b) from = to = 0;
             const bool by_backward = b > w, by_weight = w && b < w + cap;
@@ -146,8 +146,8 @@ bool Windows::reach(int i) {
     return last_[row(n, n)] == n;
 }
 
-// When the stage must be free at the latest, and from both the windows that orders keep to.
-bool Windows::return_from_end(int i) {
+// Finds the latest time at which the stage must be free, and from both times its ops' windows.
+bool StartWindows::propagate_from_end(int i) {
     const int n = costs_.microbatches, cap = costs_.caps[i];
     std::vector<double> least[kKinds], most[kKinds];
     for (int kind = 0; kind < kKinds; ++kind) {
@@ -189,7 +189,7 @@ bool Windows::return_from_end(int i) {
     return true;
 }
 
-void Windows::pass(int link, int kind, int from, int to) {
+void StartWindows::pass_windows(int link, int kind, int from, int to) {
     const int n = costs_.microbatches, queues = costs_.queues[link];
     const double took = costs_.took[kind][from], transfer = costs_.transfer[link],
                  delay = costs_.delay[link];
@@ -221,14 +221,15 @@ void Windows::pass(int link, int kind, int from, int to) {
     changed_[from] |= earlier;
 }
 
-double windows_bound(const Costs& costs, const Times& head, const Times& tail, double bound,
+double tighten_bound(const Costs& costs, const Times& head, const Times& tail, double bound,
                      double makespan, long effort) {
     const double just_below = makespan * (1 - kSame / 2);
-    if (just_below <= bound || static_cast<double>(effort) < Windows::size(costs)) return bound;
-    Windows windows(costs, head, tail, effort);
+    if (just_below <= bound || static_cast<double>(effort) < StartWindows::size(costs))
+        return bound;
+    StartWindows windows(costs, head, tail, effort);
     if (windows.refute(just_below)) return just_below;
     double open = makespan;
-    while (windows.effort_left() > 0 && open - bound > kClose * open) {
+    while (windows.effort_left() > 0 && open - bound > kBisectionTolerance * open) {
         const double middle = (bound + open) / 2;
         (windows.refute(middle) ? bound : open) = middle;
     }

@@ -10,8 +10,7 @@ namespace {
 constexpr double kGain = 2.0;
 constexpr double kDrained = 0.5;
 constexpr int64_t kRoundTripAge = 10 * kSecond;
-// A window of twice what fits makes a queue that doubles it. If it is more for some time, the wire
-// is another.
+// Factor of the round trip that reveals another wire: the window's own queue only doubles it.
 constexpr int64_t kRecent = kSecond;
 constexpr int64_t kFarBeyond = 4;
 constexpr int64_t kPeakAge = kSecond;
@@ -73,7 +72,7 @@ void Flow::learn_rate(const Chunk& chunk, int64_t now) {
     const int64_t took = std::max<int64_t>(now - chunk.delivered_ns, 1);
     const double rate = static_cast<double>(delivered_ - chunk.delivered) / to_seconds(took);
     if (chunk.limited) limited_ns_ = now;
-    // What an idle application sends says nothing of the wire, unless it is more than was known.
+    // The rate of an idle application does not show that of the wire, unless it is higher.
     if (chunk.limited || rate > std::max(peaks_[0], peaks_[1])) {
         if (now - period_ns_ > std::max(kPeakAge, 10 * least_rtt_ns_)) {
             peaks_ = {0.0, peaks_[0]};
@@ -84,7 +83,7 @@ void Flow::learn_rate(const Chunk& chunk, int64_t now) {
     busy_bytes_ += chunk.bytes;
     busy_ns_ += now - busy_since_ns_;
     busy_since_ns_ = now;
-    // Acknowledgements come in heaps, so a sample needs several of them.
+    // Acknowledgements arrive in batches, so a sample needs several of them.
     if (busy_ns_ < kRateSpan || busy_bytes_ < uint64_t{4} * chunk_bytes_) return;
     const double sample = static_cast<double>(busy_bytes_) / to_seconds(busy_ns_);
     busy_rate_ = busy_rate_ > 0 ? busy_rate_ + kRateWeight * (sample - busy_rate_) : sample;

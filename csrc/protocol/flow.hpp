@@ -1,9 +1,10 @@
-// How much one connection may have under way: bandwidth × delay, measured on what it carries.
+// Flow control of one connection: bytes under way are limited to bandwidth × delay, both measured
+// on its chunks.
 //
-// The rate is what was delivered between a chunk's departure and its acknowledgement, over that
-// time; the delay is the shortest that such a round trip was. Twice their product is let out: a
-// window that is too small for the wire delivers all of itself in each round trip, so it doubles
-// until the wire is full. Pure state, no clocks.
+// The rate is the bytes delivered between a chunk's departure and its acknowledgement, over that
+// time; the delay is the shortest round trip. The window is twice their product: one that is too
+// small for the wire is delivered completely in each round trip, so it doubles until the wire is
+// full. Pure state, no clocks.
 #pragma once
 
 #include <algorithm>
@@ -15,32 +16,31 @@ namespace pipemorph {
 
 class Flow {
   public:
-    // One on the wire, one behind it, one being copied: never so little that it runs dry between
-    // two looks at what has been delivered.
+    // One chunk on the wire, one behind it, one being copied, so that the wire never runs dry.
     static constexpr uint32_t kLeastChunks = 3;
 
     // `most`: bytes of memory for what is under way.
     explicit Flow(uint32_t chunk_bytes = 1, uint64_t most = 0)
         : chunk_bytes_(chunk_bytes), most_(most) {}
 
-    // There is less memory than was thought.
+    // Lowers the limit to the memory that there is.
     void limit(uint64_t most) { most_ = std::min(most_, most); }
-    // Whether one more chunk may go out.
+    // True if one more chunk may be sent.
     bool has_room(int64_t now_ns);
     void sent(uint64_t bytes, int64_t now_ns);
-    // There was room, and nothing to send.
+    // Records that there was room and nothing to send.
     void ran_out() { limited_ = false; }
-    // The oldest chunk under way has been acknowledged: a connection keeps the order.
+    // Records the acknowledgement of the oldest chunk under way: a connection preserves the order.
     void delivered(int64_t now_ns);
 
-    // Bytes; whole chunks.
+    // Window in bytes, a multiple of the chunk size.
     uint64_t window() const;
     uint64_t in_flight() const { return in_flight_; }
-    // As much as the wire holds is under way.
+    // True if as much is under way as the wire holds.
     bool is_half_full() const { return 2 * in_flight_ >= window(); }
-    // Bytes per second while something was under way: smoothed, 0 if not known.
+    // Bytes per second while something was under way: smoothed, 0 if unknown.
     double busy_rate() const { return busy_rate_; }
-    // What the wire carries, and when that was seen last: only a full window shows it. 0: never.
+    // Rate of the wire, and the time of its last measurement, which needs a full window. 0: never.
     double wire_rate() const { return limited_ns_ > 0 ? std::max(peaks_[0], peaks_[1]) : 0.0; }
     int64_t wire_rate_ns() const { return limited_ns_; }
     int64_t least_round_trip_ns() const { return least_rtt_ns_; }
@@ -49,9 +49,9 @@ class Flow {
     struct Chunk {
         uint64_t bytes;
         int64_t sent_ns;
-        uint64_t delivered;    // in all, when it was sent
-        int64_t delivered_ns;  // when the last of that was
-        bool limited;          // the window kept others back: its rate is the connection's
+        uint64_t delivered;    // total bytes delivered when it was sent
+        int64_t delivered_ns;  // time of the last delivery before it was sent
+        bool limited;          // the window was full: the rate is that of the wire
         bool quiet;            // sent while the queue drained
     };
     uint64_t product() const;
@@ -65,15 +65,15 @@ class Flow {
     uint64_t delivered_ = 0;
     int64_t delivered_ns_ = 0;
     bool limited_ = false;
-    // The most that was seen: in this period, and in the one before.
+    // Highest rate of this period, and of the previous one.
     std::array<double, 2> peaks_{};
     int64_t period_ns_ = 0;
     int64_t limited_ns_ = 0;
     int64_t least_rtt_ns_ = 0;
     int64_t least_rtt_at_ns_ = 0;
-    int64_t recent_rtt_ns_ = 0;  // the least since then
+    int64_t recent_rtt_ns_ = 0;  // the least since `recent_since_ns_`
     int64_t recent_since_ns_ = 0;
-    // The least is out of date, perhaps because of a queue of our own: let it drain and look.
+    // The least round trip is outdated, perhaps by a queue of our own: drain it and measure.
     bool draining_ = false;
     int64_t busy_since_ns_ = 0;
     int64_t busy_ns_ = 0;

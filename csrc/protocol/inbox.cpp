@@ -21,9 +21,9 @@ std::vector<Inbox::Room> Inbox::missing(int direction, uint32_t wanted, uint64_t
     for (uint32_t i = 0; i < wanted; ++i) {
         if (places[i].largest >= bytes) continue;
         const uint64_t size = std::max(bytes, places[i].together);
-        const bool beside =
+        const bool extends_last =
             !out.empty() && out.back().place + out.back().slots == i && out.back().bytes == size;
-        if (!beside) out.push_back({i, 0, size});
+        if (!extends_last) out.push_back({i, 0, size});
         ++out.back().slots;
     }
     return out;
@@ -32,7 +32,7 @@ std::vector<Inbox::Room> Inbox::missing(int direction, uint32_t wanted, uint64_t
 uint32_t Inbox::add_segment(int direction, const Room& room, std::shared_ptr<Memory> memory) {
     const auto number = static_cast<uint32_t>(segments_.size());
     uint64_t stride = room.slots > 0 ? memory->size() / room.slots : 0;
-    // Whole pages, whatever the memory was rounded up to: the tensors in the slots are aligned.
+    // Strides are whole pages, so that the tensors in the slots are aligned.
     if (stride >= 4096) stride -= stride % 4096;
     segments_.push_back(std::move(memory));
     for (uint32_t i = 0; i < room.slots; ++i) {
@@ -88,7 +88,7 @@ ChunkSink Inbox::begin_chunk(const ChunkHeader& h) {
             s.message = h.message;
             s.chunk_bytes = h.chunk_bytes;
             s.claimed = Bitmap(h.chunks());
-            s.here = Bitmap(h.chunks());
+            s.arrived = Bitmap(h.chunks());
             receiving_[h.message.id] = h.slot;
             break;
         case State::receiving:
@@ -97,7 +97,7 @@ ChunkSink Inbox::begin_chunk(const ChunkHeader& h) {
                 return sink;
             break;
     }
-    if (s.here.test(h.index)) {
+    if (s.arrived.test(h.index)) {
         sink.verdict = ChunkSink::Verdict::duplicate;
         return sink;
     }
@@ -118,7 +118,7 @@ Inbox::Finished Inbox::finish_chunk(const ChunkSink& sink, bool intact, int64_t 
         s.state != State::receiving)
         return {};
     s.claimed.clear(sink.index);
-    if (!intact || !s.here.set(sink.index) || !s.here.full()) return {};
+    if (!intact || !s.arrived.set(sink.index) || !s.arrived.full()) return {};
 
     receiving_.erase(s.message.id);
     Arrived a;
@@ -147,8 +147,8 @@ std::vector<ChunkReport> Inbox::report(const std::vector<uint64_t>& messages) co
         r.message = id;
         if (const auto it = receiving_.find(id); it != receiving_.end()) {
             const Slot& s = slots_[it->second];
-            r.chunks = static_cast<uint32_t>(s.here.size());
-            r.bits = s.here.bytes();
+            r.chunks = static_cast<uint32_t>(s.arrived.size());
+            r.bits = s.arrived.bytes();
         }
         out.push_back(std::move(r));
     }
@@ -174,7 +174,7 @@ std::optional<SlotGrant> Inbox::release(uint32_t slot, uint64_t serial) {
 std::optional<Inbox::Progress> Inbox::progress(const Key& key) const {
     for (const auto& [id, slot] : receiving_) {
         const Slot& s = slots_[slot];
-        if (s.message.key == key) return Progress{s.here.count(), s.here.size()};
+        if (s.message.key == key) return Progress{s.arrived.count(), s.arrived.size()};
     }
     return std::nullopt;
 }

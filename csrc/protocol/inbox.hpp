@@ -1,8 +1,8 @@
-// The receiving half of a link: slots, the chunks in them, and the mailbox of whole messages.
-// Pure state, no sockets and no locks: the link calls it with its own lock held.
+// Receiving half of a link: slots, the chunks in them, and the mailbox of complete messages. Pure
+// state, no sockets and no locks: the link calls it with its own lock held.
 //
-// A slot goes granted → receiving → full → held → granted. Its serial number rises every time it
-// is granted and is never reset, so a chunk meant for an earlier use of the slot can be told.
+// A slot goes granted → receiving → full → held → granted. Its serial number rises with every grant
+// and is never reset, which reveals a chunk for an earlier use of the slot.
 #pragma once
 
 #include <deque>
@@ -17,7 +17,7 @@
 
 namespace pipemorph {
 
-// A message that is all here. `keep` keeps its bytes mapped while anybody looks at them.
+// Complete message. `keep` keeps its bytes mapped.
 struct Arrived {
     MessageInfo info;
     int64_t arrived_ns = 0;  // wall clock
@@ -27,7 +27,7 @@ struct Arrived {
     std::shared_ptr<void> keep;
 };
 
-// Where a chunk's bytes go while they are being read, without the lock.
+// Destination of a chunk's bytes while they are read, without the lock.
 struct ChunkSink {
     enum class Verdict { take, duplicate, stale, invalid };
     Verdict verdict = Verdict::invalid;
@@ -42,27 +42,27 @@ struct ChunkSink {
 
 class Inbox {
   public:
-    // Slots of one size. A reservation of n slots has the places below n; whatever was ever added
-    // for a place is there for good.
+    // Slots of one size. A reservation of n slots has the places below n; slots of a place are
+    // never removed.
     struct Room {
         uint32_t place = 0;
         uint32_t slots = 0;
         uint64_t bytes = 0;  // of each
     };
-    // What has to be added for `wanted` slots of at least `bytes` in one direction. A new slot of
-    // a place is at least as large as the others there together, so that sizes which change for
-    // ever do not add up: a place has less than four times the most that was asked of it.
+    // Rooms to add for `wanted` slots of at least `bytes` in one direction. A new slot of a place
+    // is at least as large as the other slots there together, so that changing sizes do not add up:
+    // a place has less than four times its largest request.
     std::vector<Room> missing(int direction, uint32_t wanted, uint64_t bytes) const;
-    // Adds slots inside `memory`. They are granted when `grant_segment` says so: at once for
-    // TCP, once the peer has mapped the segment for shared memory.
+    // Adds slots inside `memory`. `grant_segment` grants them: at once for TCP, and for shared
+    // memory once the peer has mapped the segment.
     uint32_t add_segment(int direction, const Room& room, std::shared_ptr<Memory> memory);
     std::vector<SlotGrant> grant_segment(uint32_t segment);
     std::shared_ptr<Memory> segment(uint32_t number) const;
     const std::vector<std::shared_ptr<Memory>>& segments() const { return segments_; }
 
     ChunkSink begin_chunk(const ChunkHeader& header);
-    // `intact`: all its bytes are in the slot and the checksum is right. Returns whether that
-    // completed its message.
+    // `intact`: all bytes of the chunk are in the slot and the checksum is right. The result names
+    // the message that the chunk completed, if any.
     struct Finished {
         bool message_complete = false;
         uint64_t message = 0;
@@ -75,16 +75,16 @@ class Inbox {
 
     bool has(const Key& key) const { return mailbox_.contains(key); }
     std::optional<Arrived> take(const Key& key);
-    // The application is done with it: the slot's next grant. Nothing if it was released before.
+    // Releases a slot of the application; returns its next grant. Empty if it was released before.
     std::optional<SlotGrant> release(uint32_t slot, uint64_t serial);
 
-    // For messages to humans and for counters.
+    // Progress of a message, for error texts.
     struct Progress {
         uint64_t chunks = 0;
         uint64_t of = 0;
     };
     std::optional<Progress> progress(const Key& key) const;
-    // All slots of a direction: their bytes, the bytes of the largest, and the places they have.
+    // Extent of all slots of a direction: their bytes, the largest one's bytes, and their places.
     struct Extent {
         uint64_t bytes = 0;
         uint64_t largest = 0;
@@ -106,15 +106,15 @@ class Inbox {
         uint64_t serial = 0;
         MessageInfo message;
         uint32_t chunk_bytes = 0;
-        Bitmap claimed;  // being read right now
-        Bitmap here;
+        Bitmap claimed;  // being read now
+        Bitmap arrived;
     };
 
     SlotGrant grant(uint32_t number);
 
     std::vector<Slot> slots_;
     std::vector<std::shared_ptr<Memory>> segments_;
-    std::unordered_map<uint64_t, uint32_t> receiving_;  // message → slot, until it is complete
+    std::unordered_map<uint64_t, uint32_t> receiving_;  // incomplete message → slot
     std::unordered_map<Key, std::deque<Arrived>, KeyHash> mailbox_;
 };
 

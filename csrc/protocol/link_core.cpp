@@ -8,13 +8,13 @@
 namespace pipemorph {
 namespace {
 
-constexpr uint32_t kMostHeldBack = 3;
+constexpr uint32_t kMostDeferredGrants = 3;
 constexpr size_t kPerFrame = 4096;
 constexpr size_t kMaxError = 1000;
 
 std::string stuck_text(const OutMessage& message, int64_t clock_ns) {
     return "nothing of " + message.info.key.describe() + " has got through in " +
-           seconds_text(to_seconds(clock_ns - message.first_loss_ns)) + ", and " +
+           format_seconds(to_seconds(clock_ns - message.first_loss_ns)) + ", and " +
            std::to_string(message.losses) +
            (message.losses == 1 ? " data connection was" : " data connections were") +
            " lost with a chunk of it";
@@ -32,22 +32,22 @@ LinkCore::LinkCore(const Settings& settings)
       flight_bytes_(settings.flight_bytes) {}
 
 void LinkCore::send(const Frame& frame) {
-    // In this order: a report that lacks a message must not overtake its acknowledgement.
+    // The order matters: a report without a message must not overtake its acknowledgement.
     collect();
     stream_.send(frame);
     actions_.flush = true;
 }
 
 bool LinkCore::is_short_of_slots(int direction) const {
-    const auto wait = std::count_if(waiting_.slots.begin(), waiting_.slots.end(),
+    const auto wait = std::count_if(pending_acks_.slots.begin(), pending_acks_.slots.end(),
                                     [&](const SlotGrant& g) { return g.direction == direction; });
     const uint32_t free = in_.slots(direction) - in_.slots_in_use(direction);
     return wait > 0 && free <= wait + 1;
 }
 
 void LinkCore::collect() {
-    held_back_ = 0;
-    AckFrame all = std::exchange(waiting_, {});
+    deferred_grants_ = 0;
+    AckFrame all = std::exchange(pending_acks_, {});
     const auto part = [](auto& from, size_t at) {
         const auto first = from.begin() + static_cast<std::ptrdiff_t>(std::min(at, from.size()));
         const auto end = from.size() - std::min(at, from.size()) > kPerFrame
@@ -65,29 +65,29 @@ void LinkCore::posted(const OutMessage& message, int64_t now_wall, int64_t now) 
     if (message.chunks == 0)
         send_empty_messages(now_wall, now);
     else
-        actions_.kick = true;
+        actions_.notify = true;
 }
 
 void LinkCore::end_lease(const SlotGrant& slot) {
     out_.granted(slot);
-    if (out_.has_chunks()) actions_.kick = true;
+    if (out_.has_chunks()) actions_.notify = true;
 }
 
 void LinkCore::send_empty_messages(int64_t now_wall, int64_t now) {
     while (auto message = out_.next_inline(now_wall, now)) send(InlineFrame{std::move(*message)});
-    actions_.flush = true;  // grants may wait for it
+    actions_.flush = true;  // also for waiting grants
 }
 
 void LinkCore::acknowledge(uint64_t message) {
-    waiting_.messages.push_back(message);
+    pending_acks_.messages.push_back(message);
     actions_.flush = true;
 }
 
-// They take no slot, so something else has to bound how many are here: the sender has no more than
-// so many under way.
+// Acknowledges an empty message. Such messages take no slot, so the limit of unacknowledged ones at
+// the sender bounds their number here.
 void LinkCore::acknowledge_empty(uint64_t message) {
-    constexpr size_t kMostUntaken = 4096;
-    if (++untaken_empty_ > kMostUntaken)
+    constexpr size_t kMostUnread = 4096;
+    if (++unread_empty_ > kMostUnread)
         unacknowledged_empty_.push_back(message);
     else
         acknowledge(message);
@@ -96,7 +96,7 @@ void LinkCore::acknowledge_empty(uint64_t message) {
 std::optional<Arrived> LinkCore::take(const Key& key) {
     auto message = in_.take(key);
     if (!message || message->info.bytes > 0) return message;
-    --untaken_empty_;
+    --unread_empty_;
     if (!unacknowledged_empty_.empty()) {
         acknowledge(unacknowledged_empty_.front());
         unacknowledged_empty_.pop_front();
@@ -107,9 +107,9 @@ std::optional<Arrived> LinkCore::take(const Key& key) {
 void LinkCore::release(uint32_t slot, uint64_t serial, bool at_once) {
     const auto next = in_.release(slot, serial);
     if (!next) return;
-    emptied(*next);
-    waiting_.slots.push_back(*next);
-    if (at_once || ++held_back_ >= kMostHeldBack) actions_.flush = true;
+    record_emptied(*next);
+    pending_acks_.slots.push_back(*next);
+    if (at_once || ++deferred_grants_ >= kMostDeferredGrants) actions_.flush = true;
 }
 
 uint32_t LinkCore::add_room(int direction, const Inbox::Room& room, std::shared_ptr<Memory> memory,
@@ -118,14 +118,14 @@ uint32_t LinkCore::add_room(int direction, const Inbox::Room& room, std::shared_
     if (shared) {
         unmapped_segments_.insert(segment);
         segments_to_offer_.push_back(segment);
-        actions_.kick = true;
+        actions_.notify = true;
     }
     return segment;
 }
 
-void LinkCore::add_region(const RegionFrame& region, const std::string& trouble, int64_t now) {
+void LinkCore::add_region(const RegionFrame& region, const std::string& error, int64_t now) {
     send(region);
-    if (region.bytes == 0) bar_rail(true, region.rail, trouble, now);
+    if (region.bytes == 0) quarantine_rail(true, region.rail, error, now);
 }
 
 std::optional<uint32_t> LinkCore::next_segment_to_offer() {
@@ -142,7 +142,7 @@ void LinkCore::mapped(uint32_t segment) {
 }
 
 void LinkCore::grant(const std::vector<SlotGrant>& grants) {
-    waiting_.slots.insert(waiting_.slots.end(), grants.begin(), grants.end());
+    pending_acks_.slots.insert(pending_acks_.slots.end(), grants.begin(), grants.end());
     actions_.flush = true;
 }
 
@@ -168,7 +168,7 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
     } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
         out_.granted(ack->slots);
         actions_.wake = true;
-        if (!ack->slots.empty() && out_.has_chunks()) actions_.kick = true;
+        if (!ack->slots.empty() && out_.has_chunks()) actions_.notify = true;
         if (ack->messages.empty()) return {};
         note_progress();
         for (const uint64_t id : ack->messages) {
@@ -185,28 +185,28 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
         changed();
     } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
         if (fence->path >= paths_.size()) return "a fence for a path that does not exist";
-        // It had given it something.
+        // The peer had assigned chunks to it.
         if (!fence->messages.empty() && paths_[fence->path].received_epoch < fence->epoch)
-            lost_in_vain(fence->path, fence->epoch,
-                         now - paths_[fence->path].machine.up_since_ns());
+            reduce_segments(fence->path, fence->epoch,
+                            now - paths_[fence->path].machine.up_since_ns());
         paths_.fenced_by_peer(*fence);
         actions_.retire.push_back({fence->path, fence->epoch});
         note_carrier(now);
-        actions_.kick = true;
+        actions_.notify = true;
     } else if (const auto* report = std::get_if<BitmapFrame>(&frame)) {
         const auto [missing_since_ns, arrived] = out_.fenced(*report, watchdog_.clock_ns());
         if (arrived) note_progress();
         if (missing_since_ns && !arrived && report->path < paths_.size())
-            lost_in_vain(report->path, report->epoch, watchdog_.clock_ns() - *missing_since_ns);
+            reduce_segments(report->path, report->epoch, watchdog_.clock_ns() - *missing_since_ns);
         if (report->last && report->path < paths_.size())
             paths_.fence_answered(report->path, report->epoch);
-        if (out_.has_chunks()) actions_.kick = true;
+        if (out_.has_chunks()) actions_.notify = true;
     } else if (const auto* region = std::get_if<RegionFrame>(&frame)) {
         if (region->bytes > 0)
             paths_.add_region(*region);
         else
-            bar_rail(false, region->rail,
-                     rank_text(peer_rank_) + " cannot register its memory with it", now);
+            quarantine_rail(false, region->rail,
+                            format_rank(peer_rank_) + " cannot register its memory with it", now);
     }
     return {};
 }
@@ -216,20 +216,20 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
 bool LinkCore::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
                       int64_t now) {
     if (!paths_.may_attach(path, epoch)) {
-        // Given up by the peer before we had it: who dialled it has to dial another.
+        // The peer gave it up before it was attached, so the dialler must dial another one.
         paths_.dial_failed(path, epoch, "the peer gave the connection up at once", now);
         return false;
     }
     replace(path);
     count_remade(path);
     paths_.attach(path, epoch, local_thread, now);
-    // A new socket may have to show them again: it cannot be known which the old one delivered.
+    // A new socket offers all unmapped segments again: the old one's deliveries are unknown.
     if (path == 0) segments_to_offer_.assign(unmapped_segments_.begin(), unmapped_segments_.end());
     return true;
 }
 
-// The current connection is retired on its own thread: that may be in the middle of a copy, and
-// the fence must come after it.
+// Retires the current connection, on its own thread, which may be in the middle of a copy: the
+// fence must follow that.
 void LinkCore::replace(uint32_t path) {
     if (const auto before = paths_.replace(path)) actions_.retire.push_back({path, *before});
 }
@@ -247,22 +247,24 @@ void LinkCore::lose(uint32_t path, const std::string& why, int64_t now) {
     last_loss_ = "data path " + std::to_string(path) + ": " + why;
     last_loss_ns_ = now;
     note_carrier(now);
-    // What nobody has taken yet can go another way at once.
-    actions_.kick = true;
+    // Unassigned chunks can take another path at once.
+    actions_.notify = true;
 }
 
-// One that was cut soon says nothing of the size of packets. Who dials chooses that.
-void LinkCore::lost_in_vain(uint32_t path, uint32_t epoch, int64_t silent_ns) {
+// Handles a socket that delivered nothing. One that was cut soon reveals nothing about packet
+// sizes, which the dialler chooses.
+void LinkCore::reduce_segments(uint32_t path, uint32_t epoch, int64_t silent_ns) {
     if (!dials_ || silent_ns < give_up_ns_ / 4) return;
-    for (const uint32_t other : paths_.lost_in_vain(path, epoch))
+    for (const uint32_t other : paths_.reduce_segments(path, epoch))
         actions_.fail.push_back(
             {other,
              "nothing arrived in packets as large as its over data path " + std::to_string(path)});
 }
 
-// The epoch is over on this side: ask what of it arrived, and let the peer do the same.
+// Fences an epoch that is over on this side: the peer reports its chunks, and retires its
+// connection.
 void LinkCore::send_fence(uint32_t path, uint32_t epoch) {
-    const auto messages = out_.entrusted_to(path, epoch);
+    const auto messages = out_.assigned_to(path, epoch);
     size_t at = 0;
     do {
         FenceFrame fence{path, epoch, {}};
@@ -279,7 +281,7 @@ void LinkCore::retired(uint32_t path, const std::vector<uint32_t>& epochs, int64
         else
             path_lost(path, epoch, "given up by the peer", now);
     }
-    // What is missing must not move while it may still come this way, too.
+    // Missing chunks must not move while they may still arrive over this connection.
     for (const FenceFrame& fence : paths_.answerable(path)) answer_fence(fence);
 }
 
@@ -295,7 +297,7 @@ void LinkCore::answer_fence(const FenceFrame& fence) {
         send(std::exchange(answer, {fence.path, fence.epoch, {}}));
         bits = 0;
     }
-    // Also without messages to report on: the peer waits for it before it starts anew.
+    // Sent also without reports: the peer waits for it before it dials again.
     send(answer);
 }
 
@@ -306,7 +308,7 @@ std::optional<ChunkTask> LinkCore::next_chunk(uint32_t path, uint32_t epoch, int
     if (out_.bytes_under_way() == 0) watchdog_.started();
     auto task = out_.next_chunk(path, epoch, now_wall, now, watchdog_.clock_ns());
     if (task)
-        paths_.entrusted(path, task->bytes, now);
+        paths_.chunk_assigned(path, task->bytes, now);
     else
         paths_.ran_out(path);
     return task;
@@ -339,12 +341,12 @@ uint64_t LinkCore::finish_chunk(const ChunkSink& sink, bool intact, int64_t now_
 
 // --- Rails ---------------------------------------------------------------------------------------
 
-bool LinkCore::offer(uint32_t path, uint32_t epoch, const QpAddress& qp, std::string trouble,
+bool LinkCore::offer(uint32_t path, uint32_t epoch, const QpAddress& qp, std::string error,
                      int64_t now) {
     if (paths_[path].machine.epoch() != epoch) return false;
-    if (trouble.empty()) trouble = paths_.why_barred(path);
-    if (!trouble.empty()) {
-        paths_.dial_failed(path, epoch, trouble, now);
+    if (error.empty()) error = paths_.quarantine_reason(path);
+    if (!error.empty()) {
+        paths_.dial_failed(path, epoch, error, now);
         return false;
     }
     paths_.offered(path, now);
@@ -354,25 +356,25 @@ bool LinkCore::offer(uint32_t path, uint32_t epoch, const QpAddress& qp, std::st
 
 bool LinkCore::take_offer(const OfferFrame& offer) {
     if (!paths_[offer.path].machine.may_take(offer.epoch))
-        return false;  // given up before it was read
+        return false;  // superseded before it was read
     replace(offer.path);
     paths_.take(offer);
     return true;
 }
 
-bool LinkCore::answer(const OfferFrame& offer, const QpAddress& qp, std::string trouble,
+bool LinkCore::answer(const OfferFrame& offer, const QpAddress& qp, std::string error,
                       int64_t now) {
     const uint32_t path = offer.path;
     if (paths_[path].machine.epoch() != offer.epoch) return false;
-    if (trouble.empty()) trouble = why_not_connected(path, offer.epoch);
-    AnswerFrame answer{path, offer.epoch, trouble, trouble.empty() ? qp : QpAddress{}};
+    if (error.empty()) error = why_not_connected(path, offer.epoch);
+    AnswerFrame answer{path, offer.epoch, error, error.empty() ? qp : QpAddress{}};
     answer.error.resize(std::min(answer.error.size(), kMaxError));
-    if (trouble.empty())
+    if (error.empty())
         paths_.hold(path);
     else
-        paths_.dial_failed(path, offer.epoch, trouble, now);
+        paths_.dial_failed(path, offer.epoch, error, now);
     send(answer);
-    return trouble.empty();
+    return error.empty();
 }
 
 bool LinkCore::take_answer(const AnswerFrame& answer, int64_t now) {
@@ -381,25 +383,27 @@ bool LinkCore::take_answer(const AnswerFrame& answer, int64_t now) {
         return false;  // too late
     if (answer.error.empty()) return true;
     actions_.withdraw.push_back(answer.path);
-    paths_.dial_failed(answer.path, answer.epoch, rank_text(peer_rank_) + ": " + answer.error, now);
+    paths_.dial_failed(answer.path, answer.epoch, format_rank(peer_rank_) + ": " + answer.error,
+                       now);
     return false;
 }
 
-bool LinkCore::connected(uint32_t path, uint32_t epoch, std::string trouble, int64_t now) {
+bool LinkCore::connected(uint32_t path, uint32_t epoch, std::string error, int64_t now) {
     if (paths_[path].machine.epoch() != epoch) return false;
-    if (trouble.empty()) trouble = why_not_connected(path, epoch);
-    if (trouble.empty()) {
+    if (error.empty()) error = why_not_connected(path, epoch);
+    if (error.empty()) {
         paths_.hold(path);
         return true;
     }
-    lose(path, trouble, now);
+    lose(path, error, now);
     send_fence(path, epoch);
     return false;
 }
 
-// What has happened since its queue pair was asked for found none to end.
+// Reason against a queue pair that was being made when a fence or a quarantine arrived.
 std::string LinkCore::why_not_connected(uint32_t path, uint32_t epoch) const {
-    if (std::string barred = paths_.why_barred(path); !barred.empty()) return barred;
+    if (std::string quarantined = paths_.quarantine_reason(path); !quarantined.empty())
+        return quarantined;
     return paths_[path].machine.is_fenced(epoch) ? "given up by the peer" : "";
 }
 
@@ -408,7 +412,7 @@ bool LinkCore::path_up(uint32_t path, uint32_t epoch, int64_t now) {
     count_remade(path);
     paths_.connected(path, epoch, now);
     note_carrier(now);
-    actions_.kick = true;
+    actions_.notify = true;
     changed();
     return true;
 }
@@ -416,23 +420,23 @@ bool LinkCore::path_up(uint32_t path, uint32_t epoch, int64_t now) {
 void LinkCore::path_suspect(uint32_t path, uint32_t epoch, bool suspicious, int64_t now) {
     paths_.suspected(path, epoch, suspicious);
     note_carrier(now);
-    actions_.kick = true;
+    actions_.notify = true;
 }
 
-// A rail that may not write to every slot carries nothing any more: which slot a message gets is
-// not known when a rail is chosen for it.
-void LinkCore::bar_rail(bool ours, uint32_t rail, const std::string& why, int64_t now) {
-    paths_.bar(ours, rail, why);
+// Quarantines a rail that cannot reach every slot: a message's slot is unknown when its rail is
+// chosen.
+void LinkCore::quarantine_rail(bool ours, uint32_t rail, const std::string& why, int64_t now) {
+    paths_.quarantine(ours, rail, why);
     for (uint32_t i = 0; i < paths_.rails(); ++i) {
-        if (!paths_.barred(i)) continue;
-        paths_.set_trouble(i, why);
+        if (!paths_.quarantined(i)) continue;
+        paths_.set_last_error(i, why);
         if (paths_[i].offered) {
             withdraw(i, why, now);
         } else if (paths_[i].current) {
             actions_.fail.push_back({i, why});
-            // Others carry from now on, and not only when its thread has heard of it.
+            // Other paths carry at once, before its thread has ended it.
             note_carrier(now);
-            actions_.kick = true;
+            actions_.notify = true;
         }
     }
 }
@@ -444,30 +448,30 @@ void LinkCore::withdraw(uint32_t path, const std::string& why, int64_t now) {
     send_fence(path, paths_[path].machine.epoch());
 }
 
-void LinkCore::look_after_rails(bool recovered, int64_t now) {
-    if (recovered) paths_.hurry();
+void LinkCore::check_rails(bool recovered, int64_t now) {
+    if (recovered) paths_.reset_backoff();
     for (const uint32_t path : paths_.unanswered(now))
         withdraw(path,
-                 rank_text(peer_rank_) + " did not answer the offer of a queue pair within " +
-                     seconds_text(to_seconds(PathSet::kConnectLimitNs)),
+                 format_rank(peer_rank_) + " did not answer the offer of a queue pair within " +
+                     format_seconds(to_seconds(PathSet::kConnectLimitNs)),
                  now);
-    if (paths_.head_start_over(now)) actions_.kick = true;
+    if (paths_.head_start_over(now)) actions_.notify = true;
 }
 
 // --- Long links ----------------------------------------------------------------------------------
 
-std::string LinkCore::look_after_flow(int64_t now) {
+std::string LinkCore::check_flow(int64_t now) {
     give_up_late_paths();
     for (int direction = 0; direction < kDirections; ++direction) grow_slots(direction, now);
     return why_stuck();
 }
 
-// Paths that break are made anew without limit, so something else has to bound how long that may go
-// on without any use: a message waits for the receiver to have more of it than before.
+// Reason to end a link whose paths are remade without any use: a message for which the receiver has
+// had no new chunk for too long, or no path.
 std::string LinkCore::why_stuck() {
     const int64_t clock = watchdog_.clock_ns();
     const int64_t limit = std::max(give_up_ns_, 2 * watchdog_.patience_ns(out_.bytes_under_way()));
-    // One accident may cost several connections, a moment apart.
+    // One failure may break several connections, a moment apart.
     const auto stuck = out_.stuck(give_up_ns_ / 4);
     if (out_.in_flight() == 0 || paths_.any_carries()) note_progress();
     const bool without_path = clock - carried_ns_ > give_up_ns_;
@@ -476,7 +480,7 @@ std::string LinkCore::why_stuck() {
                ". Does something on the way drop large packets (path MTU), or cut connections?";
     if (without_path)
         return "there is something to send, and no data path has been up for " +
-               seconds_text(to_seconds(clock - carried_ns_)) + last_loss();
+               format_seconds(to_seconds(clock - carried_ns_)) + last_loss();
     return {};
 }
 
@@ -484,7 +488,7 @@ std::string LinkCore::last_loss() const {
     return last_loss_.empty() ? "" : " (last: " + last_loss_ + ")";
 }
 
-std::string LinkCore::path_trouble(int64_t now) const {
+std::string LinkCore::path_errors(int64_t now) const {
     constexpr int64_t kRecent = 30 * kSecond;
     std::string text;
     if (const auto stuck = out_.stuck())
@@ -492,7 +496,7 @@ std::string LinkCore::path_trouble(int64_t now) const {
     else if (!last_loss_.empty() && now - last_loss_ns_ < kRecent)
         text = "data paths were lost " + std::to_string(paths_.times_lost()) +
                (paths_.times_lost() == 1 ? " time, last " : " times, last ") +
-               seconds_text(to_seconds(now - last_loss_ns_)) + " ago (" + last_loss_ + ")";
+               format_seconds(to_seconds(now - last_loss_ns_)) + " ago (" + last_loss_ + ")";
     if (const uint32_t bytes = paths_.segment_bytes(); bytes > 0)
         text += (text.empty() ? "" : "; ") + std::string("packets of more than ") +
                 std::to_string(bytes) +
@@ -502,20 +506,21 @@ std::string LinkCore::path_trouble(int64_t now) const {
 
 void LinkCore::give_up_late_paths() {
     const int64_t patience = watchdog_.patience_ns(out_.bytes_under_way());
-    for (const auto& message : out_.late(watchdog_.clock_ns(), patience)) blame(*message);
+    for (const auto& message : out_.late(watchdog_.clock_ns(), patience))
+        fail_suspect_path(*message);
 }
 
-// One path at a time: its fence tells what of the message is here, and what is missing moves. The
-// first that has not proved since then that it delivers; if all have, the one with the oldest
+// Gives up one path of a late message: its fence reveals the missing chunks, which move. It is a
+// path without a proof of delivery since its chunk was assigned; else the one with the oldest
 // chunk.
-void LinkCore::blame(OutMessage& message) {
+void LinkCore::fail_suspect_path(OutMessage& message) {
     const OutMessage::Carrier* suspect = nullptr;
     for (const OutMessage::Carrier& c : message.carriers) {
         if (c.confirmed) continue;
-        // Somebody is being asked about it already.
+        // A fence for it is in progress.
         if (!paths_.may_be_at_fault(c)) return;
         const auto rank = [&](const OutMessage::Carrier& one) {
-            return std::pair(paths_[one.path].proved_ns >= one.given_ns, one.given_ns);
+            return std::pair(paths_[one.path].proved_ns >= one.assigned_ns, one.assigned_ns);
         };
         if (suspect == nullptr || rank(c) < rank(*suspect)) suspect = &c;
     }
@@ -527,15 +532,15 @@ void LinkCore::blame(OutMessage& message) {
     paths_.give_up(suspect->path);
     actions_.fail.push_back(
         {suspect->path, message.info.key.describe() + " was not acknowledged by " +
-                            rank_text(peer_rank_) + " for " + seconds_text(to_seconds(waited)) +
+                            format_rank(peer_rank_) + " for " + format_seconds(to_seconds(waited)) +
                             " after its last chunk had been sent"});
 }
 
-// A slot comes round in a round trip and the time that the application has it. So what is emptied
-// in a round trip has to fit twice; as with a window, it doubles until it does. What the
-// application does not empty needs no more of them.
+// Adds slots to a long link. A slot returns after a round trip and the time in the application, so
+// the slots must hold twice the bytes that are emptied per round trip; as with a window, this
+// doubles them until they suffice. Bytes that the application does not empty need no more slots.
 void LinkCore::grow_slots(int direction, int64_t now) {
-    // Where a round trip is shorter, a few slots are enough for every wire.
+    // With a shorter round trip, a few slots suffice for every wire.
     constexpr int64_t kLong = kMillisecond;
     constexpr int64_t kRoundTrips = 4;
     constexpr int64_t kLeastSpan = 100 * kMillisecond;

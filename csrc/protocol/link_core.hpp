@@ -1,8 +1,8 @@
-// The rules of a link: what its events mean, and what is to be done about them. No sockets,
-// threads, clocks or locks, so that a simulation can drive exactly what a job runs.
+// Rules of a link: the meaning of its events, and the actions that follow. No sockets, threads,
+// clocks or locks, so that a simulation can run the same code as a job.
 //
-// Whoever owns a core reports events to it, one at a time, with the time where it matters, and then
-// carries out what `take_actions` returns.
+// The owner of a core reports events to it, one at a time, with the current time where needed, and
+// then carries out the result of `take_actions`.
 #pragma once
 
 #include <set>
@@ -15,37 +15,35 @@
 
 namespace pipemorph {
 
-// What a link has to do, in this order.
+// Actions for the link, in this order.
 struct Actions {
-    // Offers of queue pairs to let go of, by path.
+    // Offers of queue pairs to withdraw, by path.
     std::vector<uint32_t> withdraw;
-    // Connections to be given up, on their own thread: their rail is barred, or what they were
-    // given does not arrive.
+    // Connections to give up, on their own thread: their rail is quarantined, or their chunks do
+    // not arrive.
     struct Fail {
         uint32_t path = 0;
         std::string why;
     };
     std::vector<Fail> fail;
-    // Slots to be added, since the application empties them faster than they come round; then
-    // `grown`.
+    // Slots to add, since the application empties them faster than they return; then `grown`.
     struct Grow {
         int direction = 0;
         Inbox::Room room;
     };
     std::vector<Grow> grow;
-    // On the path's own thread, so that no byte can reach a slot after the event that follows:
-    // retire all its connections up to this epoch and say so with `retired`; again in a moment
-    // while one of them cannot be.
+    // Connections of a path to retire up to an epoch, on the path's own thread, so that no byte can
+    // reach a slot afterwards. Then `retired`, and a retry for those that cannot be retired yet.
     struct Retire {
         uint32_t path = 0;
         uint32_t epoch = 0;
     };
     std::vector<Retire> retire;
-    bool flush = false;  // there are control frames to write
-    bool kick = false;   // there may be something to send on the paths
-    bool wake = false;   // somebody may wait for this
-    bool ring = false;   // ... and somebody may watch the bell
-    bool dial = false;   // ask `due`
+    bool flush = false;            // write control frames
+    bool notify = false;           // notify the paths of chunks to send
+    bool wake = false;             // wake waiting threads
+    bool signal_notifier = false;  // ... and signal the application's eventfd
+    bool dial = false;             // dial the paths of `due`
 };
 
 class LinkCore {
@@ -55,12 +53,12 @@ class LinkCore {
         uint32_t peer_rank = 0;
         size_t queues = 1;
         uint32_t chunk_bytes = 0;
-        // Bytes of memory for what is under way at once: the most that is staged for the rails
-        // here, and up to which a direction's receive slots are added to.
+        // Bytes of memory for messages under way: limit of the staging for rails, and of the
+        // receive slots that are added to a direction.
         uint64_t flight_bytes = uint64_t{512} << 20;
-        // Nothing counts as late sooner.
+        // Least time before a message is late.
         int64_t patience_ns = 5'000'000'000;
-        // For so long a link without any path, or of which nothing gets through, goes on.
+        // Time after which a link without any path, or without any delivery, ends.
         int64_t give_up_ns = 10'000'000'000;
     };
     struct Counters {
@@ -69,8 +67,8 @@ class LinkCore {
         uint64_t duplicate_chunks = 0;
         uint64_t stale_chunks = 0;
         uint64_t paths_remade = 0;
-        uint64_t late_messages = 0;  // a path was given up for each
-        uint64_t slots_added = 0;    // that nobody had reserved
+        uint64_t late_messages = 0;  // each ended a path
+        uint64_t slots_added = 0;    // in addition to the reserved ones
     };
 
     explicit LinkCore(const Settings& settings);
@@ -81,7 +79,7 @@ class LinkCore {
     const Inbox& in() const { return in_; }
     const PathSet& paths() const { return paths_; }
     const Counters& counters() const { return counters_; }
-    // Numbering and keeping control frames is the connection's business, too.
+    // The control connection writes and acknowledges its frames.
     ReliableStream& stream() { return stream_; }
     const ReliableStream& stream() const { return stream_; }
     std::vector<SentRecord> drain_telemetry() { return out_.telemetry.drain(); }
@@ -93,21 +91,20 @@ class LinkCore {
     }
     void start(int64_t now_ns) { paths_.start(now_ns); }
     void send(const Frame& frame);
-    // All that there is to write is about to be written: into the stream with what has waited for
-    // that, in one frame.
+    // Puts waiting acknowledgements and grants into the stream, in one frame, before it is written.
     void collect();
-    // Of the slots of this direction the peer can have no more than one, because grants wait.
+    // True if the peer has at most one free slot of this direction because grants wait.
     bool is_short_of_slots(int direction) const;
 
     // --- The application ---
-    // Where it throws nothing was posted. Otherwise `posted` has to follow.
+    // Queues a message; `posted` must follow. If it throws, nothing was queued.
     std::shared_ptr<OutMessage> enqueue(MessageInfo info, const uint8_t* data,
                                         std::shared_ptr<void> hold, int64_t now_ns,
                                         const std::optional<SlotGrant>& leased = std::nullopt) {
         return out_.post(std::move(info), data, std::move(hold), now_ns, leased);
     }
     void posted(const OutMessage& message, int64_t now_wall_ns, int64_t now_ns);
-    // Both.
+    // Calls enqueue(), then posted().
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
                                      std::shared_ptr<void> hold, int64_t now_wall_ns,
                                      int64_t now_ns,
@@ -116,33 +113,34 @@ class LinkCore {
         posted(*message, now_wall_ns, now_ns);
         return message;
     }
-    // A slot of the peer's that the application fills before it posts the message.
+    // Leases a slot of the peer, which the application fills before it posts the message.
     std::optional<SlotGrant> lease(int direction, uint64_t bytes) {
         return out_.lease(direction, bytes);
     }
-    // It does not post it after all.
+    // Ends a lease without a message.
     void end_lease(const SlotGrant& slot);
     std::optional<Arrived> take(const Key& key);
-    // `at_once`: grant the slot again now. Otherwise the grant goes with the next frame, but at
-    // most two wait for that.
+    // Releases a slot. `at_once`: grant it now; else with the next frame, for which at most two
+    // grants wait.
     void release(uint32_t slot, uint64_t serial, bool at_once);
-    // Slots that are granted by `grant_room`, or when the peer has mapped them (`shared`).
+    // Adds slots. `grant_room` grants them, or the peer's mapping of them (`shared`).
     uint32_t add_room(int direction, const Inbox::Room& room, std::shared_ptr<Memory> memory,
                       bool shared);
-    // Where one of our rails can be written to. A rail without bytes is barred: `trouble` says why.
-    void add_region(const RegionFrame& region, const std::string& trouble, int64_t now_ns);
+    // Announces the memory of a segment for one of our rails. A rail without bytes is quarantined
+    // for the reason `error`.
+    void add_region(const RegionFrame& region, const std::string& error, int64_t now_ns);
     void grant_room(uint32_t segment) { grant(in_.grant_segment(segment)); }
-    // Shared memory: the next segment that the peer is still to be shown.
+    // Shared memory: the next segment to offer to the peer.
     std::optional<uint32_t> next_segment_to_offer();
-    // The link is over: lets go of what is the application's. Nothing is left to be done.
+    // Releases the application's payloads: the link is over.
     void abandon() noexcept { out_.abandon(); }
-    // And nobody has any of what is in there.
+    // Releases the inbox, when no message of it is in use.
     Inbox drop_inbox() { return std::exchange(in_, Inbox()); }
 
     // --- The peer's frames ---
-    // Grants, messages, acknowledgements, fences and regions. Others need more than rules.
+    // True for grants, messages, acknowledgements, fences and regions.
     static bool handles(const Frame& frame);
-    // Returns what broke the protocol, or nothing.
+    // Handles a frame. Returns a violation of the protocol, or an empty text.
     std::string handle(Frame& frame, int64_t now_wall_ns, int64_t now_ns);
     void mapped(uint32_t segment);
 
@@ -151,67 +149,68 @@ class LinkCore {
     void dial_failed(uint32_t path, uint32_t epoch, const std::string& why, int64_t now_ns) {
         paths_.dial_failed(path, epoch, why, now_ns);
     }
-    // A connection that carries from now on. `local_thread`: its thread, if it is a socket between
-    // two processes of one host. False: it is of no use.
+    // Attaches a connection, which carries from now on. `local_thread`: its thread, if it is a
+    // socket between two processes of one host. False: it is fenced or superseded.
     bool attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
                 int64_t now_ns);
-    // It can write nowhere any more. False: that was known.
+    // Records a lost connection, which can no longer write. False: the loss was known.
     bool path_lost(uint32_t path, uint32_t epoch, const std::string& why, int64_t now_ns);
-    // After `Actions::retire`, for the epochs that could be.
+    // Records the epochs that were retired after `Actions::retire`.
     void retired(uint32_t path, const std::vector<uint32_t>& epochs, int64_t now_ns);
 
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
                                         int64_t now_ns);
-    // From now on the connection says what was delivered, and gets no more than a window.
+    // Limits a connection to a window: it reports deliveries from now on.
     void pace(uint32_t path, uint32_t epoch) { paths_.pace(path, epoch); }
-    // It has no room for more bytes under way than that.
+    // Limits the bytes under way to the connection's memory.
     void limit(uint32_t path, uint32_t epoch, uint64_t most) { paths_.limit(path, epoch, most); }
-    // The oldest chunk that it has under way was.
+    // Records the delivery of the connection's oldest chunk under way.
     void delivered(uint32_t path, uint32_t epoch, int64_t now_ns) {
         paths_.delivered(path, epoch, now_ns);
     }
     ChunkSink begin_chunk(const ChunkHeader& header);
-    // The bytes of the message that this has completed; 0: of none.
+    // Returns the bytes of the message that this chunk has completed; 0 if none.
     uint64_t finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
-    // A chunk of a fenced epoch came in and was dropped.
+    // Counts a dropped chunk of a fenced epoch.
     void stale_chunk() { ++counters_.stale_chunks; }
 
     // --- Rails ---
-    // The dialler has made a queue pair for a path that was due, or could not (`trouble`). True:
+    // Dialler: offers the queue pair of a path that was due; `error`: error of making it. True if
     // it was offered.
-    bool offer(uint32_t path, uint32_t epoch, const QpAddress& qp, std::string trouble,
+    bool offer(uint32_t path, uint32_t epoch, const QpAddress& qp, std::string error,
                int64_t now_ns);
-    // The acceptor: whether a queue pair is wanted for this offer.
+    // Acceptor: true if this offer needs a queue pair.
     bool take_offer(const OfferFrame& offer);
-    // It has connected one, or could not. True: the connection is current.
-    bool answer(const OfferFrame& offer, const QpAddress& qp, std::string trouble, int64_t now_ns);
-    // The dialler: whether what it offered is to be connected to this answer.
+    // Acceptor: answers with the connected queue pair, or with `error`. True: it is current.
+    bool answer(const OfferFrame& offer, const QpAddress& qp, std::string error, int64_t now_ns);
+    // Dialler: true if its queue pair must be connected to this answer.
     bool take_answer(const AnswerFrame& answer, int64_t now_ns);
-    // It is, or could not be. True: the connection is current.
-    bool connected(uint32_t path, uint32_t epoch, std::string trouble, int64_t now_ns);
-    // A probe was acknowledged. False: it is too late.
+    // Dialler: records the connection, or `error`. True: it is current.
+    bool connected(uint32_t path, uint32_t epoch, std::string error, int64_t now_ns);
+    // Records an acknowledged probe. False: the epoch is over.
     bool path_up(uint32_t path, uint32_t epoch, int64_t now_ns);
     void path_suspect(uint32_t path, uint32_t epoch, bool suspicious, int64_t now_ns);
     void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second, int64_t now_ns) {
         paths_.measured(path, epoch, bytes_per_second, now_ns);
     }
-    // `recovered`: a port has come up since the last time.
-    void look_after_rails(bool recovered, int64_t now_ns);
+    // To be called regularly. `recovered`: a port has come up since the last call.
+    void check_rails(bool recovered, int64_t now_ns);
 
     // --- Long links ---
-    // A frame of the peer's came in.
-    void heard(int64_t now_ns) { watchdog_.heard(now_ns); }
+    // Records a frame of the peer.
+    void frame_received(int64_t now_ns) { watchdog_.frame_received(now_ns); }
     void echoed(int64_t rtt_ns, int64_t now_ns) { watchdog_.echoed(rtt_ns, now_ns); }
-    // Now and then: what is late, and are there enough slots? Returns why the link has to end: it
-    // has something to send and its paths get nothing through, whatever is tried.
-    std::string look_after_flow(int64_t now_ns);
-    // What is wrong with the paths although they may be up, or was in the last half minute; empty:
-    // nothing.
-    std::string path_trouble(int64_t now_ns) const;
-    // After `Actions::grow`: the slots are there, or there is no memory for more of them.
+    // To be called regularly: handles late messages and a lack of slots. Returns the reason for
+    // which the link must end: it has messages to send, and no path delivers.
+    std::string check_flow(int64_t now_ns);
+    // Errors of the paths, also of those that are up, now or in the last half minute; else empty.
+    std::string path_errors(int64_t now_ns) const;
+    // Ends `Actions::grow`. `there`: the slots were added; else there is no memory for more.
     void grown(int direction, bool there);
 
-    void forgive(int64_t passed_ns, int64_t now_ns) { paths_.forgive(passed_ns, now_ns); }
+    void discount_pause(int64_t passed_ns, int64_t now_ns) {
+        paths_.discount_pause(passed_ns, now_ns);
+    }
 
   private:
     void send_empty_messages(int64_t now_wall_ns, int64_t now_ns);
@@ -222,7 +221,7 @@ class LinkCore {
     void lose(uint32_t path, const std::string& why, int64_t now_ns);
     void send_fence(uint32_t path, uint32_t epoch);
     void answer_fence(const FenceFrame& fence);
-    void changed() { actions_.wake = actions_.ring = true; }
+    void changed() { actions_.wake = actions_.signal_notifier = true; }
     void note_carrier(int64_t now_ns) {
         if (!paths_.note_carrier(now_ns)) return;
         watchdog_.carrier_changed();
@@ -232,14 +231,14 @@ class LinkCore {
     void note_progress() { carried_ns_ = watchdog_.clock_ns(); }
     std::string why_stuck();
     std::string last_loss() const;
-    void blame(OutMessage& message);
-    // `silent_ns`: for so long nothing had arrived.
-    void lost_in_vain(uint32_t path, uint32_t epoch, int64_t silent_ns);
+    void fail_suspect_path(OutMessage& message);
+    // `silent_ns`: time without an arrival.
+    void reduce_segments(uint32_t path, uint32_t epoch, int64_t silent_ns);
     void grow_slots(int direction, int64_t now_ns);
-    void emptied(const SlotGrant& slot) { turnover_[slot.direction].bytes += slot.bytes; }
+    void record_emptied(const SlotGrant& slot) { turnover_[slot.direction].bytes += slot.bytes; }
     std::string why_not_connected(uint32_t path, uint32_t epoch) const;
     void withdraw(uint32_t path, const std::string& why, int64_t now_ns);
-    void bar_rail(bool ours, uint32_t rail, const std::string& why, int64_t now_ns);
+    void quarantine_rail(bool ours, uint32_t rail, const std::string& why, int64_t now_ns);
     void count_remade(uint32_t path) {
         if (paths_[path].machine.times_up() > 0) ++counters_.paths_remade;
     }
@@ -252,29 +251,29 @@ class LinkCore {
     PathSet paths_;
     Counters counters_;
     Actions actions_;
-    AckFrame waiting_;  // to be collected
-    // Empty messages that the application has not taken, and of those the ones whose
-    // acknowledgement waits for that.
-    size_t untaken_empty_ = 0;
+    AckFrame pending_acks_;  // acknowledgements and grants for the next frame
+    // Empty messages that the application has not read, and those of them whose acknowledgement
+    // waits for that.
+    size_t unread_empty_ = 0;
     std::deque<uint64_t> unacknowledged_empty_;
-    uint32_t held_back_ = 0;  // grants that were released since the last flush
+    uint32_t deferred_grants_ = 0;  // grants that were released since the last flush
     Watchdog watchdog_;
     const int64_t give_up_ns_;
-    // By its clock: when a path was up last, or something got through, or nothing was to be sent.
+    // By the watchdog's clock: last time of a path that was up, a delivery, or nothing to send.
     int64_t carried_ns_ = 0;
-    std::string last_loss_;  // which path was lost last, and why
+    std::string last_loss_;  // path that was lost last, with the reason
     int64_t last_loss_ns_ = 0;
     const uint64_t flight_bytes_;
-    // What the application has emptied since then, by direction.
+    // Slots emptied by the application since `since_ns`, by direction.
     struct Turnover {
         uint64_t bytes = 0;  // of slots
         int64_t since_ns = 0;
-        uint32_t growing = 0;  // slots that were asked for
-        bool full = false;     // there is no more memory
+        uint32_t growing = 0;  // slots that were requested
+        bool full = false;     // there is no memory for more
     };
     std::array<Turnover, kDirections> turnover_{};
     std::deque<uint32_t> segments_to_offer_;
-    std::set<uint32_t> unmapped_segments_;  // the peer has not said that it mapped them
+    std::set<uint32_t> unmapped_segments_;  // the peer has not confirmed their mapping
 };
 
 }  // namespace pipemorph

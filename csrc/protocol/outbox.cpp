@@ -5,10 +5,10 @@
 namespace pipemorph {
 namespace {
 
-// Empty messages take no slot, so something else has to bound how many are under way.
+// Limit of empty messages under way, which take no slot.
 constexpr size_t kMaxInlineInFlight = 4096;
 constexpr size_t kMaxReasonsKept = 4096;
-// Of so many chunks one is the oldest message's.
+// Interval in chunks at which the oldest message is served.
 constexpr uint64_t kOldestEvery = 8;
 
 }  // namespace
@@ -96,14 +96,14 @@ void Outbox::granted(std::span<const SlotGrant> grants) {
     for (size_t d = 0; d < kDirections; ++d) promise_slots(d);
 }
 
-// The oldest waiting message that fits is promised one of the smallest slots that hold it. In the
-// order of the messages: the receiver may ask for them in that order, and free no slot before.
+// Reserves slots for waiting messages, each one of the smallest that hold it, in the order of the
+// messages: the receiver may need them in that order, and free no slot before.
 void Outbox::promise_slots(size_t direction) {
     auto& waiting = waiting_[direction];
     if (waiting.empty()) return;
     auto& credits = credits_[direction];
-    size_t left = Outbox::credits(static_cast<int>(direction));
-    for (auto it = waiting.begin(); it != waiting.end() && left > 0;) {
+    size_t unreserved = Outbox::credits(static_cast<int>(direction));
+    for (auto it = waiting.begin(); it != waiting.end() && unreserved > 0;) {
         const Pointer m = *it;
         if (m->info.bytes > largest_slot_[direction]) {
             it = waiting.erase(it);
@@ -119,13 +119,13 @@ void Outbox::promise_slots(size_t direction) {
         }
         ++found->second.promised;
         m->promised = found->first;
-        --left;
+        --unreserved;
         it = waiting.erase(it);
     }
 }
 
-// Which of the slots it is turns out with the first chunk: the one released last, which may still
-// be in a cache. Few go round like that, where the receiver empties them at once.
+// Takes a slot for a message's first chunk: the one released last, which may still be in a cache.
+// If the receiver empties slots at once, only few are used in this way.
 void Outbox::take_slot(OutMessage& m) {
     auto& credits = credits_[static_cast<size_t>(m.info.key.direction)].at(m.promised);
     m.slot = credits.free.back();
@@ -141,13 +141,13 @@ size_t Outbox::credits(int direction) const {
 }
 
 bool Outbox::has_chunks() const {
-    if (!again_.empty()) return true;
+    if (!resend_queue_.empty()) return true;
     return std::any_of(queue_.begin(), queue_.end(),
                        [](const auto& q) { return !q.empty() && q.front()->promised > 0; });
 }
 
-ChunkTask Outbox::give(const Pointer& m, uint32_t index, uint32_t path, uint32_t epoch,
-                       int64_t now_wall_ns, int64_t now_steady_ns, int64_t clock_ns) {
+ChunkTask Outbox::assign_chunk(const Pointer& m, uint32_t index, uint32_t path, uint32_t epoch,
+                               int64_t now_wall_ns, int64_t now_steady_ns, int64_t clock_ns) {
     if (m->started_steady_ns == 0) {
         m->started_steady_ns = now_steady_ns;
         m->info.started_ns = now_wall_ns;
@@ -171,13 +171,13 @@ ChunkTask Outbox::give(const Pointer& m, uint32_t index, uint32_t path, uint32_t
 
 std::optional<ChunkTask> Outbox::next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
                                             int64_t now_steady_ns, int64_t clock_ns) {
-    while (!again_.empty()) {
-        const auto [m, index] = again_.front();
-        again_.pop_front();
+    while (!resend_queue_.empty()) {
+        const auto [m, index] = resend_queue_.front();
+        resend_queue_.pop_front();
         if (!by_id_.contains(m->info.id)) continue;
         ++chunks_resent;
-        --m->again;
-        return give(m, index, path, epoch, now_wall_ns, now_steady_ns, clock_ns);
+        --m->resend_count;
+        return assign_chunk(m, index, path, epoch, now_wall_ns, now_steady_ns, clock_ns);
     }
     std::deque<Pointer>* queue = next_queue();
     if (queue == nullptr) return std::nullopt;
@@ -185,12 +185,12 @@ std::optional<ChunkTask> Outbox::next_chunk(uint32_t path, uint32_t epoch, int64
     if (!m->slot) take_slot(*m);
     const uint32_t index = m->next_chunk++;
     if (m->next_chunk == m->chunks) queue->pop_front();
-    return give(m, index, path, epoch, now_wall_ns, now_steady_ns, clock_ns);
+    return assign_chunk(m, index, path, epoch, now_wall_ns, now_steady_ns, clock_ns);
 }
 
-// The queue whose head has the fewest chunks left, of several the oldest message's: messages of one
-// size leave one after the other, so that each is whole as early as it can be, and a small one does
-// not wait for the rest of a large one. Now and then the oldest has its turn, whatever its size.
+// Queue whose head has the fewest unsent chunks; of equals, that of the oldest message. So messages
+// of one size are sent one after the other, each complete as early as possible, and a small one
+// does not wait for the rest of a large one. Regularly the oldest is served, whatever its size.
 std::deque<Outbox::Pointer>* Outbox::next_queue() {
     const bool oldest = ++turns_ % kOldestEvery == 0;
     std::deque<Pointer>* best = nullptr;
@@ -207,7 +207,7 @@ std::deque<Outbox::Pointer>* Outbox::next_queue() {
 }
 
 uint64_t Outbox::ready_chunks() const {
-    uint64_t n = again_.size();
+    uint64_t n = resend_queue_.size();
     for (const auto& q : queue_)
         for (const Pointer& m : q) {
             if (m->promised == 0) break;
@@ -226,7 +226,7 @@ void Outbox::fail(const Pointer& m, std::string why) {
     failed_[m->info.id] = std::move(why);
     explained_.push_back(m->info.id);
     if (explained_.size() > kMaxReasonsKept) {
-        // What failed stays known: a ticket that is not is one of a message that was sent.
+        // The ticket stays: an unknown one counts as sent.
         failed_[explained_.front()] = std::string();
         explained_.pop_front();
     }
@@ -249,7 +249,7 @@ bool Outbox::acknowledged(uint64_t id, int64_t now_steady_ns) {
     return true;
 }
 
-std::vector<uint64_t> Outbox::entrusted_to(uint32_t path, uint32_t epoch) const {
+std::vector<uint64_t> Outbox::assigned_to(uint32_t path, uint32_t epoch) const {
     std::vector<uint64_t> out;
     for (const auto& [id, m] : by_id_) {
         const bool any = std::any_of(m->carriers.begin(), m->carriers.begin() + m->next_chunk,
@@ -272,16 +272,17 @@ Outbox::Fenced Outbox::fenced(const BitmapFrame& report, int64_t clock_ns) {
         for (uint32_t i = 0; i < m->next_chunk; ++i) {
             OutMessage::Carrier& c = m->carriers[i];
             if (c.path != report.path || c.epoch != report.epoch || c.confirmed) continue;
-            // Marked either way, so that a repeated report cannot queue a chunk twice.
+            // Marked in both cases, so that a repeated report cannot queue a chunk twice.
             c.confirmed = true;
             if (r.has(i)) {
                 progress = true;
                 continue;
             }
             lost = true;
-            all.missing_since_ns = std::min(all.missing_since_ns.value_or(c.given_ns), c.given_ns);
-            again_.emplace_back(m, i);
-            ++m->again;
+            all.missing_since_ns =
+                std::min(all.missing_since_ns.value_or(c.assigned_ns), c.assigned_ns);
+            resend_queue_.emplace_back(m, i);
+            ++m->resend_count;
         }
         all.arrived = all.arrived || progress;
         if (progress) m->losses = m->times_late = 0;
@@ -292,10 +293,10 @@ Outbox::Fenced Outbox::fenced(const BitmapFrame& report, int64_t clock_ns) {
     return all;
 }
 
-Outbox::Pointer Outbox::stuck(int64_t again_after_ns) const {
+Outbox::Pointer Outbox::stuck(int64_t repeated_after_ns) const {
     Pointer longest;
     for (const auto& [_, m] : by_id_)
-        if (m->losses > 0 && m->last_loss_ns - m->first_loss_ns >= again_after_ns &&
+        if (m->losses > 0 && m->last_loss_ns - m->first_loss_ns >= repeated_after_ns &&
             (!longest || m->first_loss_ns < longest->first_loss_ns))
             longest = m;
     return longest;
@@ -305,8 +306,8 @@ std::vector<Outbox::Pointer> Outbox::late(int64_t clock_ns, int64_t patience_ns)
     constexpr uint32_t kMostDoubled = 6;
     std::vector<Pointer> out;
     for (const auto& [_, m] : by_id_) {
-        if (m->next_chunk < m->chunks || m->chunks == 0 || m->again > 0) continue;
-        // What gets nothing through is to be known soon; what is slow is to be left in peace.
+        if (m->next_chunk < m->chunks || m->chunks == 0 || m->resend_count > 0) continue;
+        // A message without any delivery must fail soon; a slow one gets more time.
         const uint32_t doubled = std::min(m->times_late, m->losses > 0 ? 1 : kMostDoubled);
         const int64_t patience = patience_ns << doubled;
         if (clock_ns - m->watched_ns > patience) out.push_back(m);
@@ -319,7 +320,7 @@ void Outbox::abandon() noexcept {
     abandoned_.merge(by_id_);
     under_way_ = 0;
     keys_.clear();
-    again_.clear();
+    resend_queue_.clear();
     inline_.clear();
     for (auto& q : queue_) q.clear();
     for (auto& w : waiting_) w.clear();
@@ -336,7 +337,7 @@ Outbox::Ticket Outbox::ticket(uint64_t id) const {
 std::string Outbox::failure(uint64_t id) const {
     const auto it = failed_.find(id);
     if (it == failed_.end()) return std::string();
-    return it->second.empty() ? "a message failed, and thousands after it: why is not kept"
+    return it->second.empty() ? "a message failed, and thousands after it: the reason is not stored"
                               : it->second;
 }
 

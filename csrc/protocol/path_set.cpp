@@ -8,7 +8,7 @@
 namespace pipemorph {
 namespace {
 
-// How long TCP leaves a new link to its rails, which take a moment to connect.
+// Head start of the rails of a new link before TCP, since they connect slowly.
 constexpr int64_t kHeadStart = 2 * kSecond;
 constexpr int64_t kRateAge = kSecond;
 constexpr int64_t kLongestPause = kSecond;
@@ -42,7 +42,7 @@ std::vector<PathSet::Call> PathSet::due(int64_t now) {
     std::vector<Call> calls;
     for (uint32_t i = 0; i < paths_.size(); ++i) {
         Path& p = paths_[i];
-        if (barred(p) || !p.machine.may_dial(now)) continue;
+        if (quarantined(p) || !p.machine.may_dial(now)) continue;
         p.segment_step = segment_step_;
         calls.push_back({i, p.machine.dial()});
     }
@@ -51,7 +51,7 @@ std::vector<PathSet::Call> PathSet::due(int64_t now) {
 
 void PathSet::dial_failed(uint32_t path, uint32_t epoch, const std::string& why, int64_t now) {
     paths_[path].machine.dial_failed(epoch, now);
-    paths_[path].trouble = why;
+    paths_[path].last_error = why;
 }
 
 void PathSet::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> local_thread,
@@ -64,7 +64,7 @@ void PathSet::attach(uint32_t path, uint32_t epoch, std::optional<uint32_t> loca
     p.machine.connected(epoch, now);
 }
 
-// What is known of the connection before is not known of this one.
+// Resets the measurements, which belong to the previous connection.
 void PathSet::begin(Path& p) {
     p.flow = Flow(chunk_bytes_, share_of_rail());
     p.paced = false;
@@ -82,7 +82,7 @@ std::optional<uint32_t> PathSet::replace(uint32_t path) {
 void PathSet::lose(uint32_t path, const std::string& why, int64_t now) {
     Path& p = paths_[path];
     p.current = false;
-    p.trouble = why;
+    p.last_error = why;
     p.machine.lost(p.machine.epoch(), now);
 }
 
@@ -98,7 +98,7 @@ void PathSet::fenced_by_peer(const FenceFrame& fence) {
 std::vector<FenceFrame> PathSet::answerable(uint32_t path) {
     Path& p = paths_[path];
     const auto waits = [&p](const FenceFrame& fence) {
-        // Also what a newer connection has replaced can still write into slots.
+        // A replaced connection can still write into slots.
         return (p.current && p.machine.epoch() <= fence.epoch) ||
                std::any_of(p.replaced.begin(), p.replaced.end(),
                            [&fence](uint32_t epoch) { return epoch <= fence.epoch; });
@@ -114,28 +114,28 @@ bool PathSet::may_carry(uint32_t path, uint32_t epoch, const Outbox& out, int64_
     const Path& p = paths_[path];
     if (!is_current(path, epoch) || !carries(p)) return false;
     if (rails_ > 0) {
-        // A barred one is up until its own thread has heard of it.
-        if (path < rails_ ? barred(p) || leave_to_other_rails(path, out, now)
+        // A quarantined rail is up until its own thread has ended it.
+        if (path < rails_ ? quarantined(p) || defers_to_faster_rails(path, out, now)
                           : !sockets_may_carry(now))
             return false;
     }
-    return !stands_by(path);
+    return !is_standby(path);
 }
 
 bool PathSet::has_room(uint32_t path, int64_t now) {
     Path& p = paths_[path];
-    return !p.paced || (!leave_to_emptier_rails(p) && p.flow.has_room(now));
+    return !p.paced || (!defers_to_emptier_rails(p) && p.flow.has_room(now));
 }
 
-// What would only queue behind what this one has under way goes at once over another.
-bool PathSet::leave_to_emptier_rails(const Path& path) const {
+// True if the next chunk would only queue on this rail, while another one is idle.
+bool PathSet::defers_to_emptier_rails(const Path& path) const {
     if (!path.flow.is_half_full()) return false;
     return std::any_of(paths_.begin(), paths_.begin() + rails_, [this](const Path& p) {
-        return p.paced && !p.flow.is_half_full() && carries(p) && !barred(p);
+        return p.paced && !p.flow.is_half_full() && carries(p) && !quarantined(p);
     });
 }
 
-void PathSet::entrusted(uint32_t path, size_t bytes, int64_t now) {
+void PathSet::chunk_assigned(uint32_t path, size_t bytes, int64_t now) {
     Path& p = paths_[path];
     ++p.chunks;
     p.bytes += bytes;
@@ -158,14 +158,13 @@ void PathSet::delivered(uint32_t path, uint32_t epoch, int64_t now) {
 void PathSet::proved(const OutMessage::Carrier& carrier) {
     Path& p = paths_[carrier.path];
     if (carrier.epoch != p.machine.epoch()) return;
-    p.proved_ns = std::max(p.proved_ns, carrier.given_ns);
-    p.trouble.clear();
+    p.proved_ns = std::max(p.proved_ns, carrier.assigned_ns);
+    p.last_error.clear();
 }
 
-std::vector<uint32_t> PathSet::lost_in_vain(uint32_t path, uint32_t epoch) {
+std::vector<uint32_t> PathSet::reduce_segments(uint32_t path, uint32_t epoch) {
     const Path& lost = paths_[path];
-    // Several are lost at once; those that were dialled with smaller segments are to be tried
-    // first.
+    // Several are lost at once; sockets with the smaller segments must be tried first.
     if (lost.kind != Transport::tcp || lost.local_thread || lost.machine.epoch() != epoch ||
         lost.segment_step != segment_step_ || segment_step_ + 1 == kSegments.size())
         return {};
@@ -180,9 +179,9 @@ std::vector<uint32_t> PathSet::lost_in_vain(uint32_t path, uint32_t epoch) {
     return others;
 }
 
-// Within a host one socket per thread keeps the thread busy, and what would wait in a second one
-// only pushes payloads out of the cache. The others carry when it is lost.
-bool PathSet::stands_by(uint32_t path) const {
+// Within a host, one socket per thread keeps the thread busy, and bytes queued in a second one
+// would only evict payloads from the cache. The others carry when it is lost.
+bool PathSet::is_standby(uint32_t path) const {
     const std::optional<uint32_t> own = paths_[path].local_thread;
     if (!own) return false;
     return std::any_of(paths_.begin(), paths_.begin() + path, [&own](const Path& p) {
@@ -193,7 +192,7 @@ bool PathSet::stands_by(uint32_t path) const {
 void PathSet::connected(uint32_t path, uint32_t epoch, int64_t now) {
     Path& p = paths_[path];
     p.machine.connected(epoch, now);
-    p.trouble.clear();
+    p.last_error.clear();
     p.bytes_per_second = 0;
     begin(p);
 }
@@ -207,23 +206,23 @@ void PathSet::measured(uint32_t path, uint32_t epoch, double bytes_per_second, i
     p.measured_ns = now;
 }
 
-// Whether faster rails should have the next chunk. A rate that is out of date says nothing, so
-// that a rail which was slow once gets to show that it is not any more.
-bool PathSet::leave_to_other_rails(uint32_t path, const Outbox& out, int64_t now) const {
+// True if faster rails should have the next chunk. An outdated rate does not count, so that a rail
+// which was slow can prove otherwise.
+bool PathSet::defers_to_faster_rails(uint32_t path, const Outbox& out, int64_t now) const {
     const Path& p = paths_[path];
     if (p.bytes_per_second <= 0 || now - p.measured_ns > kRateAge) return false;
-    // Only faster ones: of several alike each would leave it to the others.
+    // Only faster ones count: equal ones would defer to each other.
     double others = 0.0;
     for (uint32_t i = 0; i < rails_; ++i)
         if (paths_[i].bytes_per_second > p.bytes_per_second && carries(paths_[i]) &&
-            !barred(paths_[i]))
+            !quarantined(paths_[i]))
             others += paths_[i].bytes_per_second;
-    return others > 0 && leave_to_others(p.bytes_per_second, others, out.ready_chunks());
+    return others > 0 && should_defer_to_others(p.bytes_per_second, others, out.ready_chunks());
 }
 
 bool PathSet::rails_carry() const {
     return std::any_of(paths_.begin(), paths_.begin() + rails_,
-                       [this](const Path& p) { return carries(p) && !barred(p); });
+                       [this](const Path& p) { return carries(p) && !quarantined(p); });
 }
 
 bool PathSet::sockets_may_carry(int64_t now) const {
@@ -259,8 +258,8 @@ bool PathSet::head_start_over(int64_t now) {
     return true;
 }
 
-void PathSet::hurry() {
-    for (uint32_t i = 0; i < rails_; ++i) paths_[i].machine.hurry();
+void PathSet::reset_backoff() {
+    for (uint32_t i = 0; i < rails_; ++i) paths_[i].machine.reset_backoff();
 }
 
 void PathSet::take(const OfferFrame& offer) {
@@ -286,21 +285,21 @@ std::vector<uint32_t> PathSet::unanswered(int64_t now) const {
     return late;
 }
 
-void PathSet::bar(bool ours, uint32_t rail, const std::string& why) {
-    (ours ? barred_ours_ : barred_peers_).emplace(rail, why);
+void PathSet::quarantine(bool ours, uint32_t rail, const std::string& why) {
+    (ours ? quarantined_ours_ : quarantined_peers_).emplace(rail, why);
 }
 
-std::string PathSet::why_barred(const Path& path) const {
+std::string PathSet::quarantine_reason(const Path& path) const {
     if (path.kind != Transport::rdma) return {};
-    if (const auto it = barred_ours_.find(path.our_rail); it != barred_ours_.end())
+    if (const auto it = quarantined_ours_.find(path.our_rail); it != quarantined_ours_.end())
         return it->second;
-    const auto it = barred_peers_.find(path.peer_rail);
-    return it == barred_peers_.end() ? "" : it->second;
+    const auto it = quarantined_peers_.find(path.peer_rail);
+    return it == quarantined_peers_.end() ? "" : it->second;
 }
 
-bool PathSet::barred(const Path& path) const {
-    return path.kind == Transport::rdma &&
-           (barred_ours_.contains(path.our_rail) || barred_peers_.contains(path.peer_rail));
+bool PathSet::quarantined(const Path& path) const {
+    return path.kind == Transport::rdma && (quarantined_ours_.contains(path.our_rail) ||
+                                            quarantined_peers_.contains(path.peer_rail));
 }
 
 void PathSet::add_region(const RegionFrame& region) {
@@ -319,7 +318,7 @@ std::optional<int64_t> PathSet::only_rails_since() const {
     return without_rail_since_ns_;
 }
 
-void PathSet::forgive(int64_t passed, int64_t now) {
+void PathSet::discount_pause(int64_t passed, int64_t now) {
     if (without_rail_since_ns_ != 0)
         without_rail_since_ns_ = std::min(without_rail_since_ns_ + passed, now);
 }

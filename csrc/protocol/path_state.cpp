@@ -6,7 +6,7 @@ namespace pipemorph {
 namespace {
 
 constexpr int64_t kFirstPause = 20'000'000;
-// A path that was up this long starts over without a pause when it breaks.
+// Time of being up after which a broken path is redialled without a pause.
 constexpr int64_t kLongEnough = 1'000'000'000;
 
 }  // namespace
@@ -91,7 +91,7 @@ void PathMachine::fenced_by_peer(uint32_t epoch) {
     fenced_ = std::max(fenced_, epoch);
 }
 
-bool leave_to_others(double own_rate, double rate_of_others, uint64_t ready_chunks) {
+bool should_defer_to_others(double own_rate, double rate_of_others, uint64_t ready_chunks) {
     return own_rate > 0 && rate_of_others > own_rate * static_cast<double>(ready_chunks);
 }
 

@@ -1,13 +1,13 @@
-// The life of one data path: a state machine without sockets, clocks or locks.
+// State machine of one data path, without sockets, clocks or locks.
 //
 //   INIT ─▶ CONNECTING ─▶ UP ⇄ SUSPECT          carries chunks in UP only
 //              ▲    │      │      │
-//              │    └──────┴──────┴─▶ FENCING    given up here; the peer is asked what arrived
+//              │    └──────┴──────┴─▶ FENCING    given up here; the peer reports what arrived
 //              │                         │
-//           COOLDOWN ◀─────── DOWN ◀─────┘       answered: what was missing moves elsewhere
+//           COOLDOWN ◀─────── DOWN ◀─────┘       answered: missing chunks move elsewhere
 //
 // Each connection is a new epoch, and epochs only rise. The dialling side makes them; the other
-// side takes them as they come, since its peer's last fence may still be on its way.
+// side accepts every newer one, since its peer's last fence may still be in flight.
 #pragma once
 
 #include <cstdint>
@@ -26,35 +26,35 @@ class PathMachine {
     PathState state() const { return state_; }
     uint32_t epoch() const { return epoch_; }
     bool carries() const { return state_ == PathState::up; }
-    // A connection of the current epoch may exist.
+    // True if a connection of the current epoch may exist.
     bool live() const {
         return state_ == PathState::connecting || state_ == PathState::up ||
                state_ == PathState::suspect;
     }
 
-    // The dialling side: whether now is the time for a new connection, and its epoch.
+    // Dialling side: true if a new connection is due; `dial` begins it and returns its epoch.
     bool may_dial(int64_t now_ns);
     uint32_t dial();
-    // The other side: whether this epoch is news, and taking it.
+    // Other side: true if this epoch is new; `take` adopts it.
     bool may_take(uint32_t epoch) const { return epoch > epoch_ && epoch > fenced_; }
     void take(uint32_t epoch);
 
-    // What happens to the current epoch. Each ignores an epoch that is over.
+    // Events of the current epoch. Those of an earlier epoch are ignored.
     void connected(uint32_t epoch, int64_t now_ns);
     void suspected(uint32_t epoch, bool suspicious);
-    // Nothing was ever entrusted to it, so there is nothing to ask about.
+    // No chunk was assigned to it, so no fence is needed.
     void dial_failed(uint32_t epoch, int64_t now_ns);
     void lost(uint32_t epoch, int64_t now_ns);
     void fence_answered(uint32_t epoch);
-    // The peer has given up this epoch and all before it.
+    // Records that the peer has given up this epoch and all earlier ones.
     void fenced_by_peer(uint32_t epoch);
     bool is_fenced(uint32_t epoch) const { return epoch <= fenced_; }
-    // Something changed for the better: do not wait out the pause.
-    void hurry() {
+    // Ends the pause before the next try, since conditions have improved.
+    void reset_backoff() {
         if (state_ == PathState::cooldown) next_try_ns_ = 0;
     }
 
-    // When the last connection was made.
+    // Time at which the last connection was made.
     int64_t up_since_ns() const { return up_since_ns_; }
     uint64_t times_up() const { return times_up_; }
     uint64_t times_lost() const { return times_lost_; }
@@ -73,8 +73,8 @@ class PathMachine {
     uint64_t times_lost_ = 0;
 };
 
-// Whether a path should leave the next chunk to faster ones: they would have carried all that is
-// ready (this many chunks) before it had carried one. Rates are bytes per second, 0 if not known.
-bool leave_to_others(double own_rate, double rate_of_others, uint64_t ready_chunks);
+// True if a path should leave the next chunk to faster ones, which would carry all `ready_chunks`
+// before it had carried one. Rates are bytes per second, 0 if unknown.
+bool should_defer_to_others(double own_rate, double rate_of_others, uint64_t ready_chunks);
 
 }  // namespace pipemorph

@@ -1,10 +1,10 @@
-// Whether a link's peer is heard over control, when to seek it again, and when it counts as dead.
-// Pure state, no clocks.
+// Liveness of a link's peer on the control connection: when to reconnect, and when the peer counts
+// as dead. Pure state, no clocks.
 //
-// A connection over which nothing new has come was none. Whoever lets handshakes and signs of life
-// through and then cuts gets neither dial after dial nor more time than the deadline. A process
-// that was stopped (a job suspended, a machine paused) heard nobody, and nobody is to blame for
-// that: the time does not count against the peer, which may have been stopped, too.
+// A connection without a new frame does not count. So a network that passes handshakes and pings,
+// and then cuts, causes neither dial after dial nor more time than the deadline. A process that was
+// stopped (a suspended job, a paused machine) received nothing, so that time does not count against
+// the peer, which may have been stopped as well.
 #pragma once
 
 #include <cstdint>
@@ -13,55 +13,57 @@ namespace pipemorph {
 
 class PeerWatch {
   public:
-    // `deadline_ns`: half of it without a sign of life ends a connection; after so long without one
-    // the peer is dead.
+    // `deadline_ns`: time without a frame after which the peer is dead. Half of it ends a
+    // connection.
     PeerWatch(int64_t deadline_ns, int64_t now_ns)
-        : deadline_ns_(deadline_ns), heard_ns_(now_ns), looked_ns_(now_ns) {}
+        : deadline_ns_(deadline_ns), last_frame_ns_(now_ns), checked_ns_(now_ns) {}
 
-    // A connection stands.
+    // Records a new connection.
     void connected(int64_t now_ns);
-    // A frame came over it. `news`: the peer had not said it before.
-    void heard(bool news, int64_t now_ns);
-    // The connection is lost. True: the peer is to be sought at once.
+    // Records a frame. `is_new`: the peer had not sent it before.
+    void frame_received(bool is_new, int64_t now_ns);
+    // Records the loss of the connection. True: reconnect at once.
     bool lost(int64_t now_ns);
 
-    // The peer is being sought from now on. False: it is already.
-    bool seek();
-    void found() { seeks_ = false; }
-    // Sought by dialling it, or by looking whether anybody `listens` at its address, in vain or
-    // not.
-    void not_reached(bool listens, int64_t now_ns);
-    void looked_up(bool listens, int64_t now_ns);
-    // Nothing was learnt of it: no memory, or no more descriptors.
-    void not_sought(int64_t now_ns);
+    // Begins an attempt to reconnect. False: one is in progress.
+    bool begin_reconnect();
+    void reconnected() { reconnecting_ = false; }
+    // End an attempt that dialled the peer without success, or that probed its address. `listens`:
+    // a process accepts connections there.
+    void dial_unanswered(bool listens, int64_t now_ns);
+    void probe_finished(bool listens, int64_t now_ns);
+    // Ends an attempt that could not be made: no memory, or no more descriptors.
+    void reconnect_not_tried(int64_t now_ns);
 
-    // To be called several times in each fourth of a second. How long nobody looked, if that was a
+    // To be called several times per quarter of a second. Time since the last call, if that was a
     // pause of this process; else 0.
-    int64_t look(int64_t now_ns);
-    // While a connection stands: whether it is silent, and whether it is time for a sign of life.
-    bool is_silent(int64_t now_ns) const { return now_ns - heard_ns_ > deadline_ns_ / 2; }
+    int64_t measure_pause(int64_t now_ns);
+    // With a connection: true if it is silent, and true if a ping is due.
+    bool is_silent(int64_t now_ns) const { return now_ns - last_frame_ns_ > deadline_ns_ / 2; }
     bool pings(int64_t now_ns) const { return now_ns >= next_ping_ns_; }
     void pinged(int64_t now_ns);
-    // While none stands.
-    bool is_gone(int64_t now_ns) const;  // nobody has been listening at its address for a while
-    int64_t missed_ns(int64_t now_ns) const;
-    bool is_missed_too_long(int64_t now_ns) const { return missed_ns(now_ns) > deadline_ns_; }
-    bool seeks_now(int64_t now_ns) const { return now_ns >= next_seek_ns_; }
+    // Without a connection.
+    bool is_gone(int64_t now_ns) const;  // its address has refused connections for a while
+    int64_t unreachable_ns(int64_t now_ns) const;
+    bool is_unreachable_too_long(int64_t now_ns) const {
+        return unreachable_ns(now_ns) > deadline_ns_;
+    }
+    bool is_reconnect_due(int64_t now_ns) const { return now_ns >= next_reconnect_ns_; }
 
   private:
     void back_off(int64_t now_ns);
-    void note(bool listens, int64_t now_ns);
+    void record_listening(bool listens, int64_t now_ns);
 
     const int64_t deadline_ns_;
-    int64_t heard_ns_;      // the last time that anything came
-    int64_t looked_ns_;     // the last time that anybody looked
-    int64_t since_ns_ = 0;  // when the connection was made
-    bool works_ = false;    // something new has come over it, or any frame after a second
+    int64_t last_frame_ns_;  // time of the last frame
+    int64_t checked_ns_;     // time of the last check
+    int64_t since_ns_ = 0;   // time at which the connection was made
+    bool works_ = false;     // a new frame has arrived over it, or any frame after a second
     int64_t down_since_ns_ = 0;
-    int64_t refused_since_ns_ = 0;  // nobody listens since
-    bool seeks_ = false;
+    int64_t refused_since_ns_ = 0;  // time of the first refusal
+    bool reconnecting_ = false;
     int64_t backoff_ns_ = 0;
-    int64_t next_seek_ns_ = 0;
+    int64_t next_reconnect_ns_ = 0;
     int64_t next_ping_ns_ = 0;
 };
 

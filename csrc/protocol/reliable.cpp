@@ -5,13 +5,13 @@
 namespace pipemorph {
 
 void ReliableStream::send(const Frame& frame) {
-    kept_.push_back(encode_frame(frame));
+    unacknowledged_.push_back(encode_frame(frame));
 }
 
-void ReliableStream::write(std::vector<uint8_t>& out, size_t limit, Sealer* sealer) {
-    while (next_to_write_ < kept_.size() && out.size() < limit) {
-        append_frame(out, kept_[next_to_write_], acknowledged_ + 1 + next_to_write_, received_,
-                     sealer);
+void ReliableStream::write(std::vector<uint8_t>& out, size_t limit, FrameMac* frame_mac) {
+    while (next_to_write_ < unacknowledged_.size() && out.size() < limit) {
+        append_frame(out, unacknowledged_[next_to_write_], acknowledged_ + 1 + next_to_write_,
+                     received_, frame_mac);
         ++next_to_write_;
     }
 }
@@ -26,8 +26,9 @@ ReliableStream::Verdict ReliableStream::received(uint64_t sequence) {
 bool ReliableStream::acknowledged(uint64_t sequence) {
     if (sequence <= acknowledged_) return true;
     const uint64_t count = sequence - acknowledged_;
-    if (count > kept_.size()) return false;
-    kept_.erase(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(count));
+    if (count > unacknowledged_.size()) return false;
+    unacknowledged_.erase(unacknowledged_.begin(),
+                          unacknowledged_.begin() + static_cast<std::ptrdiff_t>(count));
     next_to_write_ -= std::min<size_t>(next_to_write_, count);
     acknowledged_ = sequence;
     return true;

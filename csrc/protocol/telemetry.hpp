@@ -1,4 +1,4 @@
-// In-band measurement: what each message cost and what the echo says.
+// In-band telemetry: times of each message, and round trips of echoes.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ struct SentRecord {
     int64_t wire_ns = 0;
 };
 
-// Bounded: if nobody drains it, the oldest records make room.
+// Ring of records: without a reader, new records replace the oldest.
 class SentRing {
   public:
     void push(const SentRecord& record);
@@ -32,8 +32,8 @@ struct Echo {
     int64_t peer_minus_ours_ns = 0;
 };
 
-// What an answer that came now says. Nothing if it answers no ping that can have been sent, or
-// tells times that no clock shows: the peer may say what it likes.
+// Echo of an answer that arrived now. Empty if it answers no possible ping, or has impossible
+// times, since the peer is not trusted.
 std::optional<Echo> echo_of(const PongFrame& pong, int64_t now_wall_ns, int64_t now_steady_ns);
 
 class EchoMeter {
@@ -47,7 +47,7 @@ class EchoMeter {
         int64_t p99_ns = 0;
     };
     std::optional<Summary> summary() const;
-    // Nanoseconds to add to the peer's clock to get ours.
+    // Nanoseconds to add to the peer's clock for ours.
     std::optional<int64_t> clock_offset_ns() const;
 
   private:

@@ -7,22 +7,23 @@
 namespace pipemorph {
 namespace {
 
-// Echoes come every 100 ms, so between two frames of a peer that is well there is no more.
+// Longest silence of a healthy peer, which echoes every 100 ms.
 constexpr int64_t kMostSilence = 250 * kMillisecond;
 constexpr int64_t kRoundTripAge = 2 * kSecond;
 constexpr uint32_t kLeastEchoes = 8;
 constexpr int64_t kRateSpan = 200 * kMillisecond;
-constexpr double kRateKept = 0.9;  // of the most that was seen, with each sample
-// A path may become so much slower than it was, or be so slow from the beginning, and is well.
+constexpr double kRateKept = 0.9;  // decay of the peak rate with each sample
+// Slow-down, and least rate, with which a path still counts as healthy.
 constexpr double kSlowDown = 16.0;
 constexpr double kSlowest = 1e6;  // bytes per second
 constexpr int64_t kRoundTrips = 8;
 
 }  // namespace
 
-void Watchdog::heard(int64_t now) {
-    if (heard_ns_ != 0) clock_ns_ += std::clamp<int64_t>(now - heard_ns_, 0, kMostSilence);
-    heard_ns_ = now;
+void Watchdog::frame_received(int64_t now) {
+    if (last_frame_ns_ != 0)
+        clock_ns_ += std::clamp<int64_t>(now - last_frame_ns_, 0, kMostSilence);
+    last_frame_ns_ = now;
 }
 
 void Watchdog::echoed(int64_t rtt, int64_t now) {

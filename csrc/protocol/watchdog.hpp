@@ -1,10 +1,9 @@
-// How long a message may go without its acknowledgement once all of it has been given to paths.
+// Watchdog of messages: time that a completely sent message may lack its acknowledgement.
 //
-// A path may look alive and deliver nothing: a card acknowledges without its process, and a kernel
-// fills its buffers. Only the peer's own acknowledgement says that a chunk is where it belongs.
-// Time passes here only while something is heard of the peer, so a peer that is stopped, a control
-// connection that is being made anew, and a machine that was paused cost no path its life. Pure
-// state, no clocks.
+// A path may seem alive and deliver nothing: a card acknowledges without its process, and a kernel
+// fills its buffers. Only the peer's own acknowledgement proves delivery. Time passes here only
+// while frames of the peer arrive, so a stopped peer, a control connection that is being remade,
+// and a paused machine end no path. Pure state, no clocks.
 #pragma once
 
 #include <cstdint>
@@ -13,30 +12,29 @@ namespace pipemorph {
 
 class Watchdog {
   public:
-    // Nothing is late before `floor_ns`.
+    // `floor_ns`: least time before a message is late.
     explicit Watchdog(int64_t floor_ns) : floor_ns_(floor_ns) {}
 
-    // A frame of the peer's came in.
-    void heard(int64_t now_ns);
-    // The time that has passed while it was heard.
+    // Records a frame of the peer.
+    void frame_received(int64_t now_ns);
+    // Time that has passed while frames arrived.
     int64_t clock_ns() const { return clock_ns_; }
-    // An echo went to the peer and back.
+    // Records the round trip of an echo.
     void echoed(int64_t rtt_ns, int64_t now_ns);
-    // The least of some two seconds; 0 before there were a few, since the first may have been held
-    // up.
+    // Least round trip of some two seconds; 0 before there were a few, since the first may be slow.
     int64_t least_round_trip_ns() const;
-    // Something is under way from now on, and was not before.
+    // Records that messages are under way from now on.
     void started() { since_ns_ = clock_ns_; }
     void acknowledged(uint64_t bytes);
-    // Another transport carries: what the last one did says nothing of it.
+    // Discards the rate, since another transport carries.
     void carrier_changed() { rate_ = 0; }
     int64_t patience_ns(uint64_t bytes_under_way) const;
 
   private:
     const int64_t floor_ns_;
-    int64_t heard_ns_ = 0;
+    int64_t last_frame_ns_ = 0;
     int64_t clock_ns_ = 0;
-    int64_t rtt_ns_[2] = {0, 0};  // least of this period, and of the one before
+    int64_t rtt_ns_[2] = {0, 0};  // least of this period, and of the previous one
     int64_t period_ns_ = 0;
     uint32_t echoes_ = 0;
     // Rate of acknowledgements while something is under way.

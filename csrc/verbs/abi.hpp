@@ -1,10 +1,9 @@
-// The part of libibverbs' binary interface that the engine uses.
+// Part of libibverbs' binary interface that the engine uses.
 //
-// libibverbs is loaded at run time, so that one build runs with and without it, and its headers
-// are not needed to build. The layouts below have been fixed since IBVERBS_1.1 (2008); only the
-// first fields of objects that the library itself allocates are declared.
-// tests/engine/verbs_abi_test.cpp holds every size and offset against the system's header where
-// there is one.
+// libibverbs is loaded at run time, so that one build runs with and without it, and its headers are
+// not needed to build. The layouts below have been fixed since IBVERBS_1.1 (2008); only the first
+// fields of objects that the library itself allocates are declared. tests/engine/verbs_abi_test.cpp
+// compares every size and offset with the system's header, if there is one.
 #pragma once
 
 #include <cstddef>
@@ -96,7 +95,7 @@ struct CompChannel {
     int fd;
 };
 
-struct Pd;  // never looked into
+struct Pd;  // opaque
 
 struct Mr {
     Context* context;

@@ -15,16 +15,17 @@ int common_prefix_bits(const GidBytes& a, const GidBytes& b) {
     return 128;
 }
 
-auto rank(const GidInfo& g) {
+// Sort key of a GID, best first.
+auto key_of(const GidInfo& g) {
     const int type = g.type == GidInfo::Type::roce_v2   ? 0
                      : g.type == GidInfo::Type::roce_v1 ? 2
                                                         : 1;
     return std::tuple(type, !g.has_netdev, is_link_local(g.gid), !is_ipv4_mapped(g.gid), g.index);
 }
 
-// A port is in a list as often as it has queue pairs. For each place, the first of its port; one
-// that is down has no GID to know it by, and counts as another.
-std::vector<uint32_t> ports_of(const std::vector<GidBytes>& gids) {
+// First index of each entry's port: a port is listed once per queue pair. A port that is down has
+// no GID, and its entries count as separate ports.
+std::vector<uint32_t> find_ports(const std::vector<GidBytes>& gids) {
     std::vector<uint32_t> ports;
     for (uint32_t i = 0; i < gids.size(); ++i) {
         const auto same = std::find(gids.begin(), gids.begin() + i, gids[i]);
@@ -65,14 +66,14 @@ bool is_ipv4_mapped(const GidBytes& gid) {
 std::optional<GidInfo> best_gid(const std::vector<GidInfo>& table) {
     const auto best =
         std::min_element(table.begin(), table.end(),
-                         [](const GidInfo& a, const GidInfo& b) { return rank(a) < rank(b); });
+                         [](const GidInfo& a, const GidInfo& b) { return key_of(a) < key_of(b); });
     return best == table.end() ? std::nullopt : std::optional(*best);
 }
 
 std::vector<std::pair<uint32_t, uint32_t>> pair_rails(const std::vector<GidBytes>& ours,
                                                       const std::vector<GidBytes>& theirs) {
-    const std::vector<uint32_t> our_ports = ports_of(ours);
-    const std::vector<uint32_t> their_ports = ports_of(theirs);
+    const std::vector<uint32_t> our_ports = find_ports(ours);
+    const std::vector<uint32_t> their_ports = find_ports(theirs);
     std::vector<uint32_t> our_pairs(ours.size());  // by port
     std::vector<uint32_t> their_pairs(theirs.size());
     std::vector<bool> our_taken(ours.size());

@@ -1,4 +1,4 @@
-// Which address of a port to use, and which port of the peer to talk to. Pure functions.
+// Choice of an RDMA port's address (GID), and pairing of ports with the peer's. Pure functions.
 #pragma once
 
 #include <array>
@@ -24,14 +24,14 @@ std::string gid_text(const GidBytes& gid);
 bool is_link_local(const GidBytes& gid);  // fe80::/10, 169.254.0.0/16
 bool is_ipv4_mapped(const GidBytes& gid);
 
-// The one to use by itself: RoCE v2 before v1, with a network device before without, routable
-// before link-local, IPv4 before IPv6 (it is what people configure), then the lowest index.
-// `pipemorph doctor` ranks alike (Gid.rank of pipemorph/discovery/rdma.py).
+// Default GID: RoCE v2 before v1, with a network device before without, routable before link-local,
+// IPv4 before IPv6 (as people configure), then the lowest index. `pipemorph doctor` sorts alike
+// (Gid.sort_key of pipemorph/doctor/rdma.py).
 std::optional<GidInfo> best_gid(const std::vector<GidInfo>& table);
 
-// Pairs ours with theirs, as many as the shorter list has: those with the longest common prefix
-// first, since two ports in one subnet reach each other; among equals in order. A GID comes once
-// for each queue pair of its port, and no port gets one more while another could have it.
+// Pairs ours with theirs, up to the length of the shorter list: the longest common prefixes first,
+// since two ports in one subnet reach each other; equals in order. A GID is listed once per queue
+// pair of its port, and ports are used evenly.
 std::vector<std::pair<uint32_t, uint32_t>> pair_rails(const std::vector<GidBytes>& ours,
                                                       const std::vector<GidBytes>& theirs);
 

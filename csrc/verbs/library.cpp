@@ -7,21 +7,21 @@ namespace {
 
 struct Loaded {
     Verbs verbs{};
-    std::string trouble;
+    std::string last_error;
 
     Loaded() {
         void* library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
         if (library == nullptr) {
-            trouble = std::string("libibverbs cannot be loaded (") + dlerror() +
-                      "): install rdma-core's libibverbs1 and ibverbs-providers";
+            last_error = std::string("libibverbs cannot be loaded (") + dlerror() +
+                         "): install rdma-core's libibverbs1 and ibverbs-providers";
             return;
         }
         const auto find = [&](auto& function, const char* name) {
             // POSIX guarantees that a symbol's address fits a function pointer.
             function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-            if (function == nullptr && trouble.empty())
-                trouble = std::string("libibverbs has no ") + name +
-                          ": it is older than rdma-core 32, which is needed";
+            if (function == nullptr && last_error.empty())
+                last_error = std::string("libibverbs has no ") + name +
+                             ": it is older than rdma-core 32, which is needed";
         };
         find(verbs.get_device_list, "ibv_get_device_list");
         find(verbs.free_device_list, "ibv_free_device_list");
@@ -47,10 +47,10 @@ struct Loaded {
         find(verbs.wc_status_str, "ibv_wc_status_str");
         find(verbs.event_type_str, "ibv_event_type_str");
         find(verbs.fork_init, "ibv_fork_init");
-        if (!trouble.empty()) return;
-        // A process that forks (data loaders do) must not move registered pages from under the
-        // device. A no-op on kernels that copy them on fork. It fails only when it comes too late,
-        // after somebody else registered memory, who then has made that choice.
+        if (!last_error.empty()) return;
+        // A process that forks (data loaders do) must not move registered pages away from the
+        // device. A no-op on kernels that copy them on fork. It fails only after another
+        // registration in this process, whose owner has made that choice.
         (void)verbs.fork_init();
     }
 };
@@ -59,7 +59,7 @@ struct Loaded {
 
 const Verbs* load_verbs(std::string& why) {
     static const Loaded loaded;
-    why = loaded.trouble;
+    why = loaded.last_error;
     return why.empty() ? &loaded.verbs : nullptr;
 }
 

@@ -39,7 +39,7 @@ struct Verbs {
     int (*fork_init)();
 };
 
-// Null where it cannot be used; `why` then says why. Loaded once and never unloaded.
+// Loads the library once; it is never unloaded. Null if it is unusable, with the reason in `why`.
 const Verbs* load_verbs(std::string& why);
 
 }  // namespace pipemorph

@@ -42,7 +42,7 @@ std::string first_word(const std::string& path) {
     return word;
 }
 
-// "0000:3b:00.1": domain, bus, device, function.
+// True for text such as "0000:3b:00.1": domain, bus, device, function.
 bool is_pci_address(const std::string& s) {
     const size_t n = s.size();
     if (n < 12 || s[n - 2] != '.' || s[n - 5] != ':' || s[n - 8] != ':') return false;
@@ -72,16 +72,16 @@ bool port_active(const VerbsDevice& device, uint8_t port, bool& exists) {
     return exists && attr.state == abi::kPortActive;
 }
 
-// Throws EngineError where rails' queue pairs cannot be had: not every device has their kind.
+// Throws EngineError for a device without the kind of queue pairs that rails need.
 void require_reliable_connections(const VerbsDevice& device) {
     const Verbs& v = device.verbs;
     const std::string lacks = device.name + " has no reliable connections as rails need them: ";
-    // Its queue pairs are connected by TCP, and not by what is known of the peer's.
+    // Its queue pairs are connected by TCP, not by addresses of queue pairs.
     if (device.context->device->transport_type == abi::kTransportIwarp)
         throw EngineError(lacks + "it is an iWARP device");
     abi::Cq* const cq = v.create_cq(device.context, 1, nullptr, nullptr, 0);
     if (cq == nullptr)
-        throw EngineError(device.name + " has no completion queue left: " + std::strerror(errno));
+        throw EngineError(device.name + " is out of completion queues: " + std::strerror(errno));
     abi::QpInitAttr init{};
     init.send_cq = init.recv_cq = cq;
     init.cap = {1, 1, 1, 1, 0};
@@ -120,12 +120,12 @@ VerbsDevice::VerbsDevice(const Verbs& v, abi::Device* device) : verbs(v), name(d
     if (pd == nullptr) {
         const std::string why = std::strerror(errno);
         verbs.close_device(context);
-        throw EngineError(name + " has no protection domain left: " + why);
+        throw EngineError(name + " is out of protection domains: " + why);
     }
     set_nonblocking(context->async_fd);
-    // A forked child closes what the engine has opened (os/fd.hpp), but nothing of this: it
-    // inherits the driver's mappings of the device, too, and each of them keeps the device's file
-    // open. Only libibverbs knows where they are.
+    // A forked child closes the engine's descriptors (os/fd.hpp), but not this device: it also
+    // inherits the driver's mappings, each of which keeps the device's file open, and only
+    // libibverbs has their addresses.
 }
 
 VerbsDevice::~VerbsDevice() {
@@ -135,7 +135,7 @@ VerbsDevice::~VerbsDevice() {
 
 bool VerbsDevice::removed() const {
     pollfd events{context->async_fd, 0, 0};
-    return ::poll(&events, 1, 0) == 1;  // for nothing but that it is at its end
+    return ::poll(&events, 1, 0) == 1;  // no events were requested, so it is its end
 }
 
 Registration::Registration(std::shared_ptr<VerbsDevice> device, std::shared_ptr<Memory> memory,
@@ -156,22 +156,21 @@ Registration::Registration(std::shared_ptr<VerbsDevice> device, std::shared_ptr<
 
 Registration::~Registration() {
     if (device_->verbs.dereg_mr(mr_) == 0) return;
-    // The device may still write there, so it must never be anybody else's memory.
+    // The device may still write there, so the memory must never be reused.
     static_cast<void>(new std::shared_ptr<Memory>(std::move(memory_)));
 }
 
-std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options,
-                                                  std::string& trouble) {
-    const Verbs* verbs = options.verbs != nullptr ? options.verbs : load_verbs(trouble);
+std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options, std::string& errors) {
+    const Verbs* verbs = options.verbs != nullptr ? options.verbs : load_verbs(errors);
     if (verbs == nullptr) return {};
-    return open_all(*verbs, options, trouble, "/sys");
+    return open_all(*verbs, options, errors, "/sys");
 }
 
 std::vector<std::shared_ptr<Rail>> Rail::open_all(const Verbs& verbs, const RailOptions& options,
-                                                  std::string& trouble, const std::string& sysfs) {
+                                                  std::string& errors, const std::string& sysfs) {
     std::vector<std::shared_ptr<Rail>> rails;
     const auto complain = [&](const std::string& what) {
-        trouble += (trouble.empty() ? "" : "; ") + what;
+        errors += (errors.empty() ? "" : "; ") + what;
     };
     int count = 0;
     abi::Device** list = verbs.get_device_list(&count);
@@ -188,8 +187,8 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const Verbs& verbs, const Rail
     const auto try_port = [&](const std::shared_ptr<VerbsDevice>& device, uint8_t port) {
         require_reliable_connections(*device);
         auto rail = std::make_shared<Rail>(device, port, options);
-        // A limit on locked memory shows here, before anything depends on the rail.
-        rail->give_back(rail->borrow_staging(size_t{1} << 20));
+        // A low limit of locked memory fails here, before the rail is in use.
+        rail->return_staging(rail->borrow_staging(size_t{1} << 20));
         rails.push_back(std::move(rail));
     };
     const auto add = [&](abi::Device* raw, uint8_t only) {
@@ -208,9 +207,9 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const Verbs& verbs, const Rail
                 if (!active)
                     complain(what + " is not active");
                 else if (!card.empty() && cards.contains(card))
-                    complain(what + " is left out: another port of card " + card + " is used");
+                    complain(what + " is not used: another port of card " + card + " is");
                 else {
-                    // A context for each rail: what its card has to say, the first to read has.
+                    // Each rail has its own context, since only one reader gets an event.
                     try_port(std::make_shared<VerbsDevice>(verbs, raw), port);
                     if (!card.empty()) cards.insert(card);
                 }
@@ -235,7 +234,7 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const Verbs& verbs, const Rail
         }
     }
     verbs.free_device_list(list);
-    if (rails.empty() && trouble.empty()) trouble = "no RDMA port is active";
+    if (rails.empty() && errors.empty()) errors = "no RDMA port is active";
     for (const auto& rail : rails) rail->start();
     return rails;
 }
@@ -270,7 +269,7 @@ PortAddress Rail::address() const {
     const Verbs& v = device_->verbs;
     abi::PortAttr attr{};
     if (const int error = v.query_port(device_->context, port_, &attr); error != 0)
-        throw EngineError(describe() + " cannot be asked: " + std::strerror(error));
+        throw EngineError(describe() + " cannot be queried: " + std::strerror(error));
     if (attr.state != abi::kPortActive)
         throw EngineError(describe() + " is " + port_state_text(attr.state));
     PortAddress out;
@@ -323,11 +322,11 @@ std::shared_ptr<Registration> Rail::borrow_staging(size_t bytes) {
     return std::make_shared<Registration>(device_, Memory::anonymous(bytes), abi::kLocalWrite);
 }
 
-void Rail::give_back(std::shared_ptr<Registration> staging) noexcept {
+void Rail::return_staging(std::shared_ptr<Registration> staging) noexcept {
     const std::lock_guard lock(mu_);
     try {
         staging_.push_back(std::move(staging));
-    } catch (const std::bad_alloc&) {  // the next one is registered anew
+    } catch (const std::bad_alloc&) {  // the next user registers new memory
     }
 }
 
@@ -345,17 +344,17 @@ std::vector<std::shared_ptr<RailUser>> Rail::users() {
     return out;
 }
 
-void Rail::trouble(const std::string& why) {
+void Rail::report_failure(const std::string& why) {
     for (const auto& user : users()) user->rail_failed(why);
 }
 
 template <typename Queue>
-void Rail::trouble_of(const Queue* queue, const std::string& why) {
+void Rail::report_queue_failure(const Queue* queue, const std::string& why) {
     for (const auto& user : users())
         if (user->uses(queue)) user->rail_failed(why);
 }
 
-// A queue pair whose own GID is gone sends from an address that nobody answers to.
+// Fails users whose own GID is gone: peers cannot answer to that address.
 void Rail::check_addresses() {
     const auto affected = users();
     if (affected.empty()) return;
@@ -383,26 +382,26 @@ void Rail::on_async() {
                            type == abi::kEventQpAccessError;
         const bool of_port = type == abi::kEventPortActive || type == abi::kEventPortError ||
                              type == abi::kEventGidChange || type == abi::kEventLidChange;
-        // Acknowledged first: destroying what it is about waits for it.
+        // Acknowledged first: the destruction of its object waits for that.
         v.ack_async_event(&event);
         const std::string what = describe() + ": " + v.event_type_str(type);
         if (of_qp)
-            trouble_of(qp, what);
+            report_queue_failure(qp, what);
         else if (type == abi::kEventCqError)
-            trouble_of(cq, what);
+            report_queue_failure(cq, what);
         else if (type == abi::kEventDeviceFatal)
-            trouble(what);
+            report_failure(what);
         else if (of_port && port == port_) {
             if (type == abi::kEventPortError)
-                trouble(what);
+                report_failure(what);
             else if (type != abi::kEventPortActive)
                 check_addresses();
             if (type != abi::kEventPortError) recoveries_.fetch_add(1);
         }
     }
     if (!device_->removed()) return;
-    reactor_.remove(device_->context->async_fd);  // it would be readable for ever
-    trouble(describe() + ": the device was removed");
+    reactor_.remove(device_->context->async_fd);  // it stays readable
+    report_failure(describe() + ": the device was removed");
 }
 
 }  // namespace pipemorph

@@ -1,4 +1,4 @@
-// A rail: one RNIC port that links may use, opened once per engine, with a progress thread.
+// Rail: one RNIC port that links may use, opened once per engine, with a progress thread.
 #pragma once
 
 #include <atomic>
@@ -16,19 +16,19 @@
 namespace pipemorph {
 
 struct RailOptions {
-    // "mlx5_0" or "mlx5_0:2" (port). Empty: every card's first active port.
+    // Names such as "mlx5_0" or "mlx5_0:2" (port). Empty: every card's first active port.
     std::vector<std::string> devices;
-    int gid_index = -1;  // -1: the best one, looked up at every connection
+    int gid_index = -1;  // -1: the best one, determined at every connection
     uint8_t traffic_class = 0;
     uint8_t service_level = 0;
-    // Of a link over each pair of rails. One is one flow, which goes one way through a fabric that
-    // spreads flows; several use several ways, for the price of staging memory each.
+    // Queue pairs of a link over each pair of rails. One is a single flow, which takes one path
+    // through a fabric; several use several paths, at the price of staging memory for each.
     uint32_t queue_pairs = 1;
-    bool wanted = false;           // somebody asked for rdma: say why there is none
-    const Verbs* verbs = nullptr;  // in place of the system's libibverbs
+    bool wanted = false;           // rdma was requested: report why there is none
+    const Verbs* verbs = nullptr;  // instead of the system's libibverbs
 };
 
-// An open device and its protection domain. Everything made from it keeps it open.
+// Open device and its protection domain. All objects made from it keep it open.
 class VerbsDevice {
   public:
     VerbsDevice(const Verbs& verbs, abi::Device* device);  // throws EngineError
@@ -38,17 +38,17 @@ class VerbsDevice {
 
     const Verbs& verbs;
     const std::string name;
-    // The kernel has taken it away, and ended all that was made from it before it said so.
+    // True if the kernel has removed the device, after ending all objects made from it.
     bool removed() const;
 
     abi::Context* context = nullptr;
     abi::Pd* pd = nullptr;
 };
 
-// Memory that the device may read and write; given up with the last reference.
+// Memory that the device may read and write, until the last reference is dropped.
 class Registration {
   public:
-    // Throws EngineError, with advice if it is for want of memlock.
+    // Throws EngineError, with advice if the memlock limit is too low.
     Registration(std::shared_ptr<VerbsDevice> device, std::shared_ptr<Memory> memory, int access);
     ~Registration();
     Registration(const Registration&) = delete;
@@ -66,7 +66,7 @@ class Registration {
     abi::Mr* mr_;
 };
 
-// Where a port can be reached right now.
+// Current address of a port.
 struct PortAddress {
     GidBytes gid{};
     uint32_t gid_index = 0;
@@ -75,7 +75,7 @@ struct PortAddress {
     bool infiniband = false;
 };
 
-// What lives on a rail and has to hear of its troubles. On the rail's thread.
+// User of a rail, which is notified of its failures on the rail's thread.
 class RailUser {
   public:
     virtual ~RailUser() = default;
@@ -87,14 +87,14 @@ class RailUser {
 
 class Rail : public std::enable_shared_from_this<Rail> {
   public:
-    // The rails that the options name, or else one port of every card. Those that cannot be used
-    // are left out, and `trouble` says of each why; if nothing is left it says so in any case.
+    // Opens the rails that the options name, or else one port of every card. `errors` gets the
+    // reason for each unusable one, and is not empty if there is no rail.
     static std::vector<std::shared_ptr<Rail>> open_all(const RailOptions& options,
-                                                       std::string& trouble);
-    // The same with the library and the sysfs that are given.
+                                                       std::string& errors);
+    // Opens rails with a given library and sysfs.
     static std::vector<std::shared_ptr<Rail>> open_all(const Verbs& verbs,
                                                        const RailOptions& options,
-                                                       std::string& trouble,
+                                                       std::string& errors,
                                                        const std::string& sysfs);
 
     Rail(std::shared_ptr<VerbsDevice> device, uint8_t port, const RailOptions& options);
@@ -106,22 +106,22 @@ class Rail : public std::enable_shared_from_this<Rail> {
     const RailOptions& options() const { return options_; }
     const std::shared_ptr<VerbsDevice>& device() const { return device_; }
     Reactor& reactor() { return reactor_; }
-    // Where queue pairs are made and connected. That may take the kernel a second each, when it
-    // looks for a neighbour that does not answer, and nobody else should have to wait for it.
+    // Thread that makes and connects queue pairs. The kernel may take a second for each, when it
+    // resolves a neighbour that does not answer, and no other work should wait for that.
     Reactor& setup() { return setup_; }
-    // Where its card is; numa::kNowhere if that is not known.
+    // Node of its card; numa::kNowhere if unknown.
     int numa_node() const { return numa_node_; }
 
-    // Asks the device: port state and GIDs change. Throws EngineError if the port is not active
-    // or has no usable GID.
+    // Queries the device, since port state and GIDs change. Throws EngineError if the port is not
+    // active or has no usable GID.
     PortAddress address() const;
 
-    // Staging memory for a queue pair, registered once and used again by later ones.
+    // Staging memory for a queue pair, registered once and reused by later ones.
     std::shared_ptr<Registration> borrow_staging(size_t bytes);
-    void give_back(std::shared_ptr<Registration> staging) noexcept;
+    void return_staging(std::shared_ptr<Registration> staging) noexcept;
 
     void watch(const std::shared_ptr<RailUser>& user);
-    // Rises whenever a port came up or its GIDs changed: worth trying again at once.
+    // Counter that rises when a port comes up or its GIDs change: a reason to retry at once.
     uint64_t recoveries() const { return recoveries_.load(); }
     void start();  // listens for asynchronous events
     void stop();
@@ -129,9 +129,9 @@ class Rail : public std::enable_shared_from_this<Rail> {
   private:
     void on_async();
     std::vector<std::shared_ptr<RailUser>> users();
-    void trouble(const std::string& why);
+    void report_failure(const std::string& why);
     template <typename Queue>
-    void trouble_of(const Queue* queue, const std::string& why);
+    void report_queue_failure(const Queue* queue, const std::string& why);
     void check_addresses();
 
     const std::shared_ptr<VerbsDevice> device_;
@@ -146,7 +146,7 @@ class Rail : public std::enable_shared_from_this<Rail> {
     Reactor setup_;
 };
 
-// "0000:3b:00": what two ports of one card have in common; empty if the device is on no PCI bus.
+// PCI address of the card, such as "0000:3b:00", which its ports share; empty without a PCI bus.
 std::string card_of(const std::string& device, const std::string& sysfs);
 
 }  // namespace pipemorph

@@ -1,4 +1,4 @@
-// Which chunks of a message are in the slot. Test-and-set is what makes delivery exactly once.
+// Bitmap of a message's chunks that are in the slot. Its test-and-set makes delivery exactly once.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ class Bitmap {
     Bitmap() = default;
     explicit Bitmap(size_t size) : size_(size), bits_((size + 7) / 8) {}
 
-    // Returns whether the bit was clear before.
+    // Sets a bit. True if it was clear before.
     bool set(size_t i) {
         uint8_t& byte = bits_[i / 8];
         const auto mask = static_cast<uint8_t>(1 << (i % 8));

@@ -1,5 +1,5 @@
-// Little-endian reading and writing with bounds checks. A reader fails stickily: one look at
-// `ok()` after the last field is enough, and nothing is ever read past the end.
+// Little-endian reading and writing with bounds checks. A reader's failure is sticky: one check of
+// `ok()` after the last field is enough, and nothing is read past the end.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ class Writer {
     void u64(uint64_t v) { integer(v); }
     void i64(int64_t v) { integer(static_cast<uint64_t>(v)); }
     void raw(Bytes data) {
-        // A plain loop: gcc 12 sees overflows in the inlined range insert that are not there.
+        // A plain loop: gcc 12 warns of false overflows in the inlined range insert.
         for (const uint8_t byte : data) out_.push_back(byte);
     }
     void text(std::string_view s) {
@@ -74,9 +74,9 @@ class Reader {
         return {data.begin(), data.end()};
     }
 
-    size_t left() const { return data_.size(); }
+    size_t remaining() const { return data_.size(); }
     bool ok() const { return ok_; }
-    // Everything was there and nothing is left over.
+    // True if all bytes were read, and no more were needed.
     bool complete() const { return ok_ && data_.empty(); }
 
   private:

@@ -1,5 +1,5 @@
-// The fields of a struct on the wire, named once for both directions: an overload of
-// `fields(io, value)` hands them to `io`, a FieldWriter or a FieldReader, in their order.
+// Fields of a struct on the wire, listed once for both directions: an overload of `fields(io,
+// value)` passes them to `io`, a FieldWriter or a FieldReader, in their order.
 #pragma once
 
 #include <concepts>
@@ -15,7 +15,7 @@ concept Is = std::same_as<std::remove_const_t<Value>, T>;
 
 constexpr size_t kMostText = 1024;
 
-// Integers and enums as wide as they are, lists behind their length, and structs by their fields.
+// Writes integers and enums in their width, lists after their length, and structs by their fields.
 class FieldWriter {
   public:
     explicit FieldWriter(std::vector<uint8_t>& out) : w_(out) {}
@@ -61,7 +61,7 @@ class FieldReader {
         const Bytes data = r_.raw(n);
         out.assign(data.begin(), data.end());
     }
-    // Every field was there and can be, and nothing is left over.
+    // True if every field was present and valid, and no bytes remain.
     bool complete() const { return r_.complete() && !bad_; }
 
   private:
@@ -81,8 +81,8 @@ class FieldReader {
         } else if constexpr (requires { std::tuple_size<T>::value; }) {
             v = r_.fixed<std::tuple_size_v<T>>();
         } else if constexpr (requires { v.size(); }) {
-            // The length may claim billions: believe it only as far as the bytes go.
-            for (size_t left = r_.u32(); left > 0 && r_.ok(); --left) get(v.emplace_back());
+            // The length may claim billions: it counts only as far as there are bytes.
+            for (size_t rest = r_.u32(); rest > 0 && r_.ok(); --rest) get(v.emplace_back());
         } else {
             fields(*this, v);
         }

@@ -63,7 +63,7 @@ void fields(auto& io, Is<AnswerFrame> auto& f) {
 
 namespace {
 
-// --- What a frame may say ---
+// --- Validation of frames ---
 
 bool valid(const auto&) {
     return true;
@@ -86,12 +86,12 @@ bool valid(const QpAddress& q) {
 bool valid(const OfferFrame& f) {
     return valid(f.qp);
 }
-// An answer that says no has no queue pair to show.
+// An answer with an error has no queue pair.
 bool valid(const AnswerFrame& f) {
     return !f.error.empty() || valid(f.qp);
 }
 
-// A frame of type `type`, which is its place in the variant, counted from 1.
+// Decodes a frame. `type`: its place in the variant, counted from 1.
 template <size_t I = 0>
 std::optional<Frame> decode(uint8_t type, FieldReader r) {
     if constexpr (I == std::variant_size_v<Frame>) {
@@ -116,7 +116,7 @@ EncodedFrame encode_frame(const Frame& frame) {
 }
 
 void append_frame(std::vector<uint8_t>& out, const EncodedFrame& frame, uint64_t sequence,
-                  uint64_t acknowledged, Sealer* sealer) {
+                  uint64_t acknowledged, FrameMac* frame_mac) {
     const size_t from = out.size();
     Writer w(out);
     w.u32(static_cast<uint32_t>(frame.body.size()));
@@ -124,7 +124,7 @@ void append_frame(std::vector<uint8_t>& out, const EncodedFrame& frame, uint64_t
     w.u64(sequence);
     w.u64(acknowledged);
     w.raw(frame.body);
-    if (sealer != nullptr) w.raw(sealer->seal(Bytes(out).subspan(from)));
+    if (frame_mac != nullptr) w.raw(frame_mac->mac(Bytes(out).subspan(from)));
 }
 
 std::optional<FrameHeader> decode_frame_header(Bytes data) {

@@ -1,8 +1,8 @@
 // Frames on the control connection.
 //
-// Each ends with its seal, and has a sequence number (0: an echo, which nobody misses) and
-// acknowledges what its sender has received, so that a connection that breaks can be resumed
-// without losing or repeating one.
+// A frame ends with its MAC. It has a sequence number (0: an echo, which need not arrive) and
+// acknowledges the frames that its sender has received, so that a broken connection can be resumed
+// without losing or repeating a frame.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 #include "wire/bitmap.hpp"
 #include "wire/bytes.hpp"
 #include "wire/key.hpp"
-#include "wire/seal.hpp"
+#include "wire/mac.hpp"
 
 namespace pipemorph {
 
@@ -27,12 +27,12 @@ struct FrameHeader {
 
 enum class Transport : uint8_t { any = 0, tcp = 1, shm = 2, rdma = 3 };
 
-// The dialler's last word in the handshake: what the link will use. The link is up after it.
+// Last message of the dialler in the handshake: the transport of the link, which is up after it.
 struct ConfirmFrame {
     Transport transport = Transport::tcp;
 };
 
-// One receive slot that the sender may fill once.
+// Grant of a receive slot, which the sender may fill once.
 struct SlotGrant {
     uint8_t direction = 0;
     uint32_t slot = 0;
@@ -41,19 +41,20 @@ struct SlotGrant {
     uint64_t offset = 0;
     uint64_t bytes = 0;
 };
-// A message without payload: it needs no slot.
+// Message without payload, which needs no slot.
 struct InlineFrame {
     MessageInfo message;
 };
 
-// Messages that are all here, and slots: what a message has left is often granted with the
-// acknowledgement of the next.
+// Acknowledgement of complete messages, and grants: a message's slot is often granted again with
+// the acknowledgement of the next message.
 struct AckFrame {
     std::vector<uint64_t> messages;
     std::vector<SlotGrant> slots;
 };
 
-// "I have given up this path's epoch. Stop reading it into slots, then tell me what you have."
+// End of a path's epoch: its sender has given it up. The receiver stops reading it into slots, then
+// reports the chunks that it has.
 struct FenceFrame {
     uint32_t path = 0;
     uint32_t epoch = 0;
@@ -62,7 +63,7 @@ struct FenceFrame {
 
 struct ChunkReport {
     uint64_t message = 0;
-    uint32_t chunks = 0;  // 0: nothing of it has arrived
+    uint32_t chunks = 0;  // 0: none has arrived
     std::vector<uint8_t> bits;
 
     bool has(size_t i) const { return i < chunks && (bits[i / 8] >> (i % 8) & 1); }
@@ -74,7 +75,7 @@ struct BitmapFrame {
     bool last = true;  // the fence is answered in full
 };
 
-// Shared memory: the peer has mapped our segment (or says why it could not).
+// Shared memory: the peer has mapped our segment, or could not for the reason `error`.
 struct MappedFrame {
     uint32_t segment = 0;
     std::string error;
@@ -91,15 +92,15 @@ struct PongFrame {
     int64_t sent_wall_ns = 0;
 };
 
-// The sender is done with the link. Of one that was closed the reason says what was left undone
-// (empty: nothing), of one that died what it died of.
+// End of the link at its sender. The reason of a closed link names unfinished work (empty: none),
+// that of a dead one its error.
 struct ByeFrame {
     std::string reason;
     bool died = false;
 };
 
-// Where a segment's slots can be written to over one of the receiver's rails; no bytes: nowhere,
-// that rail is out of use. Sent before the slots are granted.
+// Memory of a segment's slots for one of the receiver's rails; no bytes: the rail cannot reach it,
+// and is out of use. Sent before the slots are granted.
 struct RegionFrame {
     uint32_t rail = 0;
     uint32_t segment = 0;
@@ -108,7 +109,7 @@ struct RegionFrame {
     uint32_t key = 0;
 };
 
-// One end of a reliable connection between two queue pairs.
+// End of a reliable connection between two queue pairs.
 struct QpAddress {
     uint32_t number = 0;
     uint32_t first_packet = 0;  // PSN
@@ -117,7 +118,7 @@ struct QpAddress {
     uint8_t mtu = 0;
 };
 
-// The dialler has made a queue pair for a path's new epoch on its rail `from_rail`, and asks for
+// Offer of the dialler: its queue pair for a path's new epoch on its rail `from_rail`, which needs
 // one on the acceptor's rail `to_rail`.
 struct OfferFrame {
     uint32_t path = 0;
@@ -143,9 +144,9 @@ struct EncodedFrame {
 };
 
 EncodedFrame encode_frame(const Frame& frame);
-// Without a sealer it has no seal, as in the tests of what does not need one.
+// Appends a frame. Without `frame_mac` it has no MAC, as in some tests.
 void append_frame(std::vector<uint8_t>& out, const EncodedFrame& frame, uint64_t sequence,
-                  uint64_t acknowledged, Sealer* sealer = nullptr);
+                  uint64_t acknowledged, FrameMac* frame_mac = nullptr);
 
 std::optional<FrameHeader> decode_frame_header(Bytes data);
 std::optional<Frame> decode_frame(uint8_t type, Bytes body);

@@ -181,7 +181,7 @@ bool DiallerHandshake::advance() {
         case Step::verdict: {
             const uint8_t verdict = r.u8();
             const size_t size = r.u16();
-            if (verdict > 3 || size > kMaxReply) return fail("the peer's answer makes no sense");
+            if (verdict > 3 || size > kMaxReply) return fail("the peer's answer is malformed");
             verdict_ = static_cast<Verdict>(verdict);
             if (verdict_ == Verdict::unauthenticated)
                 return fail("refused: authentication failed (is the job's secret the same?)");
@@ -194,10 +194,10 @@ bool DiallerHandshake::advance() {
             const Digest mac = r.fixed<kMacBytes>();
             const Digest expected = listener_mac(hello_bytes_, verdict_, body);
             if (!equal_constant_time(mac, expected))
-                return fail("the peer could not prove that it knows the job's secret");
+                return fail("the peer could not prove that it has the job's secret");
             if (verdict_ == Verdict::accepted) {
                 const auto reply = decode_reply(body);
-                if (!reply) return fail("the peer's answer makes no sense");
+                if (!reply) return fail("the peer's answer is malformed");
                 reply_ = *reply;
                 make_keys(expected, true);
             } else {
@@ -248,7 +248,7 @@ bool ListenerHandshake::advance() {
         case Step::hello: {
             const Bytes body = r.raw(in_.size() - kMacBytes);
             const Digest mac = r.fixed<kMacBytes>();
-            // Nothing of the body is looked at before its MAC is known to be right.
+            // No field of the body is used before its MAC was checked.
             const bool genuine = equal_constant_time(mac, dialler_mac(body));
             const auto hello = genuine ? decode_hello(body) : std::nullopt;
             if (!hello || hello->purpose != purpose_) {

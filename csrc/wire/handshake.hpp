@@ -1,4 +1,5 @@
-// Who may connect. Pure state machines: bytes in, bytes out, no sockets.
+// Handshake of connections, with mutual authentication. Pure state machines: bytes in, bytes out,
+// no sockets.
 //
 //   dialler                                   listener
 //     magic, version, purpose, nonce_d  ───▶
@@ -7,10 +8,9 @@
 //                                       ◀───  verdict, reply, HMAC("listener", ...)
 //
 // Both MACs cover the whole transcript so far, from the first byte on, and the role, so a reflected
-// or replayed message never verifies. The keys for what follows on the connection come from the
-// second, and so from both nonces. The listener tells an unauthenticated dialler nothing but its
-// nonce; names, addresses and counters come only in `reply`, after the dialler's MAC has been
-// checked.
+// or replayed message never verifies. The keys of the connection derive from the second MAC, and so
+// from both nonces. An unauthenticated dialler gets only the listener's nonce; names, addresses and
+// counters follow in `reply`, after the check of the dialler's MAC.
 #pragma once
 
 #include <optional>
@@ -19,8 +19,8 @@
 #include "crypto/hmac.hpp"
 #include "wire/bytes.hpp"
 #include "wire/frames.hpp"
+#include "wire/mac.hpp"
 #include "wire/payload_guard.hpp"
-#include "wire/seal.hpp"
 
 namespace pipemorph {
 
@@ -31,7 +31,7 @@ enum class Purpose : uint8_t { control = 1, data = 2 };
 
 struct Hello {
     Purpose purpose = Purpose::control;
-    bool resume = false;  // control: an old link comes back
+    bool resume = false;  // control: an existing link reconnects
     std::string job;
     uint32_t from_rank = 0;
     uint32_t to_rank = 0;
@@ -40,13 +40,13 @@ struct Hello {
     uint32_t path = 0;   // data only
     uint32_t epoch = 0;  // of the path or of the control connection: only ever rises
     Transport transport = Transport::any;
-    Integrity integrity = Integrity::crc;  // has to be the listener's
-    Digest host_proof{};  // HMAC over the machine's boot id: says "same host" without saying which
+    Integrity integrity = Integrity::crc;  // must equal the listener's
+    Digest host_proof{};  // HMAC over the machine's boot id: proves "same host", hides which
     uint16_t sockets = 0;
     uint16_t listen_port = 0;
-    uint64_t received = 0;      // last control frame received: where to resume
-    uint16_t rails = 0;         // how many the dialler could use; their addresses come later
-    bool require_rdma = false;  // it will not fall back to TCP
+    uint64_t received = 0;      // last control frame received, for the resumption
+    uint16_t rails = 0;         // number that the dialler could use; their addresses follow later
+    bool require_rdma = false;  // no fallback to TCP
 };
 
 constexpr size_t kMaxRails = 16;
@@ -67,18 +67,18 @@ std::optional<HelloReply> decode_reply(Bytes data);
 
 enum class Verdict : uint8_t {
     accepted = 0,
-    unauthenticated = 1,  // said without a MAC, and without a reason
+    unauthenticated = 1,  // sent without a MAC and without a reason
     refused = 2,
     not_yet = 3,  // refused for now: the dialler may try again
 };
 
-// The key for everything here, so that the job's secret is never used bare.
+// Key of all handshakes, derived from the job's secret, which is not used directly.
 Digest handshake_key(Bytes secret);
 Digest host_proof(const Digest& key, std::string_view boot_id, const Nonce& dialler,
                   const Nonce& listener);
 
-// The part both ends share: bytes are fed exactly as many as wanted, so nothing that follows the
-// handshake on the connection is ever swallowed.
+// Common part of both ends. Exactly the wanted bytes are fed, so that no byte after the handshake
+// is consumed.
 class Handshake {
   public:
     size_t wanted() const { return need_ - in_.size(); }
@@ -87,7 +87,7 @@ class Handshake {
     bool done() const { return done_; }
     bool failed() const { return !failure_.empty(); }
     const std::string& failure() const { return failure_; }
-    // For what follows, once both ends have accepted.
+    // Keys of the connection, once both ends have accepted.
     const ConnectionKeys& keys() const { return keys_; }
     const Nonce& dialler_nonce() const { return dialler_nonce_; }
     const Nonce& listener_nonce() const { return listener_nonce_; }
@@ -117,11 +117,11 @@ class Handshake {
 
 class DiallerHandshake : public Handshake {
   public:
-    // `boot_id` empty: offer no proof of the host.
+    // `boot_id`: empty to offer no proof of the host.
     DiallerHandshake(const Digest& key, Hello hello, std::string boot_id);
-    // The listener has said that it is an engine, and knows who asks.
+    // True if the listener has answered as an engine.
     bool met() const { return step_ != Step::nonce; }
-    // It has failed since the peer is an engine of another version.
+    // True if it has failed because the peer has another version.
     bool other_version() const { return other_version_; }
     Verdict verdict() const { return verdict_; }
     const std::string& refusal() const { return refusal_; }
@@ -145,12 +145,12 @@ class DiallerHandshake : public Handshake {
 class ListenerHandshake : public Handshake {
   public:
     explicit ListenerHandshake(const Digest& key);
-    // The dialler is authenticated and waits for one of the two below.
+    // True if the dialler is authenticated and waits for `accept` or `refuse`.
     bool needs_decision() const { return step_ == Step::decide; }
     const Hello& hello() const { return hello_; }
     void accept(const HelloReply& reply);
     void refuse(Verdict verdict, std::string_view reason);
-    // Whether the peer failed to authenticate (as opposed to: sent garbage, never came so far).
+    // True if the peer's authentication failed, as opposed to an earlier error.
     bool unauthenticated() const { return unauthenticated_; }
 
   protected:

@@ -1,4 +1,4 @@
-// What names a message, and what travels with it.
+// Key of a message, and its metadata.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace pipemorph {
 
 constexpr int kDirections = 2;  // 0: forward (activations), 1: backward (gradients)
 constexpr size_t kMaxNote = 64;
-// So that one message's bitmap fits a control frame.
+// Limit by which a message's bitmap fits a control frame.
 constexpr uint64_t kMaxChunks = uint64_t{1} << 22;
 
 struct Key {

@@ -8,7 +8,7 @@
 namespace pipemorph {
 namespace {
 
-// Seals are made with the connection's key itself.
+// Key of payloads: frames use the connection's key itself.
 Digest payload_key(const Digest& key) {
     constexpr std::string_view kFor = "payloads";
     return Hmac(key).update({reinterpret_cast<const uint8_t*>(kFor.data()), kFor.size()}).finish();
@@ -57,7 +57,8 @@ void PayloadGuard::store(uint8_t* to, Bytes data) {
     if (encrypts()) {
         cipher_->apply(to, data);
     } else if (cipher_) {
-        // Of the copy: what is summed is what is read afterwards, whoever else can write to `data`.
+        // The MAC covers the copy, which is used afterwards: `data` may still be written by the
+        // peer.
         copy(to, data);
         cipher_->authenticate({to, data.size()});
     } else {

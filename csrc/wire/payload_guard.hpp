@@ -1,4 +1,4 @@
-// What tells that a chunk's payload is what its sender sent.
+// Integrity of chunk payloads: checksum, MAC or encryption.
 #pragma once
 
 #include <optional>
@@ -7,16 +7,16 @@
 
 namespace pipemorph {
 
-// Of payloads over sockets and in shared memory; frames and headers have seals in any case.
+// Integrity of payloads over sockets and in shared memory; frames and headers always have MACs.
 enum class Integrity : uint8_t {
     crc = 1,   // against errors of the network: CRC32C, over sockets only
-    mac = 2,   // against others on the way: a MAC of header and payload
-    aead = 3,  // as mac, and nobody on the way can read it; shared memory: as mac
+    mac = 2,   // against attackers in the network: a MAC of header and payload
+    aead = 3,  // as mac, and encrypted; shared memory: as mac
 };
 
 const char* name_of(Integrity integrity);
 
-// One direction of one connection. Both ends count every chunk.
+// Guard of one direction of a connection. Both ends count every chunk.
 class PayloadGuard {
   public:
     enum class End { sends, receives };
@@ -27,16 +27,16 @@ class PayloadGuard {
     bool encrypts() const { return how_ == Integrity::aead; }
     bool is_keyed() const { return how_ != Integrity::crc; }
 
-    // The next chunk. `header`: as it is sent.
+    // Begins the next chunk. `header`: as it is sent.
     void begin(Bytes header);
-    // The payload's next bytes. If it encrypts, they have to be stored.
+    // Adds the payload's next bytes, if they are not encrypted.
     void pass(Bytes data);
-    // The same, and stores them at `to`, which may be where they are: encrypted by who sends,
-    // decrypted by who receives.
+    // Adds bytes and stores them at `to`, which may be their address: encrypted by the sender,
+    // decrypted by the receiver.
     void store(uint8_t* to, Bytes data);
-    // Ends the chunk: what follows its payload. Of a CRC the first four bytes, then zeros.
+    // Ends the chunk and returns its trailer. A CRC is the first four bytes, then zeros.
     Tag finish();
-    // Ends the chunk: whether that followed it.
+    // Ends the chunk. True if `said` is its trailer.
     bool fits(const Tag& said);
 
   private:

@@ -1,4 +1,4 @@
-"""The operator's configuration: the same for all jobs."""
+"""Configuration of the objects that the operator creates for jobs, the same for all jobs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OperatorConfig:
-    """``ca_pem``: CA of the ingest's certificate; empty for a public CA.
-    ``trainer_image``: image of jobs without a pod template; empty to reject such jobs.
-    ``network_policies``: whether each job gets a NetworkPolicy, which lets ``metrics_from`` (as in
-    its ``from``; empty for anybody) read the ranks' metrics."""
+    """Addresses, images and network rules in the objects of every job, from the command line.
+
+    ``ca_pem``: CA of the ingest's certificate; empty for a public CA. ``trainer_image``: image of
+    jobs without a pod template; empty to reject such jobs. ``network_policies``: True if each job
+    gets a NetworkPolicy, which lets ``metrics_from`` (peers as in its ``from``; empty: all) read
+    the ranks' metrics.
+    """
 
     ingest_url: str
     ca_pem: str = ""
@@ -23,7 +26,7 @@ class OperatorConfig:
     metrics_from: tuple[dict[str, Any], ...] = ()
 
     @property
-    def authorities(self) -> frozenset[str]:
+    def ca_fingerprints(self) -> frozenset[str]:
         """Fingerprints of the certificates in ``ca_pem``."""
         found = re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END", self.ca_pem, re.DOTALL)
         return frozenset(sha256("".join(each.split()).encode()).hexdigest()[:16] for each in found)

@@ -22,15 +22,15 @@ log = logging.getLogger("pipemorph.serve")
 Check = Callable[[], str]
 """Returns the current problem in one line; empty if healthy."""
 
-LIMITS = ConnectionLimits(in_all=64, per_source=64, unauthenticated=64)
+LIMITS = ConnectionLimits(total=64, per_source=64, unauthenticated=64)
 ANSWER_SECONDS = 10.0
 """Time limit of a connection, from accept to the end of its response. Clients are not
 authenticated; above the connection limit the oldest connection is closed."""
 BEAT_SECONDS = 1.0
 STUCK_SECONDS = 30.0
-"""An event loop that was blocked for longer is a fault."""
+"""Longest time for which the event loop may be blocked."""
 FAULT_SECONDS = 60.0
-"""How long such a fault is reported: as long as a liveness probe needs to fail."""
+"""Time for which a longer block is reported: as long as a liveness probe needs to fail."""
 
 
 class Heartbeat:
@@ -40,10 +40,10 @@ class Heartbeat:
         self, what: str, within: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._what, self._within, self._clock = what, within, clock
-        self.beat()
+        self.record_beat()
 
-    def beat(self) -> None:
-        """Record that it has happened."""
+    def record_beat(self) -> None:
+        """Record that ``what`` has happened."""
         self._last = self._clock()
 
     def __call__(self) -> str:
@@ -53,9 +53,9 @@ class Heartbeat:
         return f"{self._what}: none for {silent:.0f} s, expected every {self._within:g} s"
 
 
-class LoopMonitor:
-    """Checks that the event loop is not blocked repeatedly. While it is blocked the process
-    answers nothing at all; this reports it afterwards."""
+class EventLoopMonitor:
+    """Checks that the event loop is not blocked repeatedly. While it is blocked, the process
+    answers no request; the check reports the block afterwards."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -77,7 +77,7 @@ class LoopMonitor:
 
 
 class HealthServer:
-    """A running server, as returned by :func:`start`."""
+    """Running server, as returned by :func:`start`."""
 
     def __init__(self, runner: web.AppRunner, acceptor: Acceptor) -> None:
         self._runner, self._acceptor = runner, acceptor
@@ -88,14 +88,14 @@ class HealthServer:
         port: int = self._acceptor.sockets[0].getsockname()[1]
         return port
 
-    async def cleanup(self) -> None:
+    async def stop(self) -> None:
         """Stop the server."""
         await self._acceptor.close()
         await self._runner.cleanup()
 
 
 @web.middleware
-async def _once(
+async def _close_after_response(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     response = await handler(request)
@@ -112,40 +112,40 @@ async def start(
 ) -> HealthServer:
     """Start the server, on every address of the pod if ``host`` is None.
 
-    ``/healthz`` returns 503 with the problems that ``checks`` find, ``/readyz`` with that of
-    ``unready``. Both add the lines of ``state`` to their "ok". Raises OSError if the port is taken.
+    ``/healthz`` returns 503 with the problems of ``checks``, ``/readyz`` with that of ``unready``.
+    Both append the lines of ``state`` to their "ok". Raises OSError if the port is in use.
     """
 
-    async def metrics(_: web.Request) -> web.Response:
-        # In a thread: the series of a thousand jobs take half a second.
+    async def serve_metrics(_: web.Request) -> web.Response:
+        # Runs in a thread: the series of a thousand jobs take half a second.
         body = await asyncio.to_thread(generate_latest)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def well() -> web.Response:
+    def build_ok_response() -> web.Response:
         said = state()
         return web.Response(text=f"ok\n{said}\n" if said else "ok\n")
 
-    async def healthy(_: web.Request) -> web.Response:
+    async def serve_health(_: web.Request) -> web.Response:
         wrong = [found for check in checks if (found := check())]
         if not wrong:
-            return well()
+            return build_ok_response()
         log.error("unhealthy: %s", "; ".join(wrong))
         return web.Response(status=503, text="\n".join(wrong) + "\n")
 
-    async def ready(_: web.Request) -> web.Response:
+    async def serve_readiness(_: web.Request) -> web.Response:
         missing = unready()
-        return web.Response(status=503, text=f"{missing}\n") if missing else well()
+        return web.Response(status=503, text=f"{missing}\n") if missing else build_ok_response()
 
-    app = web.Application(middlewares=[_once])
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/healthz", healthy)
-    app.router.add_get("/readyz", ready)
+    app = web.Application(middlewares=[_close_after_response])
+    app.router.add_get("/metrics", serve_metrics)
+    app.router.add_get("/healthz", serve_health)
+    app.router.add_get("/readyz", serve_readiness)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     assert runner.server is not None
     acceptor = Acceptor(runner.server, limits=LIMITS, head_seconds=ANSWER_SECONDS)
     try:
-        await acceptor.open(host, port)
+        await acceptor.open_listeners(host, port)
     except OSError:
         await runner.cleanup()
         raise

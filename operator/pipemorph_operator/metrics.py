@@ -1,5 +1,5 @@
-"""Metrics of both processes. No series per pair of ranks, but of slow links, which are bounded; a
-deleted job's series are removed."""
+"""Metrics of both processes. There are no series per pair of ranks, only of slow links, which are
+bounded. The series of a deleted job are removed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ API_REQUESTS = Counter(
 _BY_WATCH = ["kind", "job_namespace"]
 WATCH_CONFIRMED = Gauge(
     "pipemorph_watch_confirmed_timestamp_seconds",
-    "When the API server last confirmed what is known of all objects of a kind.",
+    "Time at which the API server last confirmed the known objects of a kind.",
     _BY_WATCH,
 )
 OBJECTS = Gauge("pipemorph_watch_objects", "Objects known.", _BY_WATCH)
 WATCH_REFUSED = Gauge(
     "pipemorph_watch_refused",
-    "1 while the API server refuses a namespace that should be served, as without its rights.",
+    "1 while the API server refuses access to a namespace that should be served.",
     _BY_WATCH,
 )
 LISTS = Counter(
@@ -55,7 +55,7 @@ LEADS = {
 QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs waiting for a reconcile.")
 NODE_ACCUSING_JOBS = Gauge(
     "pipemorph_node_accusing_jobs",
-    "Jobs with a slow link at a node within a day, of nodes that several jobs accuse.",
+    "Jobs that had a slow link at a node within a day, for nodes with several such jobs.",
     ["node"],
 )
 
@@ -70,7 +70,7 @@ REFUSED = Counter(
     ["reason"],
 )
 for _reason in ("review", "pod", "silent", "crowded"):
-    # A counter begins at 0: from its first sample on, Prometheus sees by how much it grows.
+    # The counter exists from 0, so that Prometheus sees its first increment.
     REFUSED.labels(reason=_reason)
 REPORT_SECONDS = Histogram(
     "pipemorph_ingest_request_seconds", "Time to answer a report.", buckets=_FAST
@@ -83,7 +83,7 @@ PERSIST_SECONDS = Histogram(
 )
 PLAN_SECONDS = Histogram(
     "pipemorph_ingest_plan_seconds",
-    "Time to make a decision, without queueing.",
+    "Time of a decision, without queueing.",
     buckets=_FAST,
 )
 PLAN_WAIT_SECONDS = Histogram(
@@ -113,23 +113,23 @@ JOB_GAUGES = {
         "adaptations": "Plan changes so far.",
         "goodput_fraction": "Time of finished iterations over the time in which the job had its"
         " place.",
-        "saved_seconds": "Seconds that plan changes have saved, against the plan of the start.",
-        "saved_error_seconds": "How far pipemorph_job_saved_seconds may be from the truth, by"
-        " measured gains.",
-        "promised_gain_fraction": "Gain that the newest plan change was predicted to bring, of an"
-        " iteration; no series if it was a return.",
-        "measured_gain_fraction": "Gain that it brought, once measured; below 0 if iterations"
-        " take longer.",
+        "saved_seconds": "Seconds that plan changes have saved, compared with the initial plan.",
+        "saved_error_seconds": "Error of pipemorph_job_saved_seconds, estimated from measured"
+        " gains.",
+        "promised_gain_fraction": "Predicted gain of the newest plan change, as a fraction of an"
+        " iteration; no series after a return.",
+        "measured_gain_fraction": "Measured gain of that change; below 0 if iterations take"
+        " longer.",
         "peak_memory_bytes": "Highest peak memory of any stage.",
         "rails_healthy": "Condition RailsHealthy: 1 True, 0 False, no series while Unknown.",
         "slow_stages": "Stages that compute slower than they should.",
         "rdma_ports": "RDMA ports reported.",
-        "sick_rdma_ports": "RDMA ports that are down or count errors.",
+        "faulty_rdma_ports": "RDMA ports that are down or count errors.",
         "congested_rdma_ports": "RDMA ports with a high rate of congestion notifications.",
         "fallen_links": "Links that fell back from their rails and have not recovered.",
-        "link_fallbacks": "Times an end of a link lost its last rail, in this attempt.",
-        "link_failbacks": "Times a link recovered a rail after that, in this attempt.",
-        "recoveries": "Times the ranks were started again within their pods, after a failure.",
+        "link_fallbacks": "Losses of the last rail by an end of a link, in this attempt.",
+        "link_failbacks": "Recoveries of a rail after such a loss, in this attempt.",
+        "recoveries": "Restarts of the ranks within their pods after a failure.",
         "last_report_timestamp_seconds": "Time of the newest report.",
     }.items()
 }
@@ -148,7 +148,7 @@ LINK_GAUGES = {
 }
 
 
-class LinkCode(IntEnum):
+class LinkStateCode(IntEnum):
     """Values of :data:`LINK_STATE`."""
 
     HEALTHY = 0
@@ -156,11 +156,11 @@ class LinkCode(IntEnum):
     SLOW_DELEGATED = 2
     DELEGATED = 3
     FELL_BACK = 4
-    """From its rails, to another transport."""
+    """Fell back from its rails to another transport."""
     NARROW = 5
-    """Slow since messages take long to pass, and direct."""
+    """Slow because of low bandwidth, and direct."""
     UNKNOWN = 6
-    """It has no recent samples."""
+    """Has no recent samples."""
 
 
 LINK_STATE = Gauge(
@@ -170,25 +170,25 @@ LINK_STATE = Gauge(
     [*_BY_JOB, "link"],
 )
 MOST_LINK_STATES = 64
-"""Most links of one job with a series."""
+"""Limit of links with a series per job."""
 _LINK_STATES: dict[tuple[str, str], set[str]] = {}
-"""By job: links with a series."""
+"""Links with a series, by job."""
 _ONCE_KNOWN: dict[tuple[str, str], set[int]] = {}
-"""By job: links whose state was known at some time. The others have yet to be measured."""
+"""Links whose state was known at some time, by job. The others have never been measured."""
 _SLOW_LINKS: dict[tuple[str, str], set[tuple[str, str]]] = {}
-"""By job: link and replica of its series."""
+"""Link and replica of each series, by job."""
 
 
 def set_slow_links(
     namespace: str, name: str, links: Mapping[tuple[int, int], tuple[float, float]]
 ) -> None:
     """Set the series of a job's slow links, and remove those of links that are not slow any more.
-    ``links``: by link and replica, the delay and the base, seconds."""
+    ``links``: delay and normal time in seconds, by link and replica."""
     job = namespace, name
     now = {(str(link), str(replica)): values for (link, replica), values in links.items()}
     for gone in _SLOW_LINKS.pop(job, set()) - now.keys():
         for gauge in LINK_GAUGES.values():
-            _drop(gauge, *job, *gone)
+            _remove_series(gauge, *job, *gone)
     for labels, (delay, base) in now.items():
         LINK_GAUGES["delay_seconds"].labels(*job, *labels).set(delay)
         LINK_GAUGES["base_seconds"].labels(*job, *labels).set(base)
@@ -196,46 +196,45 @@ def set_slow_links(
         _SLOW_LINKS[job] = set(now)
 
 
-def set_link_states(namespace: str, name: str, states: Mapping[int, LinkCode]) -> None:
-    """Set the states of a job's links, of which those that are not named are healthy. Where there
-    are more than may have a series, unknown ones come last. A link that was never known is not
-    unknown, but new."""
-    job, unknown = (namespace, name), LinkCode.UNKNOWN
+def set_link_states(namespace: str, name: str, states: Mapping[int, LinkStateCode]) -> None:
+    """Set the states of a job's links; links without an entry are healthy. Above the limit of
+    series, unknown links come last. A link that was never measured is new, not unknown."""
+    job, unknown = (namespace, name), LinkStateCode.UNKNOWN
     once_known = _ONCE_KNOWN.setdefault(job, set())
     once_known.update(link for link, state in states.items() if state is not unknown)
-    told = {
+    found = {
         link: state
         for link, state in states.items()
-        if state is not LinkCode.HEALTHY and link in once_known
+        if state is not LinkStateCode.HEALTHY and link in once_known
     }
     shown = _LINK_STATES.setdefault(job, set())
-    for link in sorted(told, key=lambda each: (told[each] is unknown, -told[each])):
+    for link in sorted(found, key=lambda each: (found[each] is unknown, -found[each])):
         if len(shown) < MOST_LINK_STATES:
             shown.add(str(link))
     for label in shown:
-        LINK_STATE.labels(namespace, name, label).set(told.get(int(label), LinkCode.HEALTHY))
+        LINK_STATE.labels(namespace, name, label).set(found.get(int(label), LinkStateCode.HEALTHY))
 
 
-def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:
+def set_job_gauges(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:
     """Set a job's gauges; a None value removes the series."""
     for key, value in values:
         if value is None:
-            _drop(JOB_GAUGES[key], namespace, name)
+            _remove_series(JOB_GAUGES[key], namespace, name)
         else:
             JOB_GAUGES[key].labels(namespace=namespace, name=name).set(value)
 
 
-def forget_job(namespace: str, name: str) -> None:
+def remove_job_series(namespace: str, name: str) -> None:
     """Remove all series of a deleted job."""
     for gauge in JOB_GAUGES.values():
-        _drop(gauge, namespace, name)
+        _remove_series(gauge, namespace, name)
     set_slow_links(namespace, name, {})
     _ONCE_KNOWN.pop((namespace, name), None)
     for link in _LINK_STATES.pop((namespace, name), set()):
-        _drop(LINK_STATE, namespace, name, link)
+        _remove_series(LINK_STATE, namespace, name, link)
 
 
-def _drop(gauge: Gauge, *labels: str) -> None:
+def _remove_series(gauge: Gauge, *labels: str) -> None:
     try:
         gauge.remove(*labels)
     except KeyError:

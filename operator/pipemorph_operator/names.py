@@ -1,14 +1,14 @@
-"""Every label, annotation, condition type, reason and field owner, defined once.
+"""Labels, annotations, condition types, reasons and field owners, each defined once.
 
-Programs may depend on reasons, so they never change; messages are for people and may.
+Programs may depend on reasons, so reasons never change. Messages are for people and may change.
 """
 
 from __future__ import annotations
 
 import os
 
-from pipemorph.api.spec import API_GROUP, API_VERSION, KIND
-from pipemorph.status.names import *  # noqa: F403  # Conditions that the ingest makes.
+from pipemorph.spec.job_spec import API_GROUP, API_VERSION, KIND
+from pipemorph.views.status.condition_names import *  # noqa: F403  # Conditions that the ingest makes.
 
 __all__ = ["API_GROUP", "API_VERSION", "KIND"]
 
@@ -32,9 +32,9 @@ LABEL_LEADER = f"{API_GROUP}/leader"
 AUTHORITIES = f"{API_GROUP}/authorities"
 """Annotation of a Job: fingerprints of the authorities that its ranks trust."""
 LABEL_REPLACED = f"{API_GROUP}/replaced"
-"""Of a lost pod in whose place the Job makes another one."""
+"""Label of a lost pod that the Job replaces."""
 JOB_FINALIZER = "batch.kubernetes.io/job-tracking"
-"""A pod has it until the Job controller has counted its end."""
+"""Finalizer of a pod until the Job controller has counted its end."""
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 """Annotation and label of a pod; rank = completion index."""
 
@@ -62,7 +62,7 @@ READY = "Ready"
 RECONCILING = "Reconciling"
 STALLED = "Stalled"
 KSTATUS_CONDITIONS = (READY, RECONCILING, STALLED)
-"""For generic readers of status (kstatus, ``kubectl wait``): made of the others."""
+"""Conditions for generic readers of status (kstatus, ``kubectl wait``), derived from the others."""
 OPERATOR_CONDITIONS = (
     SUSPENDED,
     PODS_READY,
@@ -80,7 +80,7 @@ INGEST_FIELDS = (
     "goodput_percent",
     "useful_time",
 )
-"""Of :class:`~pipemorph.api.status.JobStatus`; the operator writes the others."""
+"""Fields of :class:`~pipemorph.spec.job_status.JobStatus` that only the ingest writes."""
 
 # --- reasons ------------------------------------------------------------------------------
 
@@ -95,10 +95,10 @@ R_NOT_SUSPENDED = "NotSuspended"
 R_RESTARTING = "Restarting"
 R_DRAINING = "WaitingForOldRanks"
 R_FINISHING = "ContainersRunOn"
-"""All ranks have finished; containers beside them have not."""
+"""Reason after all ranks have finished, but not the other containers of their pods."""
 R_COMPLETED = "AllRanksFinished"
 R_WITHOUT_PODS = "FinishedWithoutPods"
-"""All ranks have finished, and some pods never ran: the Job would wait for them."""
+"""Reason after all ranks have finished, but some pods never ran: the Job would wait for them."""
 
 R_INVALID_SPEC = "InvalidSpec"
 R_PLANNING = "Planning"
@@ -115,7 +115,7 @@ R_PREFLIGHT_PASSED = "AllRanksChecked"
 R_PREFLIGHT_UNKNOWN = "NotYetChecked"
 R_DISRUPTED = "Disrupted"
 R_REJECTED = "PodRejected"
-"""A node has rejected a pod, such as for a device that it does not have any more."""
+"""Reason if a node rejected a pod, such as for lack of a device."""
 R_POD_FAILED = "PodFailed"
 R_OBJECT_LOST = "ObjectDeleted"
 R_RESTORED = "ObjectRestored"
@@ -137,6 +137,6 @@ R_OTHER_AUTHORITY = "OtherAuthority"
 # --- exit codes of a rank -----------------------------------------------------------------
 
 EXIT_INVALID_INPUT = 2
-"""The input is invalid; a restart would fail the same way, so the job is not restarted."""
+"""Exit code for invalid input: a restart would fail the same way, so there is none."""
 EXIT_PREFLIGHT = os.EX_CONFIG
-"""The preflight found the pod unfit."""
+"""Exit code of the preflight for an unfit pod."""

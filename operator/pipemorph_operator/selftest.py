@@ -7,13 +7,13 @@ import sys
 
 from tenacity import Retrying
 
-from pipemorph.arguments import duration
-from pipemorph.http_client import HttpClient, NoAnswer, retries
+from pipemorph.argument_types import duration_type
+from pipemorph.http_client import HttpClient, NoResponseError, make_retry_options
 
 ATTEMPT_SECONDS = 10.0
 WAIT_SECONDS = 60.0
-"""Right after an installation the ingest is still starting, and its Service takes a moment to
-become reachable from every node."""
+"""Default time to wait. After an installation the ingest is still starting, and its Service takes a
+moment to become reachable from every node."""
 
 
 def main() -> None:
@@ -21,21 +21,23 @@ def main() -> None:
     parser.add_argument("--ingest-url", required=True)
     parser.add_argument("--ingest-ca", required=True)
     parser.add_argument(
-        "--wait", type=duration, default=WAIT_SECONDS, help="seconds to wait for an answer"
+        "--wait", type=duration_type, default=WAIT_SECONDS, help="seconds to wait for an answer"
     )
     options = parser.parse_args()
     client = HttpClient(options.ingest_url, authority=options.ingest_ca)
     path = "/v1/jobs/helm/test/directive"
 
-    def check(error: BaseException, _: float) -> None:
-        # A retry does not fix a certificate.
-        if isinstance(error, NoAnswer) and error.untrusted:
+    def reject_untrusted(error: BaseException, _: float) -> None:
+        # A retry cannot fix a certificate.
+        if isinstance(error, NoResponseError) and error.untrusted:
             raise error
 
-    tries = Retrying(**retries(seconds=options.wait, before=check))
+    tries = Retrying(**make_retry_options(seconds=options.wait, before=reject_untrusted))
     try:
-        found = tries(client.ask, path, query={"attempt": "0"}, seconds=ATTEMPT_SECONDS).status
-    except NoAnswer as error:
+        found = tries(
+            client.request_blocking, path, query={"attempt": "0"}, seconds=ATTEMPT_SECONDS
+        ).status
+    except NoResponseError as error:
         sys.exit(f"{options.ingest_url} cannot be reached: {error}")
     if found != 401:
         sys.exit(f"{options.ingest_url} returned {found} to a request without token; expected 401")

@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
-from pipemorph.commands.emit import add_output_arguments, emit, format_of
-from pipemorph.planning.advice import Advice, Option, advise
+from pipemorph.commands.output_file import add_output_arguments, choose_output_format, write_output
+from pipemorph.planning.advice import Advice, AdviceOption, compare_changes
 from pipemorph.planning.problem import Problem, load_problem
-from pipemorph.terminal import RenderableType, render, table
+from pipemorph.terminal import RenderableType, make_table, render_parts
 
 FORMATS = ("text", "json")
 HEADINGS = ("lever", "change", "iteration", "per sample", "bubble", "memory", "")
@@ -21,48 +21,48 @@ def add_parser(subparsers: Any) -> None:
         help="compare more microbatches, another split and offload with today",
         description="Plan PROBLEM as it is and with each of three changes: more microbatches, "
         "another split of the layers, offload of activations. PROBLEM may be the report.json of "
-        "`pipemorph run`: its measured op times are read from the timeline.json beside it.",
+        "`pipemorph run`: its measured op times are read from the timeline.json in its folder.",
     )
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     add_output_arguments(parser, FORMATS, "text")
 
 
 def run(args: argparse.Namespace) -> int:
-    output = format_of(args, FORMATS, "text")
-    problem, source, measured = _load(args.problem)
-    advice = advise(problem)
+    output = choose_output_format(args, FORMATS, "text")
+    problem, source, measured = _load_problem(args.problem)
+    advice = compare_changes(problem)
     if output == "json":
-        text = json.dumps(fields(advice, source, measured)) + "\n"
+        text = json.dumps(advice_to_json(advice, source, measured)) + "\n"
     else:
-        text = render(*page(advice, source, measured), out=args.out)
-    emit(text.encode(), args.out)
+        text = render_parts(*format_advice(advice, source, measured), out=args.out)
+    write_output(text.encode(), args.out)
     return 0
 
 
-def _load(path: str) -> tuple[Problem, str, float | None]:
+def _load_problem(path: str) -> tuple[Problem, str, float | None]:
     """The problem, the source of its times, and for a run the measured iteration time in ms."""
-    from pipemorph.local.results.measured import is_report, measured_problem
+    from pipemorph.local.results.measured_problem import is_run_report, load_measured_problem
 
-    if is_report(path):
-        found = measured_problem(path)
+    if is_run_report(path):
+        found = load_measured_problem(path)
         return found.problem, found.source, found.iteration_ms
     return load_problem(path), "times of the problem", None
 
 
-def fields(advice: Advice, source: str, measured: float | None) -> dict[str, Any]:
+def advice_to_json(advice: Advice, source: str, measured: float | None) -> dict[str, Any]:
     """JSON fields: ``today`` and ``options`` in the same form; times in milliseconds."""
-    best = advice.best
+    best = advice.best_option
     return {
         "source": source,
         "measured_iteration_ms": measured,
-        "today": _fields(advice.options[0]),
-        "options": [_fields(option) for option in advice.options[1:]],
+        "today": _option_to_json(advice.options[0]),
+        "options": [_option_to_json(option) for option in advice.options[1:]],
         "best": advice.options.index(best) - 1 if best is not None else None,
-        "missing": list(advice.missing),
+        "missing": list(advice.missing_options),
     }
 
 
-def _fields(option: Option) -> dict[str, Any]:
+def _option_to_json(option: AdviceOption) -> dict[str, Any]:
     return {
         "lever": option.lever,
         "change": option.change,
@@ -79,30 +79,30 @@ def _fields(option: Option) -> dict[str, Any]:
     }
 
 
-def page(advice: Advice, source: str, measured: float | None) -> list[RenderableType]:
+def format_advice(advice: Advice, source: str, measured: float | None) -> list[RenderableType]:
     """A table of all options, today first, and what is best."""
     rows = [
         (
             option.lever,
             option.change,
             f"{option.makespan:.1f} ms",
-            "" if option.lever == "today" else _change(option.gain),
+            "" if option.lever == "today" else _format_change(option.gain),
             f"{option.bubble_fraction:.1%}",
-            _memory(option),
+            _format_memory(option),
             option.note,
         )
         for option in advice.options
     ]
     lines: list[RenderableType] = [
         f"{source}; memory: activations on the rank that needs most",
-        table(HEADINGS, rows, right=HEADINGS[2:6]),
+        make_table(HEADINGS, rows, right=HEADINGS[2:6]),
     ]
     if measured is not None:
         predicted = advice.options[0].makespan
-        share = f" ({measured / predicted - 1:+.1%} against as it is)" if predicted else ""
+        share = f" ({measured / predicted - 1:+.1%} against the prediction)" if predicted else ""
         lines.append(f"measured today: {measured:.1f} ms{share}")
-    lines += [f"- {text}" for text in advice.missing]
-    best = advice.best
+    lines += [f"- {text}" for text in advice.missing_options]
+    best = advice.best_option
     if best is None:
         lines.append("best: no change; with the same batch and memory no option saves 1%")
     else:
@@ -114,21 +114,21 @@ def page(advice: Advice, source: str, measured: float | None) -> list[Renderable
     return lines
 
 
-def _change(gain: float) -> str:
+def _format_change(gain: float) -> str:
     """Change of the time per sample; ``-8.3%`` is faster."""
     return f"{-gain:+.1%}" if abs(gain) >= 0.0005 else "same"
 
 
-def _memory(option: Option) -> str:
+def _format_memory(option: AdviceOption) -> str:
     text = f"{option.memory:.2f}×"
     if option.activation_bytes is not None:
-        text += f" {_size(option.activation_bytes)}"
+        text += f" {_format_bytes(option.activation_bytes)}"
     if option.host_bytes is not None:
-        text += f" + {_size(option.host_bytes)} host"
+        text += f" + {_format_bytes(option.host_bytes)} host"
     return text
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipemorph.arguments import (
+from pipemorph.argument_types import (
     LONGEST_SECONDS,
     add_port_arguments,
     check_devices,
-    number,
-    whole_number,
+    number_type,
+    whole_number_type,
 )
-from pipemorph.discovery.host import memory_bytes
+from pipemorph.doctor.host import usable_memory_bytes
 from pipemorph.errors import InputError, one_line
 from pipemorph.extras import require_trainer
 
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     )
     ends.add_argument("--connect", metavar="HOST", help="run the sending end, which prints results")
     link.add_argument(
-        "--port", type=whole_number(1, 65535), default=PORT, help="default: %(default)s"
+        "--port", type=whole_number_type(1, 65535), default=PORT, help="default: %(default)s"
     )
     link.add_argument(
         "--transports",
@@ -62,20 +62,20 @@ def add_parser(subparsers: Any) -> None:
     )
     link.add_argument("--sizes", metavar="4K,1M,…", help="bytes per message (default: 4K to 64M)")
     link.add_argument(
-        "--window", type=whole_number(1), default=4, help="messages in flight (%(default)s)"
+        "--window", type=whole_number_type(1), default=4, help="messages in flight (%(default)s)"
     )
     link.add_argument(
-        "--rounds", type=whole_number(1), default=5, help="rounds per point (%(default)s)"
+        "--rounds", type=whole_number_type(1), default=5, help="rounds per point (%(default)s)"
     )
     link.add_argument(
         "--volume", default="128M", help="bytes per round and point (default: %(default)s)"
     )
     link.add_argument(
-        "--pings", type=whole_number(1), default=2000, help="latency samples (%(default)s)"
+        "--pings", type=whole_number_type(1), default=2000, help="latency samples (%(default)s)"
     )
     link.add_argument(
         "--wait",
-        type=number(0.001, LONGEST_SECONDS),
+        type=number_type(0.001, LONGEST_SECONDS),
         default=60.0,
         help="seconds to wait for the other end (%(default)s)",
     )
@@ -85,40 +85,40 @@ def add_parser(subparsers: Any) -> None:
     rails = link.add_argument_group("rdma", "For this end only.")
     add_port_arguments(rails, "rail to use", "one active port of every card")
     rails.add_argument(
-        "--traffic-class", type=whole_number(0, 255), default=0, help="default: %(default)s"
+        "--traffic-class", type=whole_number_type(0, 255), default=0, help="default: %(default)s"
     )
     rails.add_argument(
-        "--service-level", type=whole_number(0, 15), default=0, help="default: %(default)s"
+        "--service-level", type=whole_number_type(0, 15), default=0, help="default: %(default)s"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark in a trainer process: the core imports neither torch nor the engine."""
-    options = options_of(args)
+    options = validate_options(args)
     require_trainer("measurements of a link")
     command = [sys.executable, "-m", "pipemorph_trainer.bench.link", json.dumps(options)]
     return subprocess.run(command, check=False, env=os.environ).returncode
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
+def validate_options(args: argparse.Namespace) -> dict[str, Any]:
     """The validated options. Raises :class:`InputError` that names argument and valid values."""
     for name in ("transports", "sizes", "listen", "connect"):
         if getattr(args, name) == "":
             raise InputError(f"--{name}: is empty; give it a value or leave it out")
-    asked = args.transports.split(",") if args.transports else []
-    for name in asked:
+    requested = args.transports.split(",") if args.transports else []
+    for name in requested:
         if name not in TRANSPORTS:
             raise InputError(f"--transports: {name!r} is not one of {', '.join(TRANSPORTS)}")
-    sizes = [_bytes("--sizes", s) for s in args.sizes.split(",")] if args.sizes else SIZES
+    sizes = [_parse_bytes("--sizes", s) for s in args.sizes.split(",")] if args.sizes else SIZES
     held = args.window * max(sizes)
-    if 2 * held > memory_bytes():
+    if 2 * held > usable_memory_bytes():
         raise InputError(
             f"--window and --sizes: {args.window} messages of {max(sizes)} bytes, sent and "
-            f"received, do not fit into this host's memory of {memory_bytes()} bytes"
+            f"received, do not fit into this host's memory of {usable_memory_bytes()} bytes"
         )
     check_devices(args.device)
     named = bool(args.device) or args.gid_index is not None
-    if named and asked and "rdma" not in asked:
+    if named and requested and "rdma" not in requested:
         raise InputError("--device and --gid-index are for rdma, which --transports excludes")
     role = "listen" if args.listen else "connect" if args.connect else "local"
     return {
@@ -128,12 +128,12 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "connect": args.connect,
         "port": args.port,
         # Naming a rail requests rdma.
-        "asked": asked or (["rdma"] if named else []),
-        "transports": asked or _likely(role == "local", named),
+        "required": requested or (["rdma"] if named else []),
+        "transports": requested or _select_transports(role == "local", named),
         "sizes": sorted(set(sizes)),
         "window": args.window,
         "rounds": args.rounds,
-        "volume": _bytes("--volume", args.volume),
+        "volume": _parse_bytes("--volume", args.volume),
         "most": 2000,
         "pings": args.pings,
         "wait": args.wait,
@@ -147,12 +147,12 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _likely(local: bool, rails_named: bool) -> list[str]:
+def _select_transports(local: bool, rails_named: bool) -> list[str]:
     rdma = rails_named or any(Path("/sys/class/infiniband").glob("*"))
     return ["tcp", *(["shm"] if local else []), *(["rdma"] if rdma else []), "gloo"]
 
 
-def _bytes(argument: str, text: str) -> int:
+def _parse_bytes(argument: str, text: str) -> int:
     """``"64M"`` → 67108864. Raises :class:`InputError`."""
     unit = UNITS.get(text[-1:].upper(), 1)
     number = text[:-1] if unit > 1 else text

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from pipemorph.commands.emit import emit
+from pipemorph.commands.output_file import write_output
 from pipemorph.errors import InputError
-from pipemorph.extras import lacking
+from pipemorph.extras import missing_package_error
 
 SHELLS = ("bash", "zsh")
 FILES = ("FILE", "DIR", "PROBLEM", "PLAN", "TRACE", "JOB")
-"""Arguments that are, or may be, names of files."""
+"""Metavars of arguments that may be file names."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,19 +34,19 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        raise lacking("completion needs shtab", "completion") from None
-    for action in _actions(args.parser):
+        raise missing_package_error("completion needs shtab", "completion") from None
+    for action in _iterate_actions(args.parser):
         if action.metavar in FILES and action.choices is None:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    emit((shtab.complete(args.parser, args.shell) + "\n").encode(), None)
+    write_output((shtab.complete(args.parser, args.shell) + "\n").encode(), None)
     return 0
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+def _iterate_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """The arguments of a parser and of its subcommands. argparse has no public name for them."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
-                yield from _actions(each)
+                yield from _iterate_actions(each)
         else:
             yield action

@@ -10,16 +10,16 @@ import subprocess
 import sys
 from typing import Any
 
-from pipemorph.commands.emit import emit
+from pipemorph.commands.output_file import write_output
 
 STYLES = {"ok": "green", "missing": "bold red", "warning": "yellow", "absent": "dim"}
-"""By verdict."""
+"""Styles of rows by verdict."""
 TRAINER_SECONDS = 120.0
 """Time limit of the trainer query: importing torch from a cold disk is slow."""
 
 
 def add_parser(subparsers: Any) -> None:
-    from pipemorph.discovery.checks import NEEDS
+    from pipemorph.doctor.checks import NEEDS
 
     parser = subparsers.add_parser(
         "doctor",
@@ -41,11 +41,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
-    from pipemorph.discovery.checks import checks
-    from pipemorph.terminal import render, table
+    from pipemorph.doctor.checks import run_checks
+    from pipemorph.terminal import make_table, render_parts
 
-    found = facts()
-    lines = checks(found, frozenset(args.require))
+    found = gather_facts()
+    lines = run_checks(found, frozenset(args.require))
     missing = [line.name for line in lines if line.verdict == "missing"]
     if args.output == "json":
         said = {
@@ -53,20 +53,24 @@ def run(args: argparse.Namespace) -> int:
             "required": sorted(args.require),
             "missing": missing,
             "checks": [dataclasses.asdict(line) for line in lines],
-            "devices": None if found.devices is None else [_fields(d) for d in found.devices],
+            "devices": None
+            if found.devices is None
+            else [_device_to_json(d) for d in found.devices],
         }
         text = json.dumps(said, indent=1) + "\n"
     else:
         rows = [[line.verdict, line.name, line.found, line.advice] for line in lines]
-        found_here = table(["verdict", "what", "found", "what to do"], rows, styles=STYLES)
-        text = render(found_here, *(["", f"missing: {', '.join(missing)}"] if missing else []))
-    emit(text.encode(), None)
+        found_here = make_table(["verdict", "what", "found", "what to do"], rows, styles=STYLES)
+        text = render_parts(
+            found_here, *(["", f"missing: {', '.join(missing)}"] if missing else [])
+        )
+    write_output(text.encode(), None)
     return 1 if missing else 0
 
 
-def _fields(device: Any) -> dict[str, Any]:
+def _device_to_json(device: Any) -> dict[str, Any]:
     """A device as JSON. Unreadable values are "unavailable": null is easily mistaken for 0."""
-    from pipemorph.discovery.checks import UNAVAILABLE
+    from pipemorph.doctor.checks import UNAVAILABLE
 
     fields = dataclasses.asdict(device)
     if fields["numa_node"] is None:
@@ -79,35 +83,35 @@ def _fields(device: Any) -> dict[str, Any]:
     return fields
 
 
-def facts() -> Any:
-    """Inspect this host: :class:`pipemorph.discovery.checks.Facts`."""
-    from pipemorph.discovery import host, numa, rdma, verbs
-    from pipemorph.discovery.checks import Facts
+def gather_facts() -> Any:
+    """Inspect this host: :class:`pipemorph.doctor.checks.HostFacts`."""
+    from pipemorph.doctor import host, numa, rdma, verbs
+    from pipemorph.doctor.checks import HostFacts
 
-    seen = verbs.look()
-    trainer, error = trainer_facts()
-    devices = rdma.devices()
+    seen = verbs.probe_verbs()
+    trainer, error = query_trainer_facts()
+    devices = rdma.read_devices()
     # A software device has no NUMA node.
     nodes = {device.name: device.numa_node for device in devices or () if device.pci}
     for i, gpu in enumerate(trainer["gpus"] if trainer else ()):
-        nodes[f"GPU {i}"] = numa.node_of(numa.PCI / gpu["pci"])
-    return Facts(
-        devices=verbs.with_mtus(devices, seen),
-        numa=numa.placement(nodes),
+        nodes[f"GPU {i}"] = numa.read_numa_node(numa.PCI / gpu["pci"])
+    return HostFacts(
+        devices=verbs.add_active_mtus(devices, seen),
+        numa=numa.read_numa_topology(nodes),
         verbs=seen,
-        uverbs=host.verbs_devices(),
-        locked_bytes=host.locked_limit(),
-        may_lock=host.may_lock(),
-        huge_pages=host.huge_pages(),
-        transparent_huge_pages=host.transparent_huge_pages(),
-        shared_memory=host.shared_memory(),
-        modules=host.loaded_modules(),
+        uverbs=host.list_verbs_devices(),
+        locked_bytes=host.read_locked_memory_limit(),
+        may_lock=host.has_ipc_lock(),
+        huge_pages=host.read_huge_pages(),
+        transparent_huge_pages=host.read_transparent_huge_pages(),
+        shared_memory=host.measure_shared_memory(),
+        modules=host.list_loaded_modules(),
         trainer=trainer,
         trainer_error=error,
     )
 
 
-def trainer_facts() -> tuple[dict[str, Any] | None, str | None]:
+def query_trainer_facts() -> tuple[dict[str, Any] | None, str | None]:
     """Facts from torch and the engine, or an error; queried in a separate process."""
     command = [sys.executable, "-m", "pipemorph_trainer.devices"]
     try:

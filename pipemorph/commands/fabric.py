@@ -1,4 +1,4 @@
-"""``pipemorph fabric check``: measures what carries between the RDMA ports of hosts."""
+"""``pipemorph fabric check``: measures the connections between the RDMA ports of hosts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipemorph.arguments import add_port_arguments, check_devices
-from pipemorph.commands.emit import add_output_arguments, emit, format_of
+from pipemorph.argument_types import add_port_arguments, check_devices
+from pipemorph.commands.output_file import add_output_arguments, choose_output_format, write_output
 from pipemorph.errors import InputError, one_line
 
 if TYPE_CHECKING:
-    from pipemorph.fabric.hosts import Host
+    from pipemorph.fabric.hosts import FabricHost
     from pipemorph.fabric.measurement import CheckResult
 
 HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@:/%-]{0,252}"
-"""No first character of an option of the remote shell."""
+"""Pattern of a host; the remote shell cannot take it for an option."""
 SHELL = "ssh -o BatchMode=yes {host}"
-HEAD = ("from", "to", "reachable", "path MTU", "round trip p50", "p99", "rate")
+COLUMNS = ("from", "to", "reachable", "path MTU", "round trip p50", "p99", "rate")
 FORMATS = ("text", "json")
 
 
 def add_parser(subparsers: Any) -> None:
     text = "check the network between hosts"
     parser = subparsers.add_parser("fabric", help=text, description=f"{text.capitalize()}.")
-    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
-    check = kinds.add_parser(
+    actions = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    check = actions.add_parser(
         "check",
         help="measure every pair of hosts over every RDMA port",
         description="Make reliable connections between the RDMA ports of all hosts and measure "
@@ -56,32 +56,32 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need it.
-    from pipemorph.fabric.hosts import LocalHost, serve
-    from pipemorph.terminal import render, table
+    from pipemorph.fabric.hosts import LocalFabricHost, serve_requests
+    from pipemorph.terminal import make_table, render_parts
 
-    _validate(args)
+    _validate_arguments(args)
     if args.serve:
-        return serve(partial(LocalHost, args.device, args.gid_index))
-    output = format_of(args, FORMATS, "text")
-    result = _check(args)
-    text = json.dumps(as_record(result), indent=1) + "\n"
+        return serve_requests(partial(LocalFabricHost, args.device, args.gid_index))
+    output = choose_output_format(args, FORMATS, "text")
+    result = _check_hosts(args)
+    text = json.dumps(result_to_json(result), indent=1) + "\n"
     if output == "text":
-        measured = table(HEAD, rows(result), right=HEAD[3:])
-        text = render("\n  ".join(summary(result)), "", measured, out=args.out)
-    emit(text.encode(), args.out)
+        measured = make_table(COLUMNS, build_measurement_rows(result), right=COLUMNS[3:])
+        text = render_parts("\n  ".join(summarize_result(result)), "", measured, out=args.out)
+    write_output(text.encode(), args.out)
     if args.out is not None:
-        emit(render(*summary(result)).encode(), None)
-    return int(bool(problems(result)))
+        write_output(render_parts(*summarize_result(result)).encode(), None)
+    return int(bool(find_problems(result)))
 
 
-def _validate(args: argparse.Namespace) -> None:
+def _validate_arguments(args: argparse.Namespace) -> None:
     if "{host}" not in args.shell:
         raise InputError(f"--shell: {one_line(args.shell)!r} has no {{host}}")
     check_devices(args.device)
 
 
-def _check(args: argparse.Namespace) -> CheckResult:
-    from pipemorph.fabric.measurement import MAX_CONCURRENT, check
+def _check_hosts(args: argparse.Namespace) -> CheckResult:
+    from pipemorph.fabric.measurement import MAX_CONCURRENT, measure_fabric
 
     names = args.hosts.split(",")
     for name in names:
@@ -92,19 +92,19 @@ def _check(args: argparse.Namespace) -> CheckResult:
     if len(names) < 2:
         raise InputError("--hosts: expected two or more; localhost is this one")
     with ExitStack() as stack, ThreadPoolExecutor(MAX_CONCURRENT) as pool:
-        hosts = list(pool.map(lambda name: _open(name, args, stack), names))
+        hosts = list(pool.map(lambda name: _open_fabric_host(name, args, stack), names))
         if not any(rail.active for host in hosts for rail in host.rails):
             raise InputError("no host has an active RDMA port; see pipemorph doctor on each")
-        return check(hosts)
+        return measure_fabric(hosts)
 
 
-def _open(name: str, args: argparse.Namespace, stack: ExitStack) -> Host:
-    from pipemorph.fabric.hosts import LOCALHOST, LocalHost, describe, open_remote
+def _open_fabric_host(name: str, args: argparse.Namespace, stack: ExitStack) -> FabricHost:
+    from pipemorph.fabric.hosts import LOCALHOST, LocalFabricHost, connect_host, open_remote
 
     if name == LOCALHOST:
-        local = LocalHost(args.device, args.gid_index)
+        local = LocalFabricHost(args.device, args.gid_index)
         stack.callback(local.close)
-        return describe(name, local.request)
+        return connect_host(name, local.execute_request)
     command = ["pipemorph", "fabric", "check", "--serve"]
     command += [f"--device={device}" for device in args.device]
     if args.gid_index is not None:
@@ -112,8 +112,8 @@ def _open(name: str, args: argparse.Namespace, stack: ExitStack) -> Host:
     return open_remote(name, args.shell, command, stack)
 
 
-def problems(result: CheckResult) -> list[str]:
-    """Hosts without a port, and directions that carry nothing or no packets of their ports' MTU."""
+def find_problems(result: CheckResult) -> list[str]:
+    """Hosts without a port, and directions in which nothing or no packet of full MTU arrives."""
     return [
         *(
             f"{host}: no active RDMA port"
@@ -128,34 +128,34 @@ def problems(result: CheckResult) -> list[str]:
     ]
 
 
-def summary(result: CheckResult) -> list[str]:
+def summarize_result(result: CheckResult) -> list[str]:
     """A line of numbers, then the problems."""
-    found = problems(result)
+    found = find_problems(result)
     numbers = f"{len(result.rails)} hosts, {len(result.measured)} directions between RDMA ports"
     return [f"{numbers}; problems: {len(found)}", *found]
 
 
-def rows(result: CheckResult) -> list[list[str]]:
-    """The cells of :data:`HEAD` for each direction."""
+def build_measurement_rows(result: CheckResult) -> list[list[str]]:
+    """The cells of :data:`COLUMNS` for each direction."""
     return [
         [
             " ".join(each.source),
             " ".join(each.target),
             "no" if each.path_mtu is None else "yes",
             str(each.path_mtu or "-"),
-            _time(each.p50),
-            _time(each.p99),
+            _format_duration(each.p50),
+            _format_duration(each.p99),
             "-" if each.rate is None else f"{each.rate * 8e-9:.3g} Gb/s",
         ]
         for each in sorted(result.measured, key=lambda each: (each.source, each.target))
     ]
 
 
-def as_record(result: CheckResult) -> dict[str, Any]:
-    """For JSON: times in seconds, rates in bytes a second, null for what is unknown."""
+def result_to_json(result: CheckResult) -> dict[str, Any]:
+    """JSON fields: times in seconds, rates in bytes a second, null for unknown values."""
     return {
-        "ok": not problems(result),
-        "problems": problems(result),
+        "ok": not find_problems(result),
+        "problems": find_problems(result),
         "hosts": {host: [asdict(rail) for rail in rails] for host, rails in result.rails.items()},
         "measured": [
             asdict(each)
@@ -166,7 +166,7 @@ def as_record(result: CheckResult) -> dict[str, Any]:
     }
 
 
-def _time(seconds: float | None) -> str:
+def _format_duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -6,12 +6,12 @@ import argparse
 import re
 from typing import Any
 
-from pipemorph.commands.emit import add_output_arguments
-from pipemorph.commands.output import DETAILS, FORMATS, write
+from pipemorph.commands.output_file import add_output_arguments
+from pipemorph.commands.simulation_output import DETAILS, FORMATS, write_simulation
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
-from pipemorph.planning.problem import load_problem, shown
+from pipemorph.planning.problem import load_problem, quote_value
 from pipemorph.removed import DISPATCHES, POLICIES, refuse_removed
 
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         "--dispatch",
         type=refuse_removed(DISPATCHES),
         choices=[d.value for d in Dispatch],
-        help="static: stages keep the plan's order; guided: they run of the ready ops the first in "
+        help="static: stages keep the plan's order; guided: they run the ready op that is first in "
         "the plan's order; overrides the problem's dispatch",
     )
     add_output_arguments(parser, FORMATS, "json", DETAILS)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
     problem = problem.model_copy(update={"dispatch": dispatch})
     planned = plan(problem, policy, tight_bound=True)
-    write(
+    write_simulation(
         args, planned.simulation, planned.problem, policy=planned.policy,
         bound=planned.lower_bound, planning_seconds=planned.planning_seconds, dispatch=dispatch,
     )  # fmt: skip
@@ -61,6 +61,8 @@ def parse_warmup(text: str) -> list[int]:
     counts = []
     for part in text.split(","):
         if not re.fullmatch(r"\d{1,9}", part.strip(), re.ASCII):
-            raise InputError(f"--warmup: {shown(part)} in {shown(text)} is not a whole number")
+            raise InputError(
+                f"--warmup: {quote_value(part)} in {quote_value(text)} is not a whole number"
+            )
         counts.append(int(part))
     return counts

@@ -7,16 +7,16 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from pipemorph.arguments import number, whole_number
-from pipemorph.commands.emit import add_output_arguments, emit, format_of
+from pipemorph.argument_types import number_type, whole_number_type
+from pipemorph.commands.output_file import add_output_arguments, choose_output_format, write_output
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
 from pipemorph.removed import DISPATCHES, refuse_removed
-from pipemorph.replay.contenders import Replay, replay
-from pipemorph.replay.page import render_page
-from pipemorph.replay.trace import load_trace
-from pipemorph.replay.trainer import Telemetry
-from pipemorph.terminal import RenderableType, render, table
+from pipemorph.replay.adaptive_trainer import Telemetry
+from pipemorph.replay.baselines import ReplayResult, replay_trace
+from pipemorph.replay.link_trace import load_trace
+from pipemorph.replay.replay_page import render_replay_page
+from pipemorph.terminal import RenderableType, make_table, render_parts
 
 FORMATS = ("text", "json", "html")
 HEADINGS = ("", "seconds", "it/min", "of the oracle’s gain", " ")
@@ -36,52 +36,52 @@ def add_parser(subparsers: Any) -> None:
         "--telemetry",
         choices=get_args(Telemetry),
         default="exact",
-        help="how arrivals are observed: as they happen; or at the end of the receiver's op, which "
-        "it knows (python) or does not (device) (default: %(default)s)",
+        help="when an arrival is noticed: at once, or at the end of the receiver's op, whose time "
+        "is known (python) or not (device) (default: %(default)s)",
     )
     parser.add_argument(
         "--dispatch",
         type=refuse_removed(DISPATCHES),
         choices=[*(d.value for d in Dispatch), "auto"],
         default="auto",
-        help="of the adaptive contender (default: %(default)s, as of a job)",
+        help="dispatch of the adaptive contender (default: %(default)s, as in a job)",
     )
     parser.add_argument(
         "--delegation",
-        type=number(0, 1000),
+        type=number_type(0, 1000),
         default=0.0,
         metavar="PERCENT",
-        help="of an op that a message over a delegated link takes of the processor or device at "
-        "either end (default: %(default)s)",
+        help="share of an op's time that a message over a delegated link costs the processor or "
+        "device at either end (default: %(default)s)",
     )
     parser.add_argument(
         "--iterations",
-        type=whole_number(1),
+        type=whole_number_type(1),
         metavar="N",
         help="default: to the end of the trace, and 20 more",
     )
     parser.add_argument(
         "--replicas",
-        type=whole_number(1, 1024),
+        type=whole_number_type(1, 1024),
         default=1,
         metavar="N",
         help="data-parallel replicas, whose links TRACE names as LINK@REPLICA (default: 1)",
     )
     parser.add_argument(
         "--seed",
-        type=whole_number(0, 2**128 - 1),
+        type=whole_number_type(0, 2**128 - 1),
         default=0,
-        help="of the noise (default: %(default)s)",
+        help="seed of the noise (default: %(default)s)",
     )
     more = "; html is one file with charts of every iteration"
     add_output_arguments(parser, FORMATS, "text", more)
 
 
 def run(args: argparse.Namespace) -> int:
-    output = format_of(args, FORMATS, "text")
+    output = choose_output_format(args, FORMATS, "text")
     problem = load_problem(args.problem)
     trace = load_trace(args.trace, len(problem.links), args.replicas)
-    found = replay(
+    found = replay_trace(
         problem,
         trace,
         telemetry=args.telemetry,
@@ -93,41 +93,45 @@ def run(args: argparse.Namespace) -> int:
     )
     match output:
         case "json":
-            text = json.dumps(found.fields()) + "\n"
+            text = json.dumps(found.to_json()) + "\n"
         case "html":
             title = f"{Path(args.trace).name}, {Path(args.problem).name}"
-            text = render_page(found, trace, title, args.replicas)
+            text = render_replay_page(found, trace, title, args.replicas)
         case _:
-            text = render(*page(found), out=args.out)
-    emit(text.encode(), args.out)
+            text = render_parts(*format_replay(found), out=args.out)
+    write_output(text.encode(), args.out)
     return 0
 
 
-def page(found: Replay) -> list[RenderableType]:
-    """One row per contender, then one line per change of plan."""
+def format_replay(found: ReplayResult) -> list[RenderableType]:
+    """Rows of the contenders, then a line per change of plan."""
     rows = []
-    for name, trained in found.trained.items():
-        seconds, rate, share = trained.seconds, found.per_minute(name), found.share(name)
+    for name, trained in found.runs.items():
+        seconds, rate, share = (
+            trained.seconds,
+            found.compute_iterations_per_minute(name),
+            found.compute_oracle_share(name),
+        )
         if seconds is None:
-            rows.append((name, "–", "–", "", f"ended: {trained.ended}"))
+            rows.append((name, "–", "–", "", f"ended: {trained.end_reason}"))
             continue
         shown = "" if share is None else f"{100 * share:.1f}%"
         rows.append((name, f"{seconds:.1f}", "" if rate is None else f"{rate:.1f}", shown, ""))
     lines: list[RenderableType] = [
         f"{found.iterations} iterations, simulated",
         "",
-        table(HEADINGS, rows, right=HEADINGS[1:4]),
+        make_table(HEADINGS, rows, right=HEADINGS[1:4]),
     ]
     count = len(found.changes)
     lines += ["", f"{count} change{'' if count == 1 else 's'} of plan"]
     for change in found.changes:
         at = "never in force" if change.iteration is None else f"iteration {change.iteration}"
         lines.append(
-            f"  {at}: promised {_percent(change.promised)}, measured"
-            f" {_percent(change.measured)}: {change.reason}"
+            f"  {at}: promised {_format_percent(change.promised)}, measured"
+            f" {_format_percent(change.measured)}: {change.reason}"
         )
     return lines
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}%"

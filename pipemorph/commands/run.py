@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipemorph.arguments import port
+from pipemorph.argument_types import port_type
 from pipemorph.errors import InputError
-from pipemorph.log_level import log_level
+from pipemorph.log_level import read_log_level
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,16 +32,16 @@ def add_parser(subparsers: Any) -> None:
         "--watch",
         metavar="PORT",
         nargs="?",
-        type=_port,
+        type=_parse_page_port,
         const=0,
         help="serve a live page on this port of 127.0.0.1, by default any that is free; its "
         "address, which is printed, has a token",
     )
 
 
-def _port(text: str) -> int:
+def _parse_page_port(text: str) -> int:
     try:
-        return port(text)
+        return port_type(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}; put the job before --watch") from None
 
@@ -53,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         # pathlib would take it as the current folder.
         raise InputError("--out is empty; name a folder")
-    log_level()  # Reject an invalid PIPEMORPH_LOG now; the agent would fail on it later.
+    read_log_level()  # Reject an invalid PIPEMORPH_LOG now; the agent would fail on it later.
     return run_job(args.job, Path(args.out), force=args.force, watch=args.watch)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.errors import InputError
-from pipemorph.log_level import log_level
+from pipemorph.log_level import read_log_level
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,18 +50,18 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) == "":
             # pathlib would take it as the current folder.
             raise InputError(f"--{name.replace('_', '-')} is empty; name a file or folder")
-    log_level()  # Reject an invalid PIPEMORPH_LOG now.
+    read_log_level()  # Reject an invalid PIPEMORPH_LOG now.
     options = ServeOptions(
         listen=args.listen,
         token_file=Path(args.token_file),
         secret_file=Path(args.secret_file or f"{args.token_file}.secret"),
-        tls_cert=_path(args.tls_cert),
-        tls_key=_path(args.tls_key),
-        out=_path(args.out),
+        tls_cert=_optional_path(args.tls_cert),
+        tls_key=_optional_path(args.tls_key),
+        out=_optional_path(args.out),
         force=args.force,
     )
     return serve_job(args.job, options)
 
 
-def _path(text: str | None) -> Path | None:
+def _optional_path(text: str | None) -> Path | None:
     return None if text is None else Path(text)

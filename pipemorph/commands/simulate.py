@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pipemorph.commands.emit import add_output_arguments
-from pipemorph.commands.output import DETAILS, FORMATS, write
+from pipemorph.commands.output_file import add_output_arguments
+from pipemorph.commands.simulation_output import DETAILS, FORMATS, write_simulation
 from pipemorph.errors import InputError
 from pipemorph.planning.formats.plan_json import load_plan
 from pipemorph.planning.ir import Dispatch
 from pipemorph.planning.problem import load_problem
-from pipemorph.planning.simulation.core import lower_bound
-from pipemorph.planning.simulation.simulator import check_fits, simulate
+from pipemorph.planning.simulation.execution import compute_lower_bound
+from pipemorph.planning.simulation.simulator import check_same_shape, simulate
 from pipemorph.removed import DISPATCHES, refuse_removed
 
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         "--dispatch",
         type=refuse_removed(DISPATCHES),
         choices=[d.value for d in Dispatch],
-        help="static keeps the order; guided runs of the ready ops the first in the order "
+        help="static keeps the order; guided runs the ready op that is first in the order "
         "(default: PLAN's own)",
     )
     add_output_arguments(parser, FORMATS, "json", DETAILS)
@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     dispatch = Dispatch(args.dispatch) if args.dispatch else loaded.dispatch
     schedule = loaded.schedule
     if loaded.device_limits is not None:
-        check_fits(schedule, problem)
+        check_same_shape(schedule, problem)
         if any(limit is not None for limit in loaded.device_limits):
-            problem = problem.shared_out()
+            problem = problem.with_divided_memory()
         problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
     simulation = simulate(schedule, problem, dispatch, waits=loaded.waits)
-    bound = lower_bound(problem, schedule.placement)
-    write(
+    bound = compute_lower_bound(problem, schedule.placement)
+    write_simulation(
         args, simulation, problem, policy=loaded.policy, bound=bound,
         planning_seconds=loaded.planning_seconds, dispatch=dispatch,
     )  # fmt: skip

@@ -1,24 +1,23 @@
-"""The control loop of one job: reports in, directives out. Pure; hosts bring clock and sockets.
+"""Control loop of one job: reports in, directives out. Pure; hosts bring clock and sockets.
 
-``controller`` is what hosts call. ``decision`` finds a cause for another plan, as far as measured
-iterations confirm it, asks for a proposal, and issues the plan that it chose; ``snapshot`` survives
-a restart of the host. ``record`` is what has happened: ``history`` of iterations, what changes of
-plan were worth, ``goodput``. ``generations`` says which ranks of pods run.
+Hosts call ``controller``. A report updates ``job_state``, the state of the job. ``decision`` looks
+there for a cause to change the plan, checks it against measured iterations, requests a proposal and
+issues the plan that was chosen. ``snapshot`` carries the controller's state to the next host.
 
-``observe`` runs in the agent, and judges what ranks measure; ``observed`` is what it has told.
-``decide`` has what a decision is made of: its ``state``, with the plans that ranks run, should run,
-or return to; the ``situation``; the ``forecast`` of iteration times; ``replan``, which proposes a
-plan; and ``reasons``, which has texts and records.
+``decide`` makes the choice: ``decision_state`` holds the plans that ranks run, should run or return
+to; ``situation`` the measurements; ``forecast`` predicts iteration times; ``plan_choice`` proposes
+a plan; ``reasons`` writes texts and records. ``history`` has the history of iterations, changes of
+plan, their worth, and goodput. ``job_generations`` decides which ranks of the job's pods run.
 """
 
 from pipemorph.control.controller import JobController, JobView
 from pipemorph.control.first_plan import initial_plan, initial_routes
-from pipemorph.control.record.history import Decision
-from pipemorph.wire import AdaptationRecord, Health, LinkState, ReductionHealth
+from pipemorph.control.history.job_history import DecisionRecord
+from pipemorph.protocol import AdaptationRecord, Health, LinkState, ReductionHealth
 
 __all__ = [
     "AdaptationRecord",
-    "Decision",
+    "DecisionRecord",
     "Health",
     "JobController",
     "JobView",

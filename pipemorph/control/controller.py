@@ -1,4 +1,4 @@
-"""The adaptation controller: reports in, directives out. No sockets, no clock, no threads.
+"""Adaptation controller: reports in, directives out. No sockets, no clock, no threads.
 
 A report updates the links' health, the stages' op times and the history of iterations. The
 controller decides again if the situation has changed since the last decision: a link became slow,
@@ -7,12 +7,12 @@ the alternatives with the current measurements. A new plan must save at least ``
 of an iteration. When the last slow link has recovered, the first plan and its routes return. Every
 decision is recorded with its reason, even if nothing changes.
 
-Measured iterations check both the evidence for a change and its result, see
-:mod:`pipemorph.control.decide.truth`: a change that does not bring half of its promise is taken
-back.
+Measured iterations check the evidence for a change and its result
+(:mod:`pipemorph.control.decide.prediction_check`): a change that brings less than half of its
+promise is undone.
 
-Only policy ``pipemorph`` adapts. The other policies keep their schedules, so that they can be
-compared with.
+Only policy ``pipemorph`` adapts. The other policies never change their schedules, as a baseline
+for comparison.
 """
 
 from __future__ import annotations
@@ -22,25 +22,37 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import decision
 from pipemorph.control.decide import reasons
+from pipemorph.control.decide.decision_state import (
+    AttemptPlans,
+    DecisionState,
+    PlanVersions,
+    has_barrier,
+    list_doubt_levels,
+    measure_situation,
+    request_weighing,
+)
 from pipemorph.control.decide.forecast import Outlook
-from pipemorph.control.decide.layouts.beside import Beside
-from pipemorph.control.decide.layouts.relayout import Network
-from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.decide.situation import RouteCosts
-from pipemorph.control.decide.state import DecisionState, Plans, PlanVersions
-from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.observe.events import Event, Events
-from pipemorph.control.observed.reports import Observed, WrongAttempt, check
-from pipemorph.control.observed.stages import Footprint
-from pipemorph.control.record.history import Decision, Finished, Ledger, Worth
-from pipemorph.control.snapshot import DECIDED, Snapshot, rounded, without
+from pipemorph.control.decide.layouts.layout_search import NetworkMeasurements
+from pipemorph.control.decide.layouts.stage_overhead import StageOverhead
+from pipemorph.control.decide.plan_choice import DecisionRequest, PlanProposal
+from pipemorph.control.decide.situation import RouteCostEstimator
+from pipemorph.control.first_plan import initial_plan, select_planning_fields
+from pipemorph.control.history.job_history import (
+    DecisionRecord,
+    FinishedRecord,
+    JobHistory,
+    SavedTime,
+)
+from pipemorph.control.job_state.reports import JobState, WrongAttempt, check_report
+from pipemorph.control.job_state.stages import MicrobatchFootprint
+from pipemorph.control.snapshot import DECIDED, Snapshot, drop_fields, round_times
+from pipemorph.detection.event_log import EventLog, HealthEvent
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
-from pipemorph.planning.offload import left
-from pipemorph.wire import (
+from pipemorph.planning.offload import count_away_microbatches
+from pipemorph.protocol import (
     AdaptationRecord,
     Directive,
     DirectiveEnvelope,
@@ -52,11 +64,12 @@ from pipemorph.wire import (
     StragglersView,
     TransportsView,
 )
+from pipemorph.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)
 class JobView:
-    """The job as last observed. Times in seconds."""
+    """Job as last observed. Times in seconds."""
 
     state: str = "starting"
     message: str | None = None
@@ -65,64 +78,65 @@ class JobView:
     bubble_fraction: float | None = None
     loss: float | None = None
     links: tuple[LinkState, ...] = ()
-    warmup: tuple[int, ...] = ()
+    warmup_counts: tuple[int, ...] = ()
     routes: tuple[Route, ...] = ()
     wanted_plan_version: int = 0
-    """Version of the plan that the ranks should run, which may not be in effect yet."""
+    """Version of the plan that the ranks should run; it may not be in effect yet."""
     observed_plan_version: int = 0
     applied_plan_version: int = 0
     """Version of the plan in effect."""
     peak_memory: tuple[int | None, ...] = ()
-    """Bytes per stage, of the highest column; None if not reported."""
-    offloaded: tuple[int, ...] = ()
-    """Microbatches per iteration that the wanted plan offloads, per stage."""
-    recomputed: tuple[int, ...] = ()
-    """Microbatches per iteration whose forward that plan runs again, per stage."""
+    """Bytes by stage, of the column with the highest peak; None if not reported."""
+    offloaded_microbatches: tuple[int, ...] = ()
+    """Microbatches per iteration that the wanted plan offloads, by stage."""
+    recomputed_microbatches: tuple[int, ...] = ()
+    """Microbatches per iteration whose forward the wanted plan runs again, by stage."""
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
     reductions: tuple[ReductionHealth, ...] = ()
-    """Of every data-parallel group that has observed."""
-    worth: Worth = field(default_factory=Worth)
-    """What all changes of plan were worth so far."""
+    """State of each data-parallel group that has reported."""
+    saved_time: SavedTime = field(default_factory=SavedTime)
+    """Time that all changes of plan have saved so far."""
 
     @staticmethod
-    def of(observed: Observed, ledger: Ledger, wanted: Plan, now: float) -> JobView:
-        """Make the view. ``now``: wall clock, seconds."""
-        newest = ledger.newest()
-        away = left(wanted.schedule, wanted.device_limits, wanted.recompute)
+    def from_state(observed: JobState, ledger: JobHistory, wanted: Plan, now: float) -> JobView:
+        """Build the view. ``now``: wall clock, seconds."""
+        newest = ledger.get_newest()
+        away = count_away_microbatches(wanted.schedule, wanted.device_limits, wanted.recompute)
         return JobView(
             state=observed.state,
             message=observed.message,
             iteration=observed.iteration,
-            iteration_seconds=ledger.recent_seconds(),
+            iteration_seconds=ledger.get_recent_seconds(),
             bubble_fraction=newest.bubble_fraction if newest else None,
             loss=newest.loss if newest else None,
-            links=observed.links.states(now),
-            warmup=wanted.warmup,
+            links=observed.links.get_states(now),
+            warmup_counts=wanted.warmup,
             routes=wanted.routes,
-            offloaded=tuple(away.offloaded),
-            recomputed=tuple(away.recomputed),
+            offloaded_microbatches=tuple(away.offloaded),
+            recomputed_microbatches=tuple(away.recomputed),
             wanted_plan_version=wanted.version,
             observed_plan_version=observed.observed_plan_version,
             applied_plan_version=observed.applied_plan_version,
-            peak_memory=tuple(observed.stages.peak_memory()),
-            rails=observed.rails(now),
+            peak_memory=tuple(observed.stages.list_peak_memory()),
+            rails=observed.get_rails(now),
             transports=observed.transports,
             stragglers=observed.stragglers,
-            reductions=observed.reductions(),
-            worth=ledger.worth,
+            reductions=observed.list_reductions(),
+            saved_time=ledger.saved_time,
         )
 
 
 class JobController:
-    """The control loop of one job. ``spec`` must have passed :func:`pipemorph.manifest.load_job`.
+    """Control loop of one job. ``spec`` must have passed :func:`pipemorph.manifest.load_job`.
 
     ``on_report`` is called with every accepted report, after it was processed. A decision takes
-    longer than a report may take: it waits in :attr:`replan` until the host has made it, in this
-    process or another one, and calls :meth:`settle`. ``term``: of the host's lease. ``endless``:
-    nobody knows when the job ends, whatever its spec says, so that any gain pays for a change in
-    the long run. Raises :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
+    longer than a report may take: the request waits in :attr:`pending_request` until the host has
+    computed the proposal, in this process or another one, and calls :meth:`apply_proposal`.
+    ``term``: term of the host's lease. ``endless``: the end of the job is unknown, whatever its
+    spec says, so any gain pays for a change in the long run. Raises
+    :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
     """
 
     def __init__(
@@ -135,34 +149,33 @@ class JobController:
         endless: bool = False,
     ) -> None:
         self.spec = spec
-        self._endless = endless
-        self._rules = planning_rules(spec)
+        self._has_no_end = endless
+        self._rules = select_planning_fields(spec)
         self.attempt = attempt
         self._on_report = on_report
         self._versions = PlanVersions(term)
-        self._new = True
-        """Whether neither a report nor a snapshot has said anything of the job."""
-        self._ledger = Ledger()
-        self._events = Events()
-        self._first = initial_plan(spec)
-        self._beside = Beside(spec.parallelism.layers)
-        self._start(footprints=())
+        self._is_new_to_job = True
+        """True until the first report or snapshot of the job."""
+        self._ledger = JobHistory()
+        self._events = EventLog()
+        self._initial_plan = initial_plan(spec)
+        self._stage_overhead = StageOverhead(spec.parallelism.layers)
+        self._reset_attempt(footprints=())
 
-    def _start(self, footprints: Sequence[Footprint]) -> None:
-        """Reset the state of an attempt: ranks start with the plan of the spec, and with layers
-        that are split evenly."""
+    def _reset_attempt(self, footprints: Sequence[MicrobatchFootprint]) -> None:
+        """Reset the state of an attempt, which starts with the spec's plan and an even split."""
         self.layers: tuple[int, ...] = ()
-        """How many layers each stage holds; empty: they are split evenly."""
-        self._observed = Observed(self.spec, footprints=footprints, events=self._events)
-        self._plans = Plans(self._first)
+        """Layers by stage; empty: an even split."""
+        self._job_state = JobState(self.spec, footprints=footprints, events=self._events)
+        self._plans = AttemptPlans(self._initial_plan)
         self._decision = DecisionState(
             self.spec,
             self._rules,
-            observed=self._observed,
-            ledger=self._ledger,
+            job_state=self._job_state,
+            history=self._ledger,
             plans=self._plans,
             versions=self._versions,
-            endless=self._endless,
+            has_no_end=self._has_no_end,
         )
 
     # --- the wanted plan, and the state of the job ----------------------------------------
@@ -170,28 +183,27 @@ class JobController:
     @property
     def plan_version(self) -> int:
         """Version of the newest directive of any attempt; 0 before the first."""
-        return self._versions.newest
+        return self._versions.newest_version
 
     @property
     def term(self) -> int:
         """Term of this host in this job; earlier hosts have lower terms."""
         return self._versions.term
 
-    def directive(self, after: int = 0) -> Directive | None:
-        """The directive of this attempt, if its plan version is above ``after``."""
+    def get_directive(self, after: int = 0) -> Directive | None:
+        """Directive of this attempt; None unless its plan version is above ``after``."""
         wanted = self._plans.directive
         return wanted if wanted is not None and wanted.plan_version > after else None
 
     @property
-    def wanted(self) -> Plan:
-        """The plan that the ranks should run: that of the newest directive, else that of the
-        spec."""
-        return self._plans.wanted
+    def wanted_plan(self) -> Plan:
+        """Plan that the ranks should run: that of the newest directive, else that of the spec."""
+        return self._plans.wanted_plan
 
     @property
-    def running(self) -> Plan:
-        """The plan in effect, as far as it is known."""
-        return self._plans.running
+    def running_plan(self) -> Plan:
+        """Plan in effect, as far as it is known."""
+        return self._plans.running_plan
 
     @property
     def records(self) -> list[AdaptationRecord]:
@@ -199,95 +211,96 @@ class JobController:
         return list(self._ledger.records)
 
     @property
-    def changes(self) -> int:
-        """Number of changes of plan so far, also of those without a record."""
-        return self._ledger.changes
+    def change_count(self) -> int:
+        """Number of changes of plan so far, including those without a record."""
+        return self._ledger.change_count
 
     @property
-    def worth(self) -> Worth:
-        """What all changes of plan were worth so far."""
-        return self._ledger.worth
+    def saved_time(self) -> SavedTime:
+        """Time that all changes of plan have saved so far."""
+        return self._ledger.saved_time
 
     @property
     def newest_record(self) -> AdaptationRecord | None:
-        """The newest of :attr:`records`."""
+        """Newest of :attr:`records`; None before the first."""
         return self._ledger.records[-1] if self._ledger.records else None
 
     @property
-    def decisions(self) -> list[Decision]:
-        """The newest decisions, oldest first, including those that kept the plan. Bounded."""
+    def decisions(self) -> list[DecisionRecord]:
+        """Newest decisions, oldest first, including those without a change. Bounded."""
         return list(self._ledger.decisions)
 
     @property
-    def finished(self) -> list[Finished]:
-        """The newest finished iterations of this attempt, by index. Bounded."""
-        return self._ledger.newest_iterations()
+    def finished_iterations(self) -> list[FinishedRecord]:
+        """Newest finished iterations of this attempt, by index. Bounded."""
+        return self._ledger.list_iterations()
 
     @property
-    def profiled_at(self) -> int | None:
-        """The newest finished iteration at the last decision for changed op times or memory limits;
-        None before the first. One under way does not count."""
-        return self._decision.settled.profiled_at
+    def last_profiled_iteration(self) -> int | None:
+        """Newest finished iteration at the last decision for changed op times or memory limits;
+        None before the first. A pending decision does not count."""
+        return self._decision.settled_decision.profiled_iteration
 
-    def links(self, now: float) -> tuple[LinkState, ...]:
+    def get_link_states(self, now: float) -> tuple[LinkState, ...]:
         """State of each link."""
-        return self._observed.links.states(now)
+        return self._job_state.links.get_states(now)
 
-    def view(self, now: float) -> JobView:
-        """The job as last reported."""
-        return JobView.of(self._observed, self._ledger, self._plans.wanted, now)
+    def get_job_view(self, now: float) -> JobView:
+        """Build the view of the job as last reported."""
+        return JobView.from_state(self._job_state, self._ledger, self._plans.wanted_plan, now)
 
-    def network(self, now: float) -> Network | None:
-        """What another layout would be judged by; None before op times are known, or while ranks do
-        not train. From the first one on it is known what stages do beside their layers."""
-        observed, stages = self._observed, self._observed.stages.times()
-        iterations = self._ledger.under(self._plans.wanted.version)
+    def measure_network(self, now: float) -> NetworkMeasurements | None:
+        """Measurements that another layout is judged by; None before op times are known, or while
+        ranks do not train. The first call measures what stages compute besides their layers."""
+        observed, stages = self._job_state, self._job_state.stages.get_stage_times()
+        iterations = self._ledger.list_iterations_under(self._plans.wanted_plan.version)
         if stages is None or observed.state != "training" or not iterations:
             return None
-        found = Network(
+        found = NetworkMeasurements(
             stages=stages,
-            links=observed.links.states(now),
-            reductions=observed.reductions(),
-            barrier=decision.barrier(self._decision),
-            left=self.spec.trainer.iterations - self._ledger.last_iteration - 1,
+            links=observed.links.get_states(now),
+            reductions=observed.list_reductions(),
+            barrier=has_barrier(self._decision),
+            iterations_remaining=self.spec.trainer.iterations - self._ledger.last_iteration - 1,
         )
         if self.spec.parallelism.layers is None:
             return found
         if not self.layers:
-            self._beside = self._beside.seen(found.stages, self.spec.schedule.policy_kind)
-        return replace(found, beside=self._beside)
+            self._stage_overhead = self._stage_overhead.with_measured_times(
+                found.stages, self.spec.schedule.policy_kind
+            )
+        return replace(found, stage_overhead=self._stage_overhead)
 
-    def outlook(self, now: float) -> Outlook | None:
-        """What its plans can be predicted from; None before op times are known."""
-        stages = self._observed.stages.times()
+    def get_outlook(self, now: float) -> Outlook | None:
+        """Input to predict the job's plans from; None before op times are known."""
+        stages = self._job_state.stages.get_stage_times()
         if stages is None:
             return None
-        situation = decision.measured(self._decision, stages, self.links(now), now)
-        running, outside = self._plans.running, self._ledger.outside
-        return Outlook(self._rules, situation, self._first, running, outside)
+        situation = measure_situation(self._decision, stages, self.get_link_states(now), now)
+        running, outside = self._plans.running_plan, self._ledger.outside_seconds
+        return Outlook(self._rules, situation, self._initial_plan, running, outside)
 
     @property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[HealthEvent, ...]:
         """Events of rails, transports and reductions, oldest first. Bounded."""
-        return self._events.newest()
+        return self._events.get_newest()
 
-    def adopt(self, other: JobController) -> None:
-        """Go on for another controller of the same job. Show its rails, transports, stragglers,
-        reductions and events, if it is of the same attempt, until the agent has told everything
-        again."""
+    def take_over_from(self, other: JobController) -> None:
+        """Continue another controller's plan versions. In the same attempt, show its rails,
+        transports, stragglers, reductions and events until the agent has reported them again."""
         if other.attempt == self.attempt:
-            self._observed.adopt(other._observed)
+            self._job_state.take_over_views(other._job_state)
             self._events = other._events
-        self._versions.adopt(other._versions)
+        self._versions.continue_from(other._versions)
 
     # --- events ---------------------------------------------------------------------------
 
-    def skip_to(self, plan_version: int) -> None:
+    def skip_plan_versions(self, plan_version: int) -> None:
         """Issue only versions above ``plan_version``: others may be in use."""
         self._versions.skip_to(plan_version)
 
-    def count_earlier(self, changes: int, worth: Worth) -> None:
-        """Count changes of plan of which nothing else is known, until the agent hands in more."""
+    def count_earlier_changes(self, changes: int, worth: SavedTime) -> None:
+        """Add changes of plan without records to the count, until the agent's snapshot comes."""
         self._ledger.changes_before, self._ledger.before = changes, worth
 
     def begin_attempt(self, attempt: int) -> None:
@@ -299,242 +312,253 @@ class JobController:
             raise ValueError(f"attempt {attempt} is not after attempt {self.attempt}")
         self.attempt = attempt
         self._scale_stages(())
-        self._ledger.new_attempt()
-        self._start(self._observed.stages.footprints)
+        self._ledger.begin_attempt()
+        self._reset_attempt(self._job_state.stages.footprints)
 
-    def resized(self, spec: JobSpec) -> JobController:
-        """A controller that goes on for this one with the replicas of ``spec``, which are numbered
-        anew: links, reductions and stages have to be measured again. The plan in force stays,
-        unless it is for other microbatches: then ranks begin with that of the spec."""
-        saved = self.snapshot()
+    def with_replicas_of(self, spec: JobSpec) -> JobController:
+        """Controller that continues this one with the replicas of ``spec``. They are numbered anew:
+        links, reductions and stages have to be measured again. The plan in force stays, unless it
+        is for other microbatches: then ranks begin with that of the spec."""
+        saved = self.take_snapshot()
         for each in ("slow_directions", "slow_since"):
             del saved[each]
         if spec.schedule.microbatches != self.spec.schedule.microbatches:
-            saved = without(saved, *DECIDED, "baseline")
-        made = JobController.restore(spec, saved, on_report=self._on_report)
-        made._versions.adopt(self._versions)
+            saved = drop_fields(saved, *DECIDED, "baseline")
+        made = JobController.from_snapshot(spec, saved, on_report=self._on_report)
+        made._versions.continue_from(self._versions)
         made._events = self._events
         return made
 
     def change_layout(self, slow: Sequence[LinkState] | None, layers: tuple[int, ...] = ()) -> None:
-        """The ranks run at other places from now on, or hold other layers. The plan in force goes
-        on; links and reductions have to be measured again, and stages are expected to take what
-        their layers take. ``slow``: of the links, as far as known; None: ranks are where they were,
-        and so are the links. ``layers``: by stage, empty: split evenly."""
-        self._observed.change_layout(slow)
+        """Record that the ranks run at other places, or hold other layers. The plan in force stays.
+        Links and reductions have to be measured again; expected stage times follow from the layers.
+        ``slow``: links that are known to be slow; None: places and links are unchanged. ``layers``:
+        by stage; empty: an even split."""
+        self._job_state.change_layout(slow)
         self._scale_stages(layers)
-        self._decision.route_costs, self._decision.pending = RouteCosts(), None
+        self._decision.route_costs, self._decision.pending = RouteCostEstimator(), None
 
     def _scale_stages(self, layers: tuple[int, ...]) -> None:
-        """Expect of each stage what so many layers take."""
+        """Set the expected time of each stage from its number of layers."""
         before, self.layers = self.layers, layers
         total, stages = self.spec.parallelism.layers, self.spec.parallelism.stages
         if total is None or before == layers:
             return
         even = (total // stages,) * stages
-        self._observed.stages.scale(self._beside.factors(before or even, layers or even))
+        self._job_state.stages.scale_work(
+            self._stage_overhead.compute_work_factors(before or even, layers or even)
+        )
 
-    def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
+    def process_report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
         """Process a report, and request a decision if there is a cause. ``now``: wall clock,
         seconds since the Unix epoch. Returns the answer, without a directive.
 
-        Raises :class:`~pipemorph.control.observed.reports.ReportRefused` and changes nothing if the
-        report belongs to another attempt, was seen before, does not fit the job, or tells of a
+        Raises :class:`~pipemorph.control.job_state.reports.ReportRefused` and changes nothing if
+        the report belongs to another attempt, was seen before, does not fit the job, or names a
         later host.
         """
-        observed, plans, state = self._observed, self._plans, self._decision
-        check(report, self.spec.parallelism, attempt=self.attempt, after=observed.sequence)
-        self._versions.meet(report.term)
-        answer = observed.take(report, now)
-        if self._new and report.snapshot:
-            plans.expect(now)
-        self._new = False
-        newest, wanted = observed.newest_plan_version, plans.wanted.version
-        if plans.ranks_have(newest, observed.plan_issued_at, now):
+        observed, plans, state = self._job_state, self._plans, self._decision
+        check_report(report, self.spec.parallelism, attempt=self.attempt, after=observed.sequence)
+        self._versions.record_reported_term(report.term)
+        answer = observed.process_report(report, now)
+        if self._is_new_to_job and report.snapshot:
+            plans.await_snapshot(now)
+        self._is_new_to_job = False
+        newest, wanted = observed.newest_plan_version, plans.wanted_plan.version
+        if plans.record_rank_version(newest, observed.plan_issued_at, now):
             # The next version must be new to the ranks.
             self._versions.skip_to(newest)
             if newest == wanted:
-                # Another host's plan has it: that of this one never runs.
-                self._ledger.withdraw(wanted)
-        self._ledger.add(report.iterations, observed.stages.peak_memory)
+                # Another host's plan has this version: the plan of this host never runs.
+                self._ledger.withdraw_record(wanted)
+        self._ledger.add_iterations(report.iterations, observed.stages.list_peak_memory)
         if any(stage.crowding for stage in report.stages):
-            decision.say_crowded(state, now)
-        plans.applied(observed.applied_plan_version)
+            decision.record_cpu_contention(state, now)
+        plans.record_applied_version(observed.applied_plan_version)
         if report.iterations:
-            decision.weigh_routes(state, now)
-            decision.compare(state, now)
-        decision.consider(state, now)
+            decision.measure_route_cost(state, now)
+            decision.compare_iterations(state, now)
+        decision.consider_decision(state, now)
         if report.iterations:
-            decision.weigh(state, now)
+            request_weighing(state, now)
         if self._on_report is not None:
             self._on_report(report)
-        told = {
-            "attentive": decision.attentive(state),
-            "wants_snapshot": plans.awaits(now),
+        update = {
+            "attentive": decision.awaits_iterations(state),
+            "wants_snapshot": plans.awaits_snapshot(now),
             "term": self.term,
         }
-        return answer.model_copy(update=told)
+        return answer.model_copy(update=update)
 
     @property
-    def wants_snapshot(self) -> bool:
-        """Whether the agent may hand in its snapshot: this controller is new to the job, or the
-        ranks run a plan that it does not know."""
-        return self._plans.may_be_handed_in
+    def accepts_snapshot(self) -> bool:
+        """True if the agent may send its snapshot: this controller is new to the job, or the plan
+        of the ranks is unknown to it."""
+        return self._plans.may_adopt_plan
 
     def refuse_snapshot(self) -> None:
-        """Go on without the snapshot that was handed in: it is not a good one."""
-        self._plans.refuse()
+        """Continue without the agent's snapshot, which is not usable."""
+        self._plans.refuse_snapshots()
 
-    def hand_in(self, attempt: int, saved: Snapshot, now: float) -> None:
-        """Go on from the snapshot of the agent, which :mod:`pipemorph.control.handed_in` has
-        checked. ``attempt``: of the agent.
+    def adopt_plan(self, attempt: int, saved: Snapshot, now: float) -> None:
+        """Adopt the plan and state of the agent's snapshot, which
+        :mod:`pipemorph.control.adopted_plan` has checked. ``attempt``: attempt of the agent.
 
-        Changes nothing and raises :class:`~pipemorph.control.observed.reports.WrongAttempt`, or
-        :class:`InputError` if none is wanted, or its plan is not that of the ranks.
+        Changes nothing and raises :class:`~pipemorph.control.job_state.reports.WrongAttempt`, or
+        :class:`InputError` if no snapshot is wanted, or its plan is not that of the ranks.
         """
         if {attempt, saved.attempt} != {self.attempt}:
             other = attempt if attempt != self.attempt else saved.attempt
-            raise WrongAttempt(f"attempt {other} is not {self.attempt}, the one in progress")
-        if not self.wants_snapshot:
-            raise InputError(f"plan v{self.wanted.version} is in force here; no other is wanted")
-        directive, newest = saved.directive, self._observed.newest_plan_version
+            raise WrongAttempt(f"attempt {other} is not the attempt in progress, {self.attempt}")
+        if not self.accepts_snapshot:
+            raise InputError(f"plan v{self.wanted_plan.version} is in force; no snapshot is wanted")
+        directive, newest = saved.directive, self._job_state.newest_plan_version
         found = directive.plan_version if directive is not None else 0
         if found != newest:
             raise InputError(
-                f"its plan is v{found}, and not v{newest}, the newest that the ranks have reported"
+                f"its plan is v{found}; the newest plan that the ranks reported is v{newest}"
             )
-        issued_at = self._observed.plan_issued_at
+        issued_at = self._job_state.plan_issued_at
         if directive is not None and issued_at not in (None, directive.issued_at):
             raise InputError(
-                f"its plan v{found} is not the one of that version that the ranks have"
+                f"its plan v{found} is another one than the plan v{found} of the ranks"
             )
         self._decision.pending = None
-        self._plans.refuse()
-        self._plans.unknown = False
-        self._continue(saved, now)
-        decision.keep(self._decision, now, reasons.handed_in(directive))
+        self._plans.refuse_snapshots()
+        self._plans.plan_unknown = False
+        self._continue_from(saved, now)
+        decision.record_kept_plan(self._decision, now, reasons.describe_adopted_plan(directive))
 
-    def tick(self, now: float) -> None:
-        """Call when time has passed without a report. Silence changes nothing, but it is recorded
-        when all links have become silent."""
-        if self._observed.fell_silent(now):
-            decision.keep(
+    def check_silence(self, now: float) -> None:
+        """Record once that all links have become silent. Call it when no report has come."""
+        if self._job_state.fell_silent(now):
+            decision.record_kept_plan(
                 self._decision,
                 now,
                 f"no samples for {self.spec.adaptation.stale_after_seconds:g} s, so the state of"
-                " the links is unknown; kept the plan",
+                " the links is unknown; the plan stays",
             )
 
     # --- decisions ------------------------------------------------------------------------
 
     @property
-    def replan(self) -> Replan | None:
-        """The decision that waits for :meth:`settle`. Until then reports are processed, but no
-        other decision is requested."""
+    def pending_request(self) -> DecisionRequest | None:
+        """Decision that waits for :meth:`apply_proposal`; no other one is requested until then."""
         pending = self._decision.pending
-        return pending.replan if pending is not None else None
+        return pending.request if pending is not None else None
 
-    def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
-        """Act on the proposal that :func:`~pipemorph.control.decide.replan.propose` made for
-        ``asked``. Ignored if another attempt has begun since."""
-        decision.settle(self._decision, asked, proposal, now)
+    def apply_proposal(self, request: DecisionRequest, proposal: PlanProposal, now: float) -> None:
+        """Apply the proposal that :func:`~pipemorph.control.decide.plan_choice.decide` made for
+        ``request``. Ignored if another attempt has begun since."""
+        decision.apply_proposal(self._decision, request, proposal, now)
 
     # --- snapshots ------------------------------------------------------------------------
 
     @property
-    def state(self) -> tuple[object, ...]:
-        """Differs when a snapshot has something new that another host would miss."""
-        last, plans = self._decision.settled, self._plans
+    def snapshot_key(self) -> tuple[object, ...]:
+        """Key that differs when a snapshot has something new that another host would miss."""
+        last, plans = self._decision.settled_decision, self._plans
         return (
             self.attempt,
-            self._versions.newest,
-            plans.wanted.version,
-            plans.baseline,
-            last.profiled_at,
+            self._versions.newest_version,
+            plans.wanted_plan.version,
+            plans.baseline_plan,
+            last.profiled_iteration,
             last.barrier,
-            self._decision.flaps,
-            tuple(sorted(decision.doubt_levels(self._decision).items())),
+            self._decision.flap_count,
+            tuple(sorted(list_doubt_levels(self._decision).items())),
             self.layers,
-            self._beside.least,
-            *((r.plan_version, r.iteration_seconds_after, r.saving) for r in self._ledger.open),
+            self._stage_overhead.initial_seconds,
+            *(
+                (r.plan_version, r.iteration_seconds_after, r.saving)
+                for r in self._ledger.open_records
+            ),
         )
 
-    def snapshot(self) -> dict[str, Any]:
-        """The state that :meth:`restore` needs, as data for JSON."""
-        last, observed, plans = self._decision.settled, self._observed, self._plans
+    def take_snapshot(self) -> dict[str, Any]:
+        """Build the state that :meth:`from_snapshot` needs, as data for JSON."""
+        last, observed, plans = self._decision.settled_decision, self._job_state, self._plans
         judged, baseline = last.situation, None
-        if plans.baseline != plans.first:
-            baseline = PlanMessage.of(plans.baseline)
+        if plans.baseline_plan != plans.initial_plan:
+            baseline = PlanMessage.from_plan(plans.baseline_plan)
         return Snapshot(
             attempt=self.attempt,
-            plan_version=self._versions.newest,
+            plan_version=self._versions.newest_version,
             sequence=observed.sequence,
             directive=plans.directive,
             wire_times=list(judged.wire_times),
             delays=list(judged.delays),
             slow=list(judged.slow),
-            profiled_at=last.profiled_at,
-            stages=[] if last.profiled_at is None else list(map(rounded, judged.stages)),
+            profiled_at=last.profiled_iteration,
+            stages=[] if last.profiled_iteration is None else list(map(round_times, judged.stages)),
             barrier=last.barrier,
-            flaps=self._decision.flaps,
-            slow_directions=observed.links.slow_directions(),
-            slow_since=observed.links.slow_since(),
+            flaps=self._decision.flap_count,
+            slow_directions=observed.links.list_slow_directions(),
+            slow_since=observed.links.get_slow_since(),
             records=self.records,
             changes_before=self._ledger.changes_before,
-            worth_before=(self._ledger.before.seconds, self._ledger.before.error),
+            worth_before=(self._ledger.before.seconds, self._ledger.before.error_seconds),
             baseline=baseline,
-            doubts=decision.doubt_levels(self._decision),
-            footprints=[each.saved() for each in observed.stages.footprints],
+            doubts=list_doubt_levels(self._decision),
+            footprints=[each.to_snapshot() for each in observed.stages.footprints],
             layers=self.layers,
-            beside=self._beside.least,
+            initial_stage_seconds=self._stage_overhead.initial_seconds,
         ).model_dump(mode="json")
 
     @classmethod
-    def restore(
+    def from_snapshot(
         cls,
         spec: JobSpec,
         snapshot: Mapping[str, Any],
         *,
         on_report: Callable[[LinkHealthReport], None] | None = None,
     ) -> JobController:
-        """A controller that continues from a snapshot. The next reports restore the links' health.
-        Raises :class:`InputError` if the snapshot cannot be used."""
-        saved = Snapshot.read(snapshot).for_microbatches(spec.schedule.microbatches)
+        """Make a controller that continues from a snapshot. The next reports restore the links'
+        health. Raises :class:`InputError` if the snapshot cannot be used."""
+        saved = Snapshot.parse_snapshot(snapshot).for_microbatches(spec.schedule.microbatches)
         self = cls(spec, attempt=saved.attempt, on_report=on_report)
-        self._observed.sequence, self._new = saved.sequence, False
+        self._job_state.sequence, self._is_new_to_job = saved.sequence, False
         stages = spec.parallelism.stages
-        if len(saved.beside) == stages:
-            self._beside = replace(self._beside, least=saved.beside)
+        if len(saved.initial_stage_seconds) == stages:
+            self._stage_overhead = replace(
+                self._stage_overhead, initial_seconds=saved.initial_stage_seconds
+            )
         if len(saved.layers) == stages:
-            # What the spec says of op times is of stages with equally many layers.
+            # Op times in the spec are those of an even split of the layers.
             self._scale_stages(saved.layers)
-        self._continue(saved, inf)
-        self._observed.links.restore(saved.slow_directions, saved.slow_since)
+        self._continue_from(saved, inf)
+        self._job_state.links.restore_directions(saved.slow_directions, saved.slow_since)
         return self
 
-    def _continue(self, saved: Snapshot, now: float) -> None:
-        """Go on from a snapshot of the same job. ``now``: no record can be newer."""
-        plans, last = self._plans, self._decision.last
+    def _continue_from(self, saved: Snapshot, now: float) -> None:
+        """Continue from a snapshot of the same job. ``now``: no record can be newer."""
+        plans, last = self._plans, self._decision.last_decision
         stages = self.spec.parallelism.stages
-        plans.wanted, plans.baseline = saved.plans(plans.first)
-        plans.running, plans.directive = plans.wanted, saved.directive
-        self._versions.skip_to(max(saved.plan_version, plans.wanted.version))
+        plans.wanted_plan, plans.baseline_plan = saved.decode_plans(plans.initial_plan)
+        plans.running_plan, plans.directive = plans.wanted_plan, saved.directive
+        self._versions.skip_to(max(saved.plan_version, plans.wanted_plan.version))
         records = [
             r.model_copy(update={"detected_at": min(r.detected_at, now)}) for r in saved.records
         ]
-        self._ledger.restore(records, saved.changes_before, Worth(*saved.worth_before))
-        self._decision.flaps = saved.flaps
-        if len(saved.beside) == stages:
-            self._beside = replace(self._beside, least=saved.beside)
+        self._ledger.restore_records(records, saved.changes_before, SavedTime(*saved.worth_before))
+        self._decision.flap_count = saved.flaps
+        if len(saved.initial_stage_seconds) == stages:
+            self._stage_overhead = replace(
+                self._stage_overhead, initial_seconds=saved.initial_stage_seconds
+            )
         same = saved.layers == self.layers
         if same and len(saved.footprints) == stages:
-            self._observed.stages.restore_footprints(saved.footprints)
+            self._job_state.stages.restore_footprints(saved.footprints)
         first = last.situation
         known = same and saved.profiled_at is not None and len(saved.stages) == stages
-        judged = saved.judged(tuple(saved.stages) if known else first.stages)
+        judged = saved.decode_situation(tuple(saved.stages) if known else first.stages)
         if judged is not None:
-            last.situation = replace(judged, barrier=first.barrier, assumed=first.assumed)
-            last.profiled_at = saved.profiled_at if known else None
+            last.situation = replace(
+                judged, barrier=first.barrier, op_times_assumed=first.op_times_assumed
+            )
+            last.profiled_iteration = saved.profiled_at if known else None
         if saved.barrier is not None:
             last.barrier = saved.barrier
-        self._decision.doubts = {source: (level, None) for source, level in saved.doubts.items()}
+        self._decision.source_doubts = {
+            source: (level, None) for source, level in saved.doubts.items()
+        }

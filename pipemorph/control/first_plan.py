@@ -1,4 +1,4 @@
-"""Plan 0, which every rank and the controller derive from the spec alone."""
+"""Initial plan, plan 0, which every rank and the controller derive from the spec alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.control.observed.stages import expected_times, in_flight_limits, stated_rooms
+from pipemorph.control.job_state.stages import (
+    compute_stated_rooms,
+    get_expected_times,
+    get_in_flight_limits,
+)
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import (
     Dispatch,
@@ -20,20 +23,20 @@ from pipemorph.planning import (
     Schedule,
     ScheduleError,
     StageTimes,
-    link_on,
+    build_link,
     plan,
 )
-from pipemorph.planning.simulation.core import Waits, as_fast_guided, planned_waits
-from pipemorph.planning.validator import check_memory
+from pipemorph.planning.simulation.execution import Waits, find_planned_waits, is_guided_as_fast
+from pipemorph.planning.validator import check_rank_memory
+from pipemorph.spec.job_spec import JobSpec
 
-QUICK_CELLS = 4096
-"""Largest number of stages × microbatches that is planned within about 50 ms, so that a host can do
-it in its own process. The largest possible job takes 100 times as long."""
+QUICK_PLAN_CELLS = 4096
+"""Most stages × microbatches that a host plans in its own process: it takes about 50 ms. The
+largest possible job takes 100 times as long."""
 
 
-def planning_rules(spec: JobSpec) -> JobSpec:
-    """The spec without the fields that no plan depends on, such as the pod template: it is sent to
-    other processes."""
+def select_planning_fields(spec: JobSpec) -> JobSpec:
+    """Copy the spec, to send it to other processes, without fields that no plan depends on."""
     return spec.model_copy(update={"template": None, "placement": None})
 
 
@@ -43,21 +46,27 @@ def initial_routes(spec: JobSpec) -> tuple[Route, ...]:
     return (route,) * (spec.parallelism.stages - 1)
 
 
-def initial_problem(spec: JobSpec) -> Problem:
-    """The problem of plan 0: the op times of the spec, or else equal ones, and no delays.
+def build_initial_problem(spec: JobSpec) -> Problem:
+    """Problem of plan 0: the op times of the spec, or else equal ones, and no delays.
 
     Raises :class:`~pipemorph.errors.InputError` if fields of the spec contradict each other.
     """
-    stages = expected_times(spec)
+    stages = get_expected_times(spec)
     if stages is None:
         stages = tuple(
             StageTimes(forward=1, backward_input=1, backward_weight=1, in_flight_limit=limit)
-            for limit in in_flight_limits(spec)
+            for limit in get_in_flight_limits(spec)
         )
     warmup, cut = spec.schedule.warmup, spec.parallelism
     several = cut.stages_per_rank > 1
-    first = stated_rooms(spec)[0]  # Only emulated stages have a known size, which is that of all.
-    memory = first.memory // first.size if first.memory is not None and first.size else None
+    first = compute_stated_rooms(spec)[
+        0
+    ]  # Only emulated stages have a known size, equal for all of them.
+    memory = (
+        first.rank_memory // first.microbatch_bytes
+        if first.rank_memory is not None and first.microbatch_bytes
+        else None
+    )
     try:
         return Problem(
             microbatches=spec.schedule.microbatches,
@@ -77,105 +86,105 @@ def initial_problem(spec: JobSpec) -> Problem:
 
 
 @lru_cache(maxsize=64)
-def _schedule(problem: Problem) -> Schedule:
-    """Cached: a host needs the same schedule to check a job and to control it. Schedules are never
-    modified."""
+def _plan_schedule(problem: Problem) -> Schedule:
+    """Plan a problem. Cached: a host needs the same schedule to check a job and to control it.
+    Schedules are never modified."""
     return plan(problem).schedule
 
 
 @lru_cache(maxsize=2)
-def _schedule_for_others(problem: Problem) -> Schedule:
-    """Cached only briefly: the largest schedules take 10 MB and are not used in this process. Equal
-    jobs often come one after the other."""
+def _plan_schedule_for_others(problem: Problem) -> Schedule:
+    """Plan a problem for another process. The cache is small: the largest schedules take 10 MB, but
+    equal jobs often come one after the other."""
     return plan(problem).schedule
 
 
-_shared: WeakValueDictionary[Problem, Schedule] = WeakValueDictionary()
+_shared_schedules: WeakValueDictionary[Problem, Schedule] = WeakValueDictionary()
 """Schedules in use: equal jobs share one."""
 
 
-def share(problem: Problem, schedule: Schedule) -> Schedule:
+def share_schedule(problem: Problem, schedule: Schedule) -> Schedule:
     """Use ``schedule``, which may come from another process, for ``problem``, unless this process
-    has one already. Returns the one that is used."""
-    return _shared.setdefault(problem, schedule)
+    has one already. Returns the schedule in use."""
+    return _shared_schedules.setdefault(problem, schedule)
 
 
-def is_quick(spec: JobSpec) -> bool:
-    """Whether a host may compute plan 0 in its own process."""
-    return spec.parallelism.stages * spec.schedule.microbatches <= QUICK_CELLS
+def plans_quickly(spec: JobSpec) -> bool:
+    """True if a host may compute plan 0 in its own process."""
+    return spec.parallelism.stages * spec.schedule.microbatches <= QUICK_PLAN_CELLS
 
 
-def is_shared(spec: JobSpec) -> bool:
-    """Whether the schedule of plan 0 is in use in this process."""
-    return initial_problem(spec) in _shared
+def has_shared_schedule(spec: JobSpec) -> bool:
+    """True if the schedule of plan 0 is in use in this process."""
+    return build_initial_problem(spec) in _shared_schedules
 
 
-def initial_schedule(spec: JobSpec) -> Schedule:
+def make_initial_schedule(spec: JobSpec) -> Schedule:
     """Schedule of plan 0. Raises :class:`~pipemorph.errors.InputError` if the spec allows none,
     such as a fixed warm-up above an in-flight limit."""
-    problem = initial_problem(spec)
-    found = _shared.get(problem)
-    return found if found is not None else share(problem, _schedule(problem))
+    problem = build_initial_problem(spec)
+    found = _shared_schedules.get(problem)
+    return found if found is not None else share_schedule(problem, _plan_schedule(problem))
 
 
-def schedule_for_others(spec: JobSpec) -> Schedule:
-    """:func:`initial_schedule` for another process. This process does not keep the result."""
-    return _schedule_for_others(initial_problem(spec))
+def make_schedule_for_others(spec: JobSpec) -> Schedule:
+    """Make the schedule of plan 0 for another process. This process does not store it."""
+    return _plan_schedule_for_others(build_initial_problem(spec))
 
 
 def check_schedule(spec: JobSpec) -> None:
     """Raise :class:`~pipemorph.errors.InputError` if the spec allows no schedule."""
-    schedule_for_others(spec)
+    make_schedule_for_others(spec)
 
 
 def initial_plan(spec: JobSpec) -> Plan:
-    """Plan 0. It depends only on the spec.
+    """Make plan 0. It depends only on the spec.
 
     Raises :class:`~pipemorph.errors.InputError`, one line.
     """
-    schedule, problem = initial_schedule(spec), initial_problem(spec)
+    schedule, problem = make_initial_schedule(spec), build_initial_problem(spec)
     dispatch = problem.dispatch
-    if _may_go_guided(spec) and _goes_guided(problem, initial_routes(spec)):
+    if _may_dispatch_guided(spec) and _is_as_fast_guided(problem, initial_routes(spec)):
         dispatch = Dispatch.GUIDED
-    waits = _waits(problem) if dispatch is Dispatch.GUIDED else ()
+    waits = _plan_waits(problem) if dispatch is Dispatch.GUIDED else ()
     return Plan(
         version=0,
         policy=spec.schedule.policy_kind,
         schedule=schedule,
         routes=initial_routes(spec),
-        in_flight_limits=in_flight_limits(spec),
+        in_flight_limits=get_in_flight_limits(spec),
         dispatch=dispatch,
         waits=waits,
     )
 
 
-def _may_go_guided(spec: JobSpec) -> bool:
-    """Whether the spec leaves guided dispatch open. The other policies keep their order."""
+def _may_dispatch_guided(spec: JobSpec) -> bool:
+    """True if the spec allows guided dispatch. Other policies than ``pipemorph`` are static."""
     return (
         spec.schedule.dispatch == "auto"
         and spec.schedule.policy_kind is Policy.PIPEMORPH
-        and spec.parallelism.mesh.lockstep == 1
+        and spec.parallelism.mesh.lockstep_size == 1
     )
 
 
 @lru_cache(maxsize=64)
-def _waits(problem: Problem) -> Waits:
-    return planned_waits(_known(problem), problem)
+def _plan_waits(problem: Problem) -> Waits:
+    return find_planned_waits(_get_schedule(problem), problem)
 
 
 @lru_cache(maxsize=64)
-def _goes_guided(problem: Problem, routes: tuple[Route, ...]) -> bool:
-    """Whether plan 0 takes no longer with guided dispatch while all links are well."""
+def _is_as_fast_guided(problem: Problem, routes: tuple[Route, ...]) -> bool:
+    """True if plan 0 takes no longer with guided dispatch while all links are healthy."""
     several = problem.ranks is not None
-    links = tuple(link_on(route, 0.0, several=several) for route in routes)
+    links = tuple(build_link(route, 0.0, several=several) for route in routes)
     real = problem.model_copy(update={"links": links})
-    schedule = _known(problem)
+    schedule = _get_schedule(problem)
     try:
-        check_memory(schedule, problem.sizes, problem.rank_memory, as_peaks=True)
+        check_rank_memory(schedule, problem.microbatch_sizes, problem.rank_memory, as_peaks=True)
     except ScheduleError:
-        return False  # Only in their order do the stages of a rank fit into its memory.
-    return as_fast_guided(schedule, real, _waits(problem))
+        return False  # The stages of a rank fit into its memory only in the plan's order.
+    return is_guided_as_fast(schedule, real, _plan_waits(problem))
 
 
-def _known(problem: Problem) -> Schedule:
-    return _shared.get(problem) or _schedule(problem)
+def _get_schedule(problem: Problem) -> Schedule:
+    return _shared_schedules.get(problem) or _plan_schedule(problem)

@@ -1,1 +1,1 @@
-"""``pipemorph fabric check``: what the RDMA ports of hosts carry between them, by verbs."""
+"""``pipemorph fabric check``: measures connections between the RDMA ports of hosts by verbs."""

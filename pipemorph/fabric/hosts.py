@@ -1,7 +1,7 @@
-"""The hosts of a check: this one, and those that a remote shell reaches.
+"""The hosts of a check: this one, and hosts that a remote shell reaches.
 
-The leader sends all of them the same requests: those of :mod:`pipemorph.fabric.verbs_probe`, and
-``describe``, whose result has ``rails``.
+The leader sends all of them requests of :mod:`pipemorph.fabric.verbs_probe`, and ``describe``,
+whose result has ``rails``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipemorph.discovery import rdma
+from pipemorph.doctor import rdma
 from pipemorph.errors import InputError
 from pipemorph.fabric.json_process import JsonProcess, ProbeError
 
@@ -27,10 +27,9 @@ PYTHONS = (sys.executable, "/usr/bin/python3")
 
 
 @dataclass(frozen=True)
-class Rail:
-    """One RDMA port of a host. ``active``: whether it can be used; ``gid``, ``gid_index``: its
-    address, None without one; ``mtu``: active MTU, bytes, None if unknown; ``rate``: in sysfs
-    notation."""
+class FabricRail:
+    """RDMA port of a host. ``active``: True if usable; ``gid``, ``gid_index``: its address, None
+    without one; ``mtu``: active MTU, bytes, None if unknown; ``rate``: in sysfs notation."""
 
     device: str
     port: int
@@ -47,17 +46,17 @@ class Rail:
 
 
 @dataclass(frozen=True)
-class Host:
-    """A host as the leader sees it. ``request``: carries out a request, or raises a
+class FabricHost:
+    """Host of a check, for the leader. ``send_request``: carries out a request, or raises a
     :class:`ProbeError` that names the host."""
 
     name: str
-    request: Callable[[dict[str, Any]], dict[str, Any]]
-    rails: tuple[Rail, ...]
+    send_request: Callable[[dict[str, Any]], dict[str, Any]]
+    rails: tuple[FabricRail, ...]
 
 
-class LocalHost:
-    """This host. Raises :class:`InputError` without pyverbs, or without a named device."""
+class LocalFabricHost:
+    """Local end of a check. Raises :class:`InputError` without pyverbs or a named device."""
 
     def __init__(
         self, devices: Sequence[str] = (), gid_index: int | None = None, sysfs: Path = rdma.SYSFS
@@ -66,18 +65,18 @@ class LocalHost:
         self._probe = start_probe()
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            self.rails()
+            self.list_rails()
             on_error.pop_all()
 
-    def rails(self) -> list[Rail]:
-        """The ports that take part."""
+    def list_rails(self) -> list[FabricRail]:
+        """The ports to check."""
         try:
-            mtus = self._probe.request({"op": "ports"})["ports"]
+            mtus = self._probe.send_request({"op": "ports"})["ports"]
         except ProbeError:
             mtus = {}  # pyverbs raises where the kernel has no RDMA.
-        ports = rdma.ports(rdma.devices(self._sysfs))
+        ports = rdma.list_ports(rdma.read_devices(self._sysfs))
         found = [
-            self._rail(port, mtus.get(str(port)))
+            self._describe_rail(port, mtus.get(str(port)))
             for port in ports
             if not self._devices or {port.device, f"{port.device}:{port.number}"} & {*self._devices}
         ]
@@ -87,11 +86,11 @@ class LocalHost:
                 raise InputError(f"there is no RDMA device {name} (found {there})")
         return found
 
-    def _rail(self, port: rdma.Port, mtu: int | None) -> Rail:
+    def _describe_rail(self, port: rdma.RdmaPort, mtu: int | None) -> FabricRail:
         gids = [g for g in port.gids if self._gid_index in (None, g.index)]
         gid = gids[0] if gids else None
         chosen = self._gid_index is not None and port.active
-        return Rail(
+        return FabricRail(
             device=port.device,
             port=port.number,
             state=port.state or "unavailable",
@@ -102,11 +101,11 @@ class LocalHost:
             mtu=mtu,
         )
 
-    def request(self, request: dict[str, Any]) -> dict[str, Any]:
+    def execute_request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out a request. Raises :class:`ProbeError`."""
         if request == DESCRIBE:
-            return {"rails": [asdict(rail) for rail in self.rails()]}
-        return self._probe.request(request)
+            return {"rails": [asdict(rail) for rail in self.list_rails()]}
+        return self._probe.send_request(request)
 
     def close(self) -> None:
         self._probe.close()
@@ -127,7 +126,7 @@ def start_probe(pythons: Sequence[str] = PYTHONS) -> JsonProcess:
     )
 
 
-def serve(make_host: Callable[[], LocalHost]) -> int:
+def serve_requests(make_host: Callable[[], LocalFabricHost]) -> int:
     """Carry out the requests on stdin until it ends. Returns an exit status."""
     try:
         host = make_host()
@@ -138,35 +137,40 @@ def serve(make_host: Callable[[], LocalHost]) -> int:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             try:
-                answer = host.request(json.loads(line))
+                answer = host.execute_request(json.loads(line))
             except (ProbeError, InputError) as error:
                 answer = {"error": str(error)}
             print(json.dumps(answer), flush=True)
     return 0
 
 
-def open_remote(name: str, shell: str, command: Sequence[str], stack: ExitStack) -> Host:
-    """Run ``command``, which calls :func:`serve`, on a host. ``shell``: the remote shell's command
-    with ``{host}`` in it; ``stack``: ends both. Raises :class:`InputError` that names the host."""
+def open_remote(name: str, shell: str, command: Sequence[str], stack: ExitStack) -> FabricHost:
+    """Run ``command``, which calls :func:`serve_requests`, on a host. ``shell``: the remote shell's
+    command with ``{host}`` in it; ``stack``: ends both. Raises :class:`InputError` that names the
+    host."""
     try:
         start = [part.replace("{host}", name) for part in shlex.split(shell)]
         process = JsonProcess([*start, *command])
     except ProbeError as error:
         raise InputError(f"{name}: {error}") from None
     stack.callback(process.close)
-    return describe(name, process.request)
+    return connect_host(name, process.send_request)
 
 
-def describe(name: str, send: Callable[[dict[str, Any]], dict[str, Any]]) -> Host:
-    """The host that ``send`` reaches. Raises :class:`InputError` that names it."""
+def connect_host(name: str, send: Callable[[dict[str, Any]], dict[str, Any]]) -> FabricHost:
+    """Describe the host that ``send`` reaches. Raises :class:`InputError` that names it."""
 
-    def request(request: dict[str, Any]) -> dict[str, Any]:
+    def send_request(request: dict[str, Any]) -> dict[str, Any]:
         try:
             return send(request)
         except ProbeError as error:
             raise ProbeError(f"{name}: {error}") from None
 
     try:
-        return Host(name, request, tuple(Rail(**each) for each in request(DESCRIBE)["rails"]))
+        return FabricHost(
+            name,
+            send_request,
+            tuple(FabricRail(**each) for each in send_request(DESCRIBE)["rails"]),
+        )
     except (ProbeError, KeyError, TypeError) as error:
         raise InputError(str(error)) from None

@@ -20,7 +20,7 @@ MAX_LINE = 1 << 20
 
 
 class ProbeError(PipeMorphError):
-    """A request that a host could not carry out."""
+    """A host could not carry out a request."""
 
 
 class JsonProcess:
@@ -33,7 +33,7 @@ class JsonProcess:
         self._socket, theirs = socket.socketpair()
         end = theirs.fileno()
         try:
-            # A session of its own: Ctrl-C is for the command, which ends the process.
+            # A new session: Ctrl-C reaches only the command, which ends the process.
             self._process = subprocess.Popen(
                 command, stdin=end, stdout=end, stderr=self._errors, start_new_session=True
             )
@@ -44,18 +44,18 @@ class JsonProcess:
         finally:
             theirs.close()
         try:
-            self._receive(START_SECONDS)
+            self._receive_response(START_SECONDS)
         except ProbeError:
             self.close()
             raise
 
-    def request(self, request: dict[str, Any]) -> dict[str, Any]:
+    def send_request(self, request: dict[str, Any]) -> dict[str, Any]:
         """The result of a request. Raises :class:`ProbeError`."""
-        with suppress(OSError):  # The process has ended, as the read finds.
+        with suppress(OSError):  # The process has ended: the read reports it.
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-        return self._receive(ANSWER_SECONDS)
+        return self._receive_response(ANSWER_SECONDS)
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _receive_response(self, seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while b"\n" not in self._pending and len(self._pending) <= MAX_LINE:
             try:
@@ -67,7 +67,7 @@ class JsonProcess:
             except OSError:  # It was closed here, or has ended with a line unread.
                 data = b""
             if not data:
-                raise ProbeError(self._end())
+                raise ProbeError(self._describe_exit())
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
         try:
@@ -80,7 +80,7 @@ class JsonProcess:
             raise ProbeError(one_line(str(found["error"])))
         return found
 
-    def _end(self) -> str:
+    def _describe_exit(self) -> str:
         """The status of the ended process, with the last line of its errors."""
         self.close()
         return f"ended with status {self._process.returncode}{self._last_error}"
@@ -88,7 +88,7 @@ class JsonProcess:
     def close(self) -> None:
         """End the program, and with it its queue pairs."""
         self._socket.close()
-        # One that closed its output by itself is about to end with a status of its own.
+        # A process that closed its output is about to end with a status of its own.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         self._process.kill()

@@ -1,7 +1,7 @@
 """A program that makes reliable connections and measures them: JSON lines in, JSON lines out.
 
-It needs pyverbs and Python 3.8, and nothing of this package: where pyverbs is not built for the
-running Python, the distribution's Python runs it. Each request has an ``op``; each answer is the
+It needs only pyverbs and Python 3.8, not this package: if pyverbs is not built for the running
+Python, the distribution's Python runs it. Each request has an ``op``; each answer is the
 result, or has ``error``.
 
 ====== ======================================= =================================================
@@ -32,11 +32,11 @@ from contextlib import suppress
 from typing import Any
 
 DISTRIBUTION = "/usr/lib/python3/dist-packages"
-"""Where Debian and its kin install pyverbs. Virtual environments leave it out."""
+"""Folder in which Debian and its kin install pyverbs. Virtual environments exclude it."""
 ACK_TIMEOUT, RETRIES = 16, 6
-"""A packet is sent again after 4.096 µs × 2^16 = 268 ms, six times: Soft-RoCE takes 7 for ever."""
+"""Retries of a packet: after 4.096 µs × 2^16 = 268 ms, six times. 7 is no limit for Soft-RoCE."""
 COMPLETION_SECONDS = 20.0
-"""Longest wait for one completion. A device gives up after a few seconds and says so."""
+"""Longest wait for a completion. A device gives up after a few seconds and reports it."""
 PSN_BITS = 24
 HOP_LIMIT = 64
 MODULES = ("device", "pd", "mr", "cq", "qp", "addr", "wr", "enums", "pyverbs_error")
@@ -46,7 +46,7 @@ class RequestError(Exception):
     """A request that cannot be carried out."""
 
 
-def load() -> dict[str, Any]:
+def load_pyverbs() -> dict[str, Any]:
     """The modules of pyverbs. Raises ImportError."""
     try:
         importlib.import_module("pyverbs.device")
@@ -56,7 +56,7 @@ def load() -> dict[str, Any]:
     return {name: importlib.import_module("pyverbs." + name) for name in MODULES}
 
 
-def ports(verbs: dict[str, Any]) -> dict[str, Any]:
+def read_port_mtus(verbs: dict[str, Any]) -> dict[str, Any]:
     """Active MTU in bytes of each port that can be read."""
     found: dict[str, Any] = {}
     for device in verbs["device"].get_device_list():
@@ -71,8 +71,8 @@ def ports(verbs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-class Connection:
-    """One queue pair, with memory of its own."""
+class QueuePair:
+    """Queue pair with its own memory."""
 
     def __init__(self, verbs: dict[str, Any], request: dict[str, Any]) -> None:
         self._verbs, self._e = verbs, verbs["enums"]
@@ -94,8 +94,8 @@ class Connection:
         self._psn = random.getrandbits(PSN_BITS)
         self._peer: dict[str, Any] = {}
 
-    def address(self) -> dict[str, Any]:
-        """What the other end needs to connect."""
+    def describe_endpoint(self) -> dict[str, Any]:
+        """Fields that the other end needs to connect."""
         return {
             "qpn": self._qp.qp_num,
             "psn": self._psn,
@@ -105,7 +105,7 @@ class Connection:
             "address": self._mr.buf,
         }
 
-    def join(self, peer: dict[str, Any], mtu: int) -> None:
+    def connect_peer(self, peer: dict[str, Any], mtu: int) -> None:
         """Connect to the other end."""
         addr, qp = self._verbs["addr"], self._verbs["qp"]
         route = addr.GlobalRoute(
@@ -123,8 +123,8 @@ class Connection:
         self._qp.to_rts(attr)
         self._peer = peer
 
-    def write(self, size: int, count: int, seconds: float, window: int) -> dict[str, Any]:
-        """Write ``size`` bytes again and again, ``window`` writes at a time."""
+    def measure_writes(self, size: int, count: int, seconds: float, window: int) -> dict[str, Any]:
+        """Write ``size`` bytes repeatedly, ``window`` writes at a time."""
         wr = self._verbs["wr"]
         request = wr.SendWR(
             opcode=self._e.IBV_WR_RDMA_WRITE,
@@ -141,7 +141,7 @@ class Connection:
                 sent = time.perf_counter()
                 self._qp.post_send(request)
                 posted += 1
-            for completion in self._completions():
+            for completion in self._poll_completions():
                 if completion.status != self._e.IBV_WC_SUCCESS:
                     status = self._verbs["cq"].cqe_status_to_str(completion.status)
                     return {"failed": status, "bytes": done * size, "each": each}
@@ -151,7 +151,7 @@ class Connection:
                 each.append(now - sent)
         return {"bytes": done * size, "seconds": now - began, "each": each}
 
-    def _completions(self) -> list[Any]:
+    def _poll_completions(self) -> list[Any]:
         deadline = time.perf_counter() + COMPLETION_SECONDS
         while True:
             number, found = self._cq.poll(16)
@@ -165,22 +165,22 @@ class Connection:
             each.close()
 
 
-def answer(
-    verbs: dict[str, Any], connections: dict[int, Connection], request: dict[str, Any]
+def execute_request(
+    verbs: dict[str, Any], connections: dict[int, QueuePair], request: dict[str, Any]
 ) -> dict[str, Any]:
     """Carry out one request."""
     op = request["op"]
     if op == "ports":
-        return {"ports": ports(verbs)}
+        return {"ports": read_port_mtus(verbs)}
     if op == "open":
         number = max(connections, default=0) + 1
-        connections[number] = Connection(verbs, request)
-        return {"id": number, **connections[number].address()}
+        connections[number] = QueuePair(verbs, request)
+        return {"id": number, **connections[number].describe_endpoint()}
     if op == "join":
-        connections[request["id"]].join(request["peer"], request["mtu"])
+        connections[request["id"]].connect_peer(request["peer"], request["mtu"])
         return {}
     if op == "write":
-        return connections[request["id"]].write(
+        return connections[request["id"]].measure_writes(
             request["bytes"], request["count"], request["seconds"], request["window"]
         )
     if op == "close":
@@ -191,16 +191,16 @@ def answer(
 
 def main() -> int:
     try:
-        verbs = load()
+        verbs = load_pyverbs()
     except ImportError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 1
     print(json.dumps({"ready": True}), flush=True)
     failures = (verbs["pyverbs_error"].PyverbsError, RequestError, OSError, ValueError)
-    connections: dict[int, Connection] = {}
+    connections: dict[int, QueuePair] = {}
     for line in sys.stdin:
         try:
-            out = answer(verbs, connections, json.loads(line))
+            out = execute_request(verbs, connections, json.loads(line))
         except failures as error:
             out = {"error": " ".join(str(error).split()) or type(error).__name__}
         print(json.dumps(out), flush=True)

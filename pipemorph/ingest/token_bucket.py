@@ -1,4 +1,4 @@
-"""A rate limit with bursts, for what clients ask of the ingest."""
+"""Rate limit with bursts, for requests to the ingest."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ class TokenBucket:
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate, self._burst = rate, float(burst)
-        self._left, self._at = self._burst, now
+        self._tokens, self._at = self._burst, now
 
-    def take(self, now: float) -> bool:
-        """Whether another one is allowed now; if so, it is counted."""
-        self._refill(now)
-        if self._left < 1:
+    def take_token(self, now: float) -> bool:
+        """Take a token. Returns False if there is none now."""
+        self._refill_tokens(now)
+        if self._tokens < 1:
             return False
-        self._left -= 1
+        self._tokens -= 1
         return True
 
-    def wait(self, now: float) -> float:
+    def seconds_until_token(self, now: float) -> float:
         """Seconds until the next one is allowed; 0 if it is."""
-        self._refill(now)
-        return max(0.0, (1 - self._left) / self._rate)
+        self._refill_tokens(now)
+        return max(0.0, (1 - self._tokens) / self._rate)
 
-    def full(self, now: float) -> bool:
-        """Whether it is as if nothing had been asked yet."""
-        self._refill(now)
-        return self._left >= self._burst
+    def is_full(self, now: float) -> bool:
+        """True if all tokens are there."""
+        self._refill_tokens(now)
+        return self._tokens >= self._burst
 
-    def _refill(self, now: float) -> None:
-        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
+    def _refill_tokens(self, now: float) -> None:
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate)
         self._at = now

@@ -1,5 +1,5 @@
-"""Wall clock of a run, which does not step when that of the machine is set: the difference of two
-of its times is a true duration."""
+"""Wall clock of a run, which does not step when the machine's clock is set: the difference of two
+times is a true duration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``pipemorph serve``: the control loop of one job whose ranks another launcher starts.
 
-The ranks ask for their job (``GET /v1/job``) and report, as under ``pipemorph run``. They train on
+The ranks request their job (``GET /v1/job``) and report, as under ``pipemorph run``. They train on
 if this host ends.
 """
 
@@ -24,52 +24,52 @@ from pathlib import Path
 from queue import Empty
 from typing import TextIO
 
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.document import named, read_text
 from pipemorph.errors import InputError, one_line
-from pipemorph.explain.story import few
 from pipemorph.ingest import Reply
 from pipemorph.local.clock import now
-from pipemorph.local.host import (
-    EXIT,
-    UNWRITTEN_STATUS,
-    conclude,
-    end_of_host,
-    written,
-)
-from pipemorph.local.logs import collected_logs
-from pipemorph.local.processes.interrupts import Interrupts
-from pipemorph.local.processes.supervise import (
+from pipemorph.local.log_collector import collect_logs
+from pipemorph.local.processes.interrupts import InterruptHandler
+from pipemorph.local.processes.supervision import (
     REFRESH_SECONDS,
-    End,
-    Ending,
+    AttemptOutcome,
+    AttemptResult,
     Events,
-    Signalled,
+    SignalReceived,
 )
-from pipemorph.local.progress import Progress, headline
-from pipemorph.local.results.history import Journal
-from pipemorph.local.results.outputs import OutFolder
-from pipemorph.local.results.report import AttemptRecord, RunRecord, write_report
+from pipemorph.local.progress import ProgressDisplay, format_job_headline
+from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.results.report import RunAttempt, RunRecord, write_report
+from pipemorph.local.results.result_folder import ResultFolder
+from pipemorph.local.run import (
+    EXIT_STATUS,
+    UNWRITTEN_STATUS,
+    conclude_run,
+    record_host_failure,
+    write_result,
+)
 from pipemorph.local.service import ControlService
 from pipemorph.manifest import load_job
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.views.explanation.explanation_text import join_few
+from pipemorph.yaml_json import display_name, read_text
 
-WHO = "pipemorph serve"
+COMMAND = "pipemorph serve"
 JOIN_SECONDS = 60.0
-"""Time after which ranks that have not come are named."""
+"""Time after which missing ranks are named."""
 LAST_REPORT_SECONDS = 10.0
-"""Silence after which a job whose last iteration was reported is over: its agent has ended before
-it could say so."""
+"""Time without reports after which a job that reported its last iteration is over: its agent has
+ended early."""
 MOST_NAMED = 16
 MOST_BYTES = 4096
-"""Of a file that holds a secret."""
-ENDS = ("finished", "failed")
+"""Size limit of a file with a secret."""
+OVER_STATES = ("finished", "failed")
 """States of a job that is over."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """``listen``: HOST:PORT, port 0 for any. ``tls_cert`` and ``tls_key``: PEM files, both or none.
-    ``out``: folder for the report; None: no report."""
+    """Options of ``pipemorph serve``. ``listen``: HOST:PORT, port 0 for any. ``tls_cert`` and
+    ``tls_key``: PEM files, both or none. ``out``: folder for the report; None: no report."""
 
     listen: str
     token_file: Path
@@ -89,23 +89,25 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
     """
     job = load_job(manifest)
     host, port = parse_listen(options.listen)
-    tls = tls_context(options, host)
-    token = kept_secret(options.token_file, "--token-file")
-    kept_secret(options.secret_file, "--secret-file")
-    journal, events = Journal(), Events()
+    tls = make_tls_context(options, host)
+    token = load_or_create_secret(options.token_file, "--token-file")
+    load_or_create_secret(options.secret_file, "--secret-file")
+    journal, events = RunJournal(), Events()
     run = RunRecord(job, now())
-    roll = RollCall(job, journal)
-    interrupts = Interrupts(events)
-    progress = Progress(stream, job, journal, on_closed=interrupts.output_closed, who=WHO)
+    roll = JoinTracker(job, journal)
+    interrupts = InterruptHandler(events)
+    progress = ProgressDisplay(
+        stream, job, journal, on_closed=interrupts.handle_closed_output, command=COMMAND
+    )
     with ExitStack() as outer:
         folder = None
         try:
             with ExitStack() as stack:
                 stack.enter_context(interrupts)
                 stack.callback(progress.close)
-                refresh = stack.enter_context(collected_logs(progress))
+                refresh = stack.enter_context(collect_logs(progress))
                 service = ControlService(
-                    job, journal, token=token, host=host, port=port, tls=tls, join=roll.join
+                    job, journal, token=token, host=host, port=port, tls=tls, join=roll.handle_join
                 )
                 roll.service = service
                 try:
@@ -116,30 +118,34 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
                         f"{error.strerror or error}"
                     ) from None
                 if options.out:
-                    folder = outer.enter_context(OutFolder.claim(options.out, force=options.force))
-                progress.note(headline(job))
-                progress.note(environment(service.url, options))
+                    folder = outer.enter_context(
+                        ResultFolder.claim_folder(options.out, force=options.force)
+                    )
+                progress.print_note(format_job_headline(job))
+                progress.print_note(format_rank_environment(service.url, options))
 
-                def update() -> None:
-                    for text in roll.news():
-                        progress.note(text)
+                def show_updates() -> None:
+                    for text in roll.take_announcements():
+                        progress.print_note(text)
                     refresh()
 
-                ending = _until_over(
-                    run, roll, service, events=events, update=update, note=progress.note
+                ending = _wait_until_over(
+                    run, roll, service, events=events, update=show_updates, note=progress.print_note
                 )
-                conclude(run, ending, journal, service, progress.note)
+                conclude_run(run, ending, journal, service, progress.print_note)
         except InputError:
             raise
         except Exception as error:  # noqa: BLE001  # The ranks train on; the report is written.
-            ending = end_of_host(run, journal, error, folder)
-        complete = folder is None or written(write_report, folder, run, who=WHO)
-    lines = [] if ending.end is End.COMPLETED else [ending.describe()]
-    lines.append(run.summary())
+            ending = record_host_failure(run, journal, error, folder)
+        complete = folder is None or write_result(write_report, folder, run, command=COMMAND)
+    lines = [] if ending.outcome is AttemptOutcome.COMPLETED else [ending.format_lines()]
+    lines.append(run.format_summary())
     if folder is not None and complete:
         lines.append(f"report: {folder.report}")
-    progress.note("\n".join(lines))
-    return EXIT[ending.end] if complete else EXIT[ending.end] or UNWRITTEN_STATUS
+    progress.print_note("\n".join(lines))
+    return (
+        EXIT_STATUS[ending.outcome] if complete else EXIT_STATUS[ending.outcome] or UNWRITTEN_STATUS
+    )
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -149,7 +155,7 @@ def parse_listen(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         host = ""
-    # int() raises an error of its own for thousands of digits.
+    # int() raises another error for thousands of digits.
     if not (colon and host and re.fullmatch(r"\d{1,5}", port, re.ASCII) and int(port) < 1 << 16):
         raise InputError(
             f"--listen is {one_line(text)!r}; expected HOST:PORT, such as 127.0.0.1:7411 or "
@@ -159,7 +165,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """True if only this machine reaches ``host``."""
     if host == "localhost":
         return True
     try:
@@ -168,8 +174,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def tls_context(options: ServeOptions, host: str) -> ssl.SSLContext | None:
-    """The server's TLS; None for a loopback address without a certificate. Raises
+def make_tls_context(options: ServeOptions, host: str) -> ssl.SSLContext | None:
+    """TLS context of the server; None for a loopback address without a certificate. Raises
     :class:`InputError` if another address has none, or if the files do not fit."""
     certificate, key = options.tls_cert, options.tls_key
     if (certificate is None) != (key is None):
@@ -194,45 +200,45 @@ def tls_context(options: ServeOptions, host: str) -> ssl.SSLContext | None:
     return context
 
 
-def kept_secret(path: Path, what: str) -> str:
-    """The secret in a file, without white space around it: ranks of another launcher prove with it
-    that they belong to a job. If there is no such file, it is made, with a new random secret and
-    mode 0600.
+def load_or_create_secret(path: Path, option: str) -> str:
+    """Secret in a file, without surrounding white space: with it ranks of another launcher prove
+    that they belong to a job. A missing file is made, with a new random secret and mode 0600.
 
-    ``what``: the option that names the file. Raises :class:`InputError` if the file is empty, can
+    ``option``: that names the file. Raises :class:`InputError` if the file is empty, can
     be read by other users, or cannot be read or made.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        return existing_secret(path, what)
+        return load_secret(path, option)
     except (OSError, ValueError) as error:
         # ValueError: a zero byte in the name.
         why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{what} {named(path)} cannot be made: {why}") from None
+        raise InputError(f"{option} {display_name(path)} cannot be made: {why}") from None
     text = secrets.token_urlsafe(32)
     with os.fdopen(descriptor, "w") as file:
         file.write(text + "\n")
     return text
 
 
-def existing_secret(path: Path, what: str) -> str:
-    """The same, of a file that must be there."""
+def load_secret(path: Path, option: str) -> str:
+    """Secret in a file that must exist, see :func:`load_or_create_secret`."""
     text = read_text(path, MOST_BYTES).strip()
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise InputError(
-            f"{what} {named(path)} can be read by other users (mode {mode:04o}); chmod 600 it"
+            f"{option} {display_name(path)} can be read by other users (mode {mode:04o});"
+            " chmod 600 it"
         )
     if not text or not text.isascii() or not text.isprintable():
         raise InputError(
-            f"{what} {named(path)} holds no secret; expected one line of printable ASCII"
+            f"{option} {display_name(path)} holds no secret; expected one line of printable ASCII"
         )
     return text
 
 
-def environment(url: str, options: ServeOptions) -> str:
-    """What the ranks' environment needs, as lines to copy."""
+def format_rank_environment(url: str, options: ServeOptions) -> str:
+    """Environment variables that the ranks need, as lines to copy."""
     scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")
     try:
@@ -254,29 +260,28 @@ def environment(url: str, options: ServeOptions) -> str:
 
 
 @dataclass
-class RollCall:
-    """Which ranks of the present attempt have come. :meth:`join` runs in the ingest's thread, the
-    rest in the main thread."""
+class JoinTracker:
+    """Ranks of the attempt that have joined. :meth:`handle_join` runs in the ingest's thread."""
 
     job: PipeMorphJob
-    journal: Journal
+    journal: RunJournal
     service: ControlService | None = None
     attempt: int = 0
-    _came: set[int] = field(default_factory=set)
+    _joined: set[int] = field(default_factory=set)
     _since: float = field(default_factory=time.monotonic)
-    _told: bool = False
-    _refused: dict[str, None] = field(default_factory=dict)
-    """Refusals that are not told yet, each once."""
+    _announced: bool = False
+    _new_refusals: dict[str, None] = field(default_factory=dict)
+    """Refusals that are not printed yet, each once."""
     _all_refused: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def join(self, query: Mapping[str, str], address: str) -> Reply:
-        """Answer a rank that asks for its job: the job, or why it is not a rank of it."""
+    def handle_join(self, query: Mapping[str, str], address: str) -> Reply:
+        """Answer a rank that requests its job: the job, or the reason for a refusal."""
         numbers = {}
         for name in ("rank", "world_size", "attempt"):
             text = query.get(name, "")
             if not (text.isascii() and text.isdigit() and len(text) <= 9):
-                return Reply.error(
+                return Reply.from_error(
                     400, f"{name} is {text[:40]!r}; expected an integer of 0 or more", field=name
                 )
             numbers[name] = int(text)
@@ -295,81 +300,87 @@ class RollCall:
                 text = f"rank {rank} from {address} is refused: it {why}"
                 if text not in self._all_refused and len(self._all_refused) < 1000:
                     self._all_refused.add(text)
-                    self._refused[text] = None
-                return Reply.error(409, f"this rank {why}")
+                    self._new_refusals[text] = None
+                return Reply.from_error(409, f"this rank {why}")
             if attempt > self.attempt:
                 assert self.service is not None
-                self.service.begin_attempt_here(attempt)
-                self.journal.forget_view()
-                self.attempt, self._told = attempt, False
-                self._came.clear()
-            if not self._came:
+                self.service.begin_attempt_in_loop(attempt)
+                self.journal.reset_view()
+                self.attempt, self._announced = attempt, False
+                self._joined.clear()
+            if not self._joined:
                 self._since = time.monotonic()
-            self._came.add(rank)
+            self._joined.add(rank)
         return Reply(200, self.job.model_dump_json(by_alias=True, exclude_none=True).encode())
 
-    def news(self) -> list[str]:
-        """What is to be told now: refused ranks, that all have come, or who has not."""
+    def take_announcements(self) -> list[str]:
+        """New messages: refused ranks, that all ranks have joined, or the missing ranks."""
         with self._lock:
-            found = list(self._refused)
-            self._refused.clear()
-            missing = self.job.spec.parallelism.world_size - len(self._came)
-            # Ranks that report have all come, perhaps to an earlier host of this job.
-            heard = self.service is not None and self.service.heard_at is not None
-            if self._told or (missing and (heard or time.monotonic() - self._since < JOIN_SECONDS)):
+            found = list(self._new_refusals)
+            self._new_refusals.clear()
+            missing = self.job.spec.parallelism.world_size - len(self._joined)
+            # Ranks that report have all joined, perhaps at an earlier host of this job.
+            seen = self.service is not None and self.service.reported_at is not None
+            if self._announced or (
+                missing and (seen or time.monotonic() - self._since < JOIN_SECONDS)
+            ):
                 return found
-            self._told = True
-            return [*found, self._attendance()]
+            self._announced = True
+            return [*found, self._describe_missing_ranks()]
 
-    def _attendance(self) -> str:
+    def _describe_missing_ranks(self) -> str:
         ranks = self.job.spec.parallelism.world_size
-        missing = [rank for rank in range(ranks) if rank not in self._came]
+        missing = [rank for rank in range(ranks) if rank not in self._joined]
         if not missing:
-            return f"all {ranks} ranks have come"
-        named = few(map(str, missing), MOST_NAMED)
+            return f"all {ranks} ranks have joined"
+        named = join_few(map(str, missing), MOST_NAMED)
         return (
-            f"{len(self._came)} of {ranks} ranks have come in {JOIN_SECONDS:.0f} s; missing: "
+            f"{len(self._joined)} of {ranks} ranks have joined in {JOIN_SECONDS:.0f} s; missing: "
             f"{named}. Each needs the variables above"
         )
 
 
-def _until_over(
+def _wait_until_over(
     run: RunRecord,
-    roll: RollCall,
+    roll: JoinTracker,
     service: ControlService,
     *,
     events: Events,
     update: Callable[[], None],
     note: Callable[[str], None],
-) -> Ending:
-    """Follow the job from the reports of its ranks, until it is over."""
+) -> AttemptResult:
+    """Follow the job by the reports of its ranks, until it is over."""
     spec = run.job.spec
     wanted = spec.trainer.iterations
-    record = AttemptRecord(roll.attempt, now())
+    record = RunAttempt(roll.attempt, now())
     run.attempts.append(record)
     while True:
         stopped = None
         with contextlib.suppress(Empty):
             stopped = events.get(timeout=REFRESH_SECONDS)
         update()
-        # Before the view, which is forgotten before the attempt is counted on.
+        # Read before the view, which is reset before the attempt changes.
         attempt = roll.attempt
         if attempt != record.number:
-            if record.ending is None:
-                record.end(Ending(End.FAILED, "its ranks started again"), now())
-            record = AttemptRecord(attempt, now())
+            if record.result is None:
+                record.record_result(
+                    AttemptResult(AttemptOutcome.FAILED, "its ranks started again"), now()
+                )
+            record = RunAttempt(attempt, now())
             run.attempts.append(record)
-        view, done = roll.journal.view, roll.journal.done()
-        quiet = service.silence() > LAST_REPORT_SECONDS
+        view, done = roll.journal.view, roll.journal.count_done()
+        quiet = service.seconds_since_report() > LAST_REPORT_SECONDS
         if done >= wanted and (view.state == "finished" or (quiet and view.state != "failed")):
-            return record.end(Ending(End.COMPLETED), now())
-        if isinstance(stopped, Signalled):
+            return record.record_result(AttemptResult(AttemptOutcome.COMPLETED), now())
+        if isinstance(stopped, SignalReceived):
             reason = f"stopped by {stopped.number.name}; the ranks train on with their plan"
-            return record.end(Ending(End.INTERRUPTED, reason), now())
-        if record.ending is None and (view.state == "failed" or (quiet and view.state in ENDS)):
+            return record.record_result(AttemptResult(AttemptOutcome.INTERRUPTED, reason), now())
+        if record.result is None and (
+            view.state == "failed" or (quiet and view.state in OVER_STATES)
+        ):
             reason = f"the ranks ended after {done} of {wanted} iterations"
-            told = f"{reason}: {one_line(view.message)}" if view.message else reason
-            ending = record.end(Ending(End.FAILED, told), now())
+            whole = f"{reason}: {one_line(view.message)}" if view.message else reason
+            ending = record.record_result(AttemptResult(AttemptOutcome.FAILED, whole), now())
             restart, most = len(run.attempts), spec.failure_policy.max_restarts
             if restart > most:
                 return ending
@@ -377,4 +388,4 @@ def _until_over(
         limit = spec.active_deadline_seconds
         if limit is not None and now() - run.started_at > limit:
             reason = f"not over within {limit:g} s (spec.activeDeadlineSeconds)"
-            return record.end(Ending(End.DEADLINE, reason), now())
+            return record.record_result(AttemptResult(AttemptOutcome.DEADLINE, reason), now())

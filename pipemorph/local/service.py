@@ -16,17 +16,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import Condition, JobState, JobStatus, TrainingStatus
 from pipemorph.control.controller import JobController
 from pipemorph.control.decide.forecast import Outlook
-from pipemorph.control.decide.layouts.relayout import Network
-from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
+from pipemorph.control.decide.layouts.layout_search import NetworkMeasurements
+from pipemorph.ingest import BearerAuthenticator, IngestServer, InMemoryJobStore, Join
 from pipemorph.local.clock import now
-from pipemorph.local.results.history import Journal
-from pipemorph.status.conditions import updated
-from pipemorph.status.summary import Source, judge, summarize
-from pipemorph.wire import AdaptationRecord, LinkHealthReport, LinkState
+from pipemorph.local.results.journal import RunJournal
+from pipemorph.protocol import AdaptationRecord, LinkHealthReport, LinkState
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.job_status import Condition, JobState, JobStatus, TrainingStatus
+from pipemorph.views.status.conditions import update_condition
+from pipemorph.views.status.summary import StatusInput, summarize_training, update_conditions
 
 T = TypeVar("T")
 
@@ -34,27 +34,31 @@ TICK_SECONDS = 1.0
 CALL_SECONDS = 10.0
 
 
-class ControlState(NamedTuple):
-    """How training goes, as a job's status says on a cluster; and what plans can be predicted from,
-    see :meth:`JobController.outlook`."""
+class ControlSnapshot(NamedTuple):
+    """State of the training as in a job's status on a cluster, and the input of predictions of
+    plans, see :meth:`JobController.get_outlook`."""
 
     training: TrainingStatus
     conditions: list[Condition]
     outlook: Outlook | None
 
     @staticmethod
-    def of(controller: JobController, reported_at: float | None, at: float) -> ControlState:
-        source, view = Source(controller, reported_at), controller.view(at)
-        return ControlState(
-            summarize(source, at, view), judge(source, [], at, view), controller.outlook(at)
+    def from_controller(
+        controller: JobController, reported_at: float | None, at: float
+    ) -> ControlSnapshot:
+        source, view = StatusInput(controller, reported_at), controller.get_job_view(at)
+        return ControlSnapshot(
+            summarize_training(source, at, view),
+            update_conditions(source, [], at, view),
+            controller.get_outlook(at),
         )
 
-    def status(self, state: JobState, why: str = "") -> JobStatus:
-        """Status of a job in that state. ``why``: its ranks have ended; empty if they run."""
+    def to_status(self, state: JobState, why: str = "") -> JobStatus:
+        """Status of a job in that state. ``why``: cause of its ranks' end; empty if they run."""
         conditions = self.conditions
         if why:
             kind = state if state in ("Failed", "Suspended") else "Running"
-            conditions = updated(
+            conditions = update_condition(
                 conditions, kind, "False" if kind == "Running" else "True", "RanksEnded", why,
                 generation=None, now=datetime.now(UTC),
             )  # fmt: skip
@@ -62,17 +66,17 @@ class ControlState(NamedTuple):
 
 
 class ControlService:
-    """A context manager that serves the ingest, and records reports in ``journal``.
+    """Context manager that serves the ingest, and records reports in ``journal``.
 
-    ``token``: of the ranks; by default a new one. ``host``, ``port``: where to listen; by default
-    any port of 127.0.0.1. ``join``: answers ranks that ask for the job. Entering it raises OSError
-    if the address cannot be used.
+    ``token``: of the ranks; by default a new one. ``host``, ``port``: address to listen at; by
+    default any port of 127.0.0.1. ``join``: answers ranks that request the job. Entering it raises
+    OSError if the address cannot be used.
     """
 
     def __init__(
         self,
         job: PipeMorphJob,
-        journal: Journal,
+        journal: RunJournal,
         *,
         token: str | None = None,
         host: str = "127.0.0.1",
@@ -83,15 +87,15 @@ class ControlService:
         self._job = job
         self._journal = journal
         self.token = token or secrets.token_urlsafe(32)
-        self.heard_at: float | None = None
+        self.reported_at: float | None = None
         """Time of the newest report, monotonic; None before the first."""
         self._controller = JobController(job.spec, on_report=self._on_report)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ingest", daemon=True)
         self._ticking: asyncio.Task[None] | None = None
         name = (job.metadata.namespace, job.metadata.name)
-        store = MemoryStore()
-        store.add(*name, self._controller)
+        store = InMemoryJobStore()
+        store.add_job(*name, self._controller)
         self._server = IngestServer(
             store, BearerAuthenticator(self.token), host=host, port=port, tls=tls, join=join
         )
@@ -103,77 +107,79 @@ class ControlService:
 
     def __enter__(self) -> ControlService:
         self._thread.start()
-        self._call(self._start())
+        self._run_coroutine(self._start_server())
         return self
 
     def __exit__(self, *_: Any) -> None:
         with contextlib.suppress(TimeoutError):
-            self._call(self._stop())
+            self._run_coroutine(self._stop_server())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_SECONDS)
         if not self._thread.is_alive():
-            # Left to the garbage collector, it is closed after its sockets, with a traceback.
+            # The garbage collector would close it after its sockets, with a traceback.
             self._loop.close()
 
     def begin_attempt(self, attempt: int) -> None:
         """Switch to the ranks of a new attempt. Raises ValueError unless it is a later one."""
-        self._do(lambda: self.begin_attempt_here(attempt))
+        self._call_in_loop(lambda: self.begin_attempt_in_loop(attempt))
 
-    def begin_attempt_here(self, attempt: int) -> None:
-        """Like :meth:`begin_attempt`, in the thread of the ingest."""
+    def begin_attempt_in_loop(self, attempt: int) -> None:
+        """Switch to a new attempt, in the thread of the ingest, see :meth:`begin_attempt`."""
         self._controller.begin_attempt(attempt)
 
-    def silence(self) -> float:
+    def seconds_since_report(self) -> float:
         """Seconds since the newest report; 0 before the first."""
-        return 0.0 if self.heard_at is None else time.monotonic() - self.heard_at
+        return 0.0 if self.reported_at is None else time.monotonic() - self.reported_at
 
-    def adaptations(self) -> list[AdaptationRecord]:
+    def list_adaptations(self) -> list[AdaptationRecord]:
         """Every adaptation so far, oldest first."""
-        return self._do(lambda: [r.model_copy(deep=True) for r in self._controller.records])
+        return self._call_in_loop(
+            lambda: [r.model_copy(deep=True) for r in self._controller.records]
+        )
 
     def change_layout(self, slow: Sequence[LinkState] | None, layers: tuple[int, ...]) -> None:
-        """See :meth:`JobController.change_layout`."""
-        self._do(lambda: self._controller.change_layout(slow, layers))
+        """Change the layout, see :meth:`JobController.change_layout`."""
+        self._call_in_loop(lambda: self._controller.change_layout(slow, layers))
 
-    def network(self) -> Network | None:
-        """What another layout would be judged by, see :meth:`JobController.network`."""
-        return self._do(lambda: self._controller.network(now()))
+    def read_network(self) -> NetworkMeasurements | None:
+        """Input for the choice of another layout, see :meth:`JobController.measure_network`."""
+        return self._call_in_loop(lambda: self._controller.measure_network(now()))
 
-    def state(self) -> ControlState:
-        """How training goes. Raises TimeoutError if the ingest does not answer."""
+    def read_state(self) -> ControlSnapshot:
+        """State of the training. Raises TimeoutError if the ingest does not answer."""
 
-        def read() -> ControlState:
-            reported_at = None if self.heard_at is None else now() - self.silence()
-            return ControlState.of(self._controller, reported_at, now())
+        def read_controller() -> ControlSnapshot:
+            reported_at = None if self.reported_at is None else now() - self.seconds_since_report()
+            return ControlSnapshot.from_controller(self._controller, reported_at, now())
 
-        return self._do(read)
+        return self._call_in_loop(read_controller)
 
-    def _do(self, what: Callable[[], T]) -> T:
-        """Call something in the thread of the ingest."""
+    def _call_in_loop(self, what: Callable[[], T]) -> T:
+        """Call a function in the thread of the ingest."""
 
-        async def do() -> T:
+        async def call_function() -> T:
             return what()
 
-        return self._call(do())
+        return self._run_coroutine(call_function())
 
     def _on_report(self, report: LinkHealthReport) -> None:
-        self.heard_at = time.monotonic()
-        self._journal.take(report, self._controller, now())
+        self.reported_at = time.monotonic()
+        self._journal.record_report(report, self._controller, now())
 
-    async def _start(self) -> None:
+    async def _start_server(self) -> None:
         await self._server.start()
-        self._ticking = asyncio.create_task(self._tick())
+        self._ticking = asyncio.create_task(self._tick_forever())
 
-    async def _stop(self) -> None:
+    async def _stop_server(self) -> None:
         if self._ticking is not None:
             self._ticking.cancel()
         await self._server.stop()
 
-    async def _tick(self) -> None:
+    async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             name = self._job.metadata
-            await self._server.handler.tick(name.namespace, name.name)
+            await self._server.handler.tick_job(name.namespace, name.name)
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_SECONDS)

@@ -1,9 +1,9 @@
 """Schedules: representation, validation, planning and simulation."""
 
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
-from pipemorph.planning.planner import PlannedSchedule, link_on, plan, problem_for
+from pipemorph.planning.planner import PlannedSchedule, build_link, build_problem, plan
 from pipemorph.planning.problem import Link, Problem, StageTimes, load_problem, parse_problem
-from pipemorph.planning.simulation.core import lower_bound
+from pipemorph.planning.simulation.execution import compute_lower_bound
 from pipemorph.planning.simulation.simulator import (
     Simulation,
     TimedOp,
@@ -34,15 +34,15 @@ __all__ = [
     "Simulation",
     "StageTimes",
     "TimedOp",
-    "link_on",
+    "build_link",
+    "build_problem",
+    "compute_lower_bound",
     "load_problem",
-    "lower_bound",
     "parse_problem",
     "plan",
     "predict",
     "predict_changing",
     "predict_period",
-    "problem_for",
     "simulate",
     "validate",
     "validate_online",

@@ -10,67 +10,67 @@ Costs = tuple[
     Sequence[int],  # queues per link, 0 for no limit
     Sequence[int],  # outstanding sends per link, 0 for no limit
     Sequence[bool],  # per link: both directions share the queues
-    Sequence[float],  # per stage: time for which an F is longer if its activations leave
-    Sequence[float],  # per stage: time for which a backward is longer if they have left
+    Sequence[float],  # per stage: extra time of an F whose activations leave
+    Sequence[float],  # per stage: extra time of a backward whose activations return
     Sequence[int],  # device limit per stage, 0 if no activations leave
-    Sequence[float],  # per rank: what follows its last op
-    Sequence[float],  # per rank: when it may begin
-    Sequence[Sequence[int]],  # per rank: its stages, of which an op's chunk is one
+    Sequence[float],  # per rank: time after its last op
+    Sequence[float],  # per rank: earliest start
+    Sequence[Sequence[int]],  # per rank: its stages; an op's chunk is an index in them
     Sequence[float],  # per stage: memory of one microbatch in flight
     float,  # memory of a rank, infinity for no limit
 ]
 
 Rows = list[list[float]]
 
-Ran = tuple[list[bytes], Rows, Rows, Rows, Rows, Rows]
-"""The fields of :class:`pipemorph.planning.simulation.core.Ran`."""
+PackedExecution = tuple[list[bytes], Rows, Rows, Rows, Rows, Rows]
+"""The fields of :class:`pipemorph.planning.simulation.execution.Execution`."""
 
-def in_order(
+def execute_in_order(
     costs: Costs,
     ranks: Sequence[bytes],
     delay_at: Callable[[int, float], float] | None,
     transfer_at: Callable[[int, float], float] | None,
-) -> Ran:
-    """See :func:`pipemorph.planning.simulation.core.in_order`. Raises ValueError if the arguments
-    do not fit together, as the others do."""
+) -> PackedExecution:
+    """See :func:`pipemorph.planning.simulation.execution.execute_in_order`. All functions of this
+    module raise ValueError for arguments that do not fit together."""
 
-def makespan(costs: Costs, ranks: Sequence[bytes]) -> float:
-    """The end of the last op; infinity if ranks wait for each other. Releases the interpreter's
-    lock, as :func:`search` does."""
+def compute_makespan(costs: Costs, ranks: Sequence[bytes]) -> float:
+    """End of the last op; infinity on a deadlock. Releases the GIL."""
 
-def online(
+def schedule_online(
     costs: Costs,
     caps: Sequence[int],
     warmup: Sequence[int],
     exact_warmup: bool,
     fused: Sequence[bool],
 ) -> tuple[list[bytes], float]:
-    """See :func:`pipemorph.planning.simulation.core.online`. Releases the interpreter's lock."""
+    """See :func:`pipemorph.planning.simulation.execution.schedule_online`. Releases the GIL."""
 
-def guided(
+def execute_guided(
     costs: Costs,
     order: Sequence[bytes],
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
     delay_at: Callable[[int, float], float] | None,
     transfer_at: Callable[[int, float], float] | None,
-) -> Ran:
-    """See :func:`pipemorph.planning.simulation.core.guided`."""
+) -> PackedExecution:
+    """See :func:`pipemorph.planning.simulation.execution.execute_guided`."""
 
-def guided_makespan(
+def compute_guided_makespan(
     costs: Costs,
     order: Sequence[bytes],
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
 ) -> float:
-    """The end of what :func:`guided` runs; infinity if ranks wait for each other. Releases the
-    interpreter's lock."""
+    """End of the last op of :func:`execute_guided`; infinity on a deadlock. Releases the GIL."""
 
-def waits(costs: Costs, order: Sequence[bytes], peaks: Sequence[int]) -> list[list[int]]:
-    """See :func:`pipemorph.planning.simulation.core.planned_waits`. ``peaks``: most microbatches
-    in flight by stage. Releases the interpreter's lock."""
+def find_planned_waits(
+    costs: Costs, order: Sequence[bytes], peaks: Sequence[int]
+) -> list[list[int]]:
+    """See :func:`pipemorph.planning.simulation.execution.find_planned_waits`. ``peaks``: most
+    microbatches in flight by stage. Releases the GIL."""
 
-def jittered(
+def compute_jittered_makespans(
     costs: Costs,
     order: Sequence[bytes],
     waits: Sequence[Sequence[int]],
@@ -78,9 +78,10 @@ def jittered(
     most: float,
     draws: int,
 ) -> Sequence[float]:
-    """See :func:`pipemorph.planning.simulation.core.jittered`. Releases the interpreter's lock."""
+    """Releases the GIL. See
+    :func:`pipemorph.planning.simulation.execution.compute_jittered_makespans`."""
 
-def search(
+def search_order(
     costs: Costs,
     caps: Sequence[int],
     warmup: Sequence[int],
@@ -91,8 +92,8 @@ def search(
     near: float,
 ) -> tuple[list[bytes], float, float]:
     """Order per rank, makespan and lower bound. ``warmup``: exact number of F before the first B,
-    or empty. ``start``: an order that the result must not be longer than, or empty.
-    ``near``: above the bound, as a fraction, where the search stops."""
+    or empty. ``start``: an order that bounds the result's makespan, or empty. ``near``: gap to the
+    bound, as a fraction, at which the search stops. Releases the GIL."""
 
 def is_valid(
     microbatches: int,
@@ -102,12 +103,14 @@ def is_valid(
     caps: Sequence[int],
     device_limits: Sequence[int],
 ) -> bool:
-    """Whether :func:`pipemorph.planning.validator.validate` accepts a schedule. ``numbers``: the
+    """True if :func:`pipemorph.planning.validator.validate` accepts the schedule. ``numbers``: the
     microbatch of each op; ``caps`` and ``device_limits``: 0 for no limit."""
 
-def lower_bound(costs: Costs, caps: Sequence[int]) -> float:
+def compute_lower_bound(costs: Costs, caps: Sequence[int]) -> float:
     """Lower bound of the makespan of all schedules."""
 
-def tight_lower_bound(costs: Costs, caps: Sequence[int], makespan: float, effort: int) -> float:
-    """A larger lower bound where ``effort`` is enough for it: between :func:`lower_bound` and
-    ``makespan``, which a schedule has. Effort counts states of stages, of about 10 ns each."""
+def compute_tight_lower_bound(
+    costs: Costs, caps: Sequence[int], makespan: float, effort: int
+) -> float:
+    """Larger lower bound, if ``effort`` suffices: between :func:`compute_lower_bound` and
+    ``makespan``, that of some schedule. ``effort`` counts states of stages, about 10 ns each."""

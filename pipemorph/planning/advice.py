@@ -1,8 +1,8 @@
 """Compares changes to a problem: more microbatches, another split of the layers, offload.
 
-Each change is applied to the problem and planned, so that its bubble, iteration time and memory can
-be compared with today's. A lower bubble is no gain if it needs memory that does not exist: caps
-apply to every change, converted to bytes if a microbatch or a stage changes its size.
+Each change is applied to the problem and planned; its bubble, iteration time and memory are
+compared with today's. A lower bubble is no gain without the memory for it, so caps apply to every
+change, converted to bytes if a microbatch or a stage changes its size.
 """
 
 from __future__ import annotations
@@ -14,31 +14,38 @@ from math import ceil
 from pydantic import ValidationError
 
 from pipemorph.errors import InputError
-from pipemorph.planning.analysis.partition import split_layers, split_over_ranks
-from pipemorph.planning.analysis.what_if import evened, layers_of, parts, shrunk, split_anew, work
-from pipemorph.planning.ir import Policy, dashed
-from pipemorph.planning.offload import device_peak, rank_peaks
+from pipemorph.planning.analysis.partition import split_layers, split_layers_over_ranks
+from pipemorph.planning.analysis.what_if import (
+    apply_layer_split,
+    compute_stage_work,
+    even_out_stages,
+    list_layers,
+    shrink_stage,
+    slice_by_counts,
+)
+from pipemorph.planning.ir import Policy, join_dashed
+from pipemorph.planning.offload import count_device_peak, measure_rank_peaks
 from pipemorph.planning.planner import plan
-from pipemorph.planning.problem import Problem, describe
-from pipemorph.planning.search.variants import Variant, exceeding_variants
+from pipemorph.planning.problem import Problem, describe_problem_error
+from pipemorph.planning.search.plan_variants import PlanVariant, generate_exceeding_variants
 from pipemorph.planning.simulation.simulator import Simulation, simulate
 
 DEVICE_BUFFERS = 2
 """Microbatches on the device of an offloading stage without a cap: one in use, one being copied."""
 FACTORS = (2, 4)
 """Multiples of the number of microbatches to try."""
-EVEN = 1.02
-"""Ratio of the slowest stage to the mean up to which no other split is suggested."""
+MOST_UNEVENNESS = 1.02
+"""Ratio of the slowest stage to the mean below which no other split is suggested."""
 
 
 @dataclass(frozen=True)
-class Option:
+class AdviceOption:
     """Today's plan, or the plan after one change. Times in the problem's unit.
 
     ``in_flight``: most microbatches on the device of each stage. ``batch``: batch size relative to
-    today's. ``memory``: largest activation memory of any rank, of all its stages at a moment,
-    relative to today's; ``activation_bytes``: the same in bytes; ``host_bytes``: largest host
-    memory of any rank used by offload. Bytes are None if no stage gives ``activation_bytes``.
+    today's. ``memory``: peak activation memory of the fullest rank, over all its stages, relative
+    to today's; ``activation_bytes``: that peak in bytes; ``host_bytes``: peak host memory that
+    offload uses on any rank. Bytes are None if no stage has ``activation_bytes``.
     """
 
     lever: str
@@ -57,15 +64,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """``options[0]`` is today. ``missing``: options that could not be computed, and why."""
+    """Compared options. ``options[0]``: today. ``missing_options``: with the reasons."""
 
-    options: tuple[Option, ...]
-    missing: tuple[str, ...]
+    options: tuple[AdviceOption, ...]
+    missing_options: tuple[str, ...]
 
     @property
-    def best(self) -> Option | None:
-        """The option that saves most with the same batch and no more memory; None if all save less
-        than 1%."""
+    def best_option(self) -> AdviceOption | None:
+        """Option with the largest gain at the same batch and no more memory; None below 1%."""
         today = self.options[0]
         helpful = [
             option
@@ -77,17 +83,17 @@ class Advice:
         return max(helpful, key=lambda option: option.gain, default=None)
 
 
-def advise(problem: Problem) -> Advice:
+def compare_changes(problem: Problem) -> Advice:
     """Plan the problem as it is and with each change, and compare.
 
     Raises :class:`InputError` if the problem cannot be planned as it is.
     """
-    problem.check_makespan("advise")
-    advisor = _Advisor(problem, _planned(problem))
+    problem.require_makespan("advise")
+    advisor = _Advisor(problem, _plan_and_simulate(problem))
     options, missing = [advisor.today], []
-    for lever in (advisor.microbatches, advisor.split, advisor.offload):
+    for lever in (advisor.try_more_microbatches, advisor.try_layer_splits, advisor.try_offload):
         for found in lever():
-            if isinstance(found, Option):
+            if isinstance(found, AdviceOption):
                 options.append(found)
             else:
                 missing.append(found)
@@ -95,29 +101,29 @@ def advise(problem: Problem) -> Advice:
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _SimulatedPlan:
     """A plan, simulated with the problem's dispatch. ``device_limits``: by stage."""
 
     simulation: Simulation
     device_limits: tuple[int | None, ...]
 
     @staticmethod
-    def of(planned: Variant) -> _Ran:
+    def from_variant(planned: PlanVariant) -> _SimulatedPlan:
         problem = planned.problem
         ran = simulate(planned.schedule, problem, problem.dispatch)
-        return _Ran(ran, problem.device_limits())
+        return _SimulatedPlan(ran, problem.list_device_limits())
 
-    def peaks(self, units: Sequence[float]) -> tuple[float, float]:
-        """Most memory of activations on the device of any rank, and in host memory. ``units``: of
-        one microbatch, by stage."""
+    def measure_peak_memory(self, units: Sequence[float]) -> tuple[float, float]:
+        """Peak activation memory of any rank on its device, and in host memory. ``units``: memory
+        of one microbatch, by stage."""
         schedule = self.simulation.schedule
         ranks = range(len(schedule.ranks))
-        found = [rank_peaks(schedule, rank, self.device_limits, units) for rank in ranks]
+        found = [measure_rank_peaks(schedule, rank, self.device_limits, units) for rank in ranks]
         return max(device for device, _ in found), max(host for _, host in found)
 
 
 class _Advisor:
-    def __init__(self, problem: Problem, ran: _Ran) -> None:
+    def __init__(self, problem: Problem, ran: _SimulatedPlan) -> None:
         self.problem = problem
         self.placement = ran.simulation.schedule.placement
         self.today_makespan = ran.simulation.makespan
@@ -127,17 +133,17 @@ class _Advisor:
         self.units = [
             float(stage.activation_bytes or 1) if known else 1.0 for stage in problem.stages
         ]
-        self.today_memory, _ = ran.peaks(self.units)
-        self.today = self._option("today", "as it is", ran, self.units)
+        self.today_memory, _ = ran.measure_peak_memory(self.units)
+        self.today = self._make_option("today", "as it is", ran, self.units)
 
-    # --- the changes: options, or a message about missing input -------------------------------
+    # --- changes: each yields options, or a message about missing input -----------------------
 
-    def microbatches(self) -> Iterator[Option | str]:
-        """More microbatches: of the same size (a larger batch), or smaller (the same batch)."""
+    def try_more_microbatches(self) -> Iterator[AdviceOption | str]:
+        """Try more microbatches: of the same size (a larger batch), or smaller (the same batch)."""
         n = self.problem.microbatches
         for factor in FACTORS:
-            larger = self._changed(self.problem, microbatches=n * factor)
-            yield from self._plan(
+            larger = self._change_problem(self.problem, microbatches=n * factor)
+            yield from self._plan_option(
                 "microbatches",
                 f"{n} → {n * factor}, batch {factor}×",
                 larger,
@@ -145,9 +151,9 @@ class _Advisor:
                 batch=factor,
             )
         for factor in FACTORS:
-            stages = tuple(shrunk(stage, factor) for stage in self.problem.stages)
-            smaller = self._changed(self.problem, microbatches=n * factor, stages=stages)
-            yield from self._plan(
+            stages = tuple(shrink_stage(stage, factor) for stage in self.problem.stages)
+            smaller = self._change_problem(self.problem, microbatches=n * factor, stages=stages)
+            yield from self._plan_option(
                 "microbatches",
                 f"{n} → {n * factor} of 1/{factor} the size",
                 smaller,
@@ -155,60 +161,60 @@ class _Advisor:
                 note=f"if a microbatch of 1/{factor} the size takes 1/{factor} the time",
             )
 
-    def split(self) -> Iterator[Option | str]:
-        """Another split of the layers; without layers, the ideal of equal stages."""
+    def try_layer_splits(self) -> Iterator[AdviceOption | str]:
+        """Try another split of the layers; if layers are unknown, the ideal of equal stages."""
         problem = self.problem
         totals = [0.0] * (max(self.placement) + 1)
         for rank, stage in zip(self.placement, problem.stages, strict=True):
-            totals[rank] += work(stage, problem.policy)
+            totals[rank] += compute_stage_work(stage, problem.policy)
         mean = sum(totals) / len(totals)
         uneven = max(totals) / mean if mean else 1.0
         if problem.layers is None or problem.layer_split is None:
-            if uneven <= EVEN:
+            if uneven <= MOST_UNEVENNESS:
                 return
-            slowest = "slowest rank" if self._several else "slowest"
-            yield from self._plan(
+            slowest = "slowest rank" if self._multi_stage else "slowest"
+            yield from self._plan_option(
                 "split",
                 f"even stages ({slowest} is {uneven:.2f}× the mean)",
-                self._changed(problem, stages=evened(problem.stages)),
+                self._change_problem(problem, stages=even_out_stages(problem.stages)),
                 self.units,
                 note="at best",
             )
             yield "give layers and layer_split to get a split of whole layers"
             return
-        yield from self._split_of_layers(problem.layer_split)
+        yield from self._split_whole_layers(problem.layer_split)
 
-    def _split_of_layers(self, today: Sequence[int]) -> Iterator[Option | str]:
+    def _split_whole_layers(self, today: Sequence[int]) -> Iterator[AdviceOption | str]:
         problem = self.problem
-        layers = layers_of(problem)
-        times = [work(layer, problem.policy) for layer in layers]
-        # Work of a stage beside its layers (embedding, loss) stays on the stage.
+        layers = list_layers(problem)
+        times = [compute_stage_work(layer, problem.policy) for layer in layers]
+        # Other work of a stage (embedding, loss) stays on the stage.
         fixed = [
-            max(0.0, work(stage, problem.policy) - sum(times[part]))
-            for stage, part in zip(problem.stages, parts(today), strict=True)
+            max(0.0, compute_stage_work(stage, problem.policy) - sum(times[part]))
+            for stage, part in zip(problem.stages, slice_by_counts(today), strict=True)
         ]
-        if self._several:
-            counts, of = split_over_ranks(times, fixed, self.placement), "rank"
+        if self._multi_stage:
+            counts, of = split_layers_over_ranks(times, fixed, self.placement), "rank"
         else:
             counts, of = split_layers(times, fixed), "stage"
         if counts == tuple(today):
-            yield f"the split {dashed(today, 16)} is the best for its slowest {of}"
+            yield f"the split {join_dashed(today, 16)} is the best for its slowest {of}"
             return
         sized = self.sized and all(layer.activation_bytes for layer in layers)
-        stages, units = split_anew(problem, counts, self.units, sized=sized)
+        stages, units = apply_layer_split(problem, counts, self.units, sized=sized)
         note = "" if sized else "memory by the number of layers"
-        yield from self._plan(
+        yield from self._plan_option(
             "split",
-            f"layers {dashed(today, 16)} → {dashed(counts, 16)}",
-            self._changed(problem, stages=stages, layers=None, layer_split=None),
+            f"layers {join_dashed(today, 16)} → {join_dashed(counts, 16)}",
+            self._change_problem(problem, stages=stages, layers=None, layer_split=None),
             units,
             note=note,
         )
 
-    def offload(self) -> Iterator[Option | str]:
-        """Offload of activations: today's in-flight cap becomes a device limit, without a cap."""
-        problem = self._changed(self.problem)
-        caps = problem.in_flight_limits()
+    def try_offload(self) -> Iterator[AdviceOption | str]:
+        """Try offload of activations: today's in-flight cap becomes a device limit, and no cap."""
+        problem = self._change_problem(self.problem)
+        caps = problem.list_in_flight_limits()
         capped = problem.policy is not Policy.GPIPE and any(k is not None for k in caps)
         if not capped:
             yield "offload saves memory, not time: no in_flight_limit delays any op"
@@ -223,14 +229,14 @@ class _Advisor:
         if not complete:
             yield "give offload_copy of every stage to include the cost of the copies"
         try:
-            planned = _offloaded(problem.model_copy(update={"stages": stages}))
+            planned = _plan_offloaded(problem.model_copy(update={"stages": stages}))
         except InputError as error:
             yield f"offload: {error}"
             return
         if planned is None:
             yield "offload saves nothing: no plan needs more microbatches than fit on the device"
             return
-        yield self._option(
+        yield self._make_option(
             "offload",
             "activations to host memory, no cap" if capped else "activations to host memory",
             planned,
@@ -238,18 +244,18 @@ class _Advisor:
             note="copies not overlapped" if complete else "if its copies cost nothing",
         )
 
-    # --- planning one change ---------------------------------------------------------------
+    # --- planning of a change --------------------------------------------------------------
 
     @property
-    def _several(self) -> bool:
-        """Whether a rank has several stages."""
+    def _multi_stage(self) -> bool:
+        """True if a rank has several stages."""
         return len(set(self.placement)) < len(self.placement)
 
-    def _changed(self, problem: Problem, **update: object) -> Problem:
-        """The problem with changed fields; drops the fixed warm-up, which was chosen for today."""
+    def _change_problem(self, problem: Problem, **update: object) -> Problem:
+        """Problem with changed fields, without the fixed warm-up, which was chosen for today."""
         return problem.model_copy(update={"warmup": None, **update})
 
-    def _plan(
+    def _plan_option(
         self,
         lever: str,
         change: str,
@@ -258,34 +264,34 @@ class _Advisor:
         *,
         batch: float = 1.0,
         note: str = "",
-    ) -> Iterator[Option | str]:
+    ) -> Iterator[AdviceOption | str]:
         try:
             checked = Problem.model_validate(problem.model_dump())
-            planned = _planned(checked)
+            planned = _plan_and_simulate(checked)
         except ValidationError as error:
-            yield f"{lever}, {change}: {describe(error)}"
+            yield f"{lever}, {change}: {describe_problem_error(error)}"
             return
         except InputError as error:
             yield f"{lever}, {change}: {error}"
             return
-        yield self._option(lever, change, planned, units, batch=batch, note=note)
+        yield self._make_option(lever, change, planned, units, batch=batch, note=note)
 
-    def _option(
+    def _make_option(
         self,
         lever: str,
         change: str,
-        ran: _Ran,
+        ran: _SimulatedPlan,
         units: Sequence[float],
         *,
         batch: float = 1.0,
         note: str = "",
-    ) -> Option:
+    ) -> AdviceOption:
         simulation = ran.simulation
-        held = map(device_peak, simulation.schedule.stages, ran.device_limits)
-        memory, host = ran.peaks(units)
+        held = map(count_device_peak, simulation.schedule.stages, ran.device_limits)
+        memory, host = ran.measure_peak_memory(units)
         per_batch = simulation.makespan / batch
         today = self.today_makespan
-        return Option(
+        return AdviceOption(
             lever=lever,
             change=change,
             makespan=simulation.makespan,
@@ -300,14 +306,14 @@ class _Advisor:
         )
 
 
-def _planned(problem: Problem) -> _Ran:
+def _plan_and_simulate(problem: Problem) -> _SimulatedPlan:
     """Plan a problem and simulate it. Raises :class:`InputError` if it cannot be planned."""
-    return _Ran.of(plan(problem))
+    return _SimulatedPlan.from_variant(plan(problem))
 
 
-def _offloaded(problem: Problem) -> _Ran | None:
-    """The best plan that offloads; None if no plan does."""
+def _plan_offloaded(problem: Problem) -> _SimulatedPlan | None:
+    """Best plan that offloads; None if no plan does."""
     if problem.policy is not Policy.PIPEMORPH:
-        return _planned(problem)
-    found = list(exceeding_variants(problem, None))
-    return _Ran.of(found[-1]) if found else None
+        return _plan_and_simulate(problem)
+    found = list(generate_exceeding_variants(problem, None))
+    return _SimulatedPlan.from_variant(found[-1]) if found else None

@@ -1,9 +1,9 @@
 """Schedule IR: the ops of each rank, in order, and the plan that contains them.
 
-The op list has no communication. An op has a kind, a microbatch and a chunk, which is the place of
-its stage among those of the rank, 0 where a rank has one stage. They determine the messages it
-waits for (F waits for the F upstream, B for the B downstream). Names follow the zero-bubble
-literature: F forward, B backward for the input, W backward for the weights, BW fused backward.
+The op list has no communication. An op has a kind, a microbatch and a chunk: the index of its stage
+among those of the rank, 0 if the rank has one stage. They determine the messages that the op waits
+for (F waits for the F upstream, B for the B downstream). Names follow the zero-bubble literature: F
+forward, B backward for the input, W backward for the weights, BW fused backward.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Literal, NamedTuple
 from pipemorph.errors import InputError
 
 StagePlacement = Literal["interleaved", "v"]
-"""Which of a pipeline's stages a rank has, if several. interleaved: the ranks get the stages in
-turn, ``s mod ranks``. v: every other turn goes from the last rank back to the first, so that two
-consecutive stages at a turning point are on one rank, and rank 0 has the first and the last stage
-of two per rank."""
+"""Assignment of stages to ranks that have several. interleaved: stage ``s`` is on rank ``s mod
+ranks``. v: every second round goes from the last rank back to the first, so that the two stages at
+a turning point share a rank; with two stages per rank, rank 0 has the first and the last one."""
 
 
 def place_stages(stages: int, ranks: int, placement: StagePlacement) -> tuple[int, ...]:
-    """The rank of every stage of one pipeline, of ``ranks`` that divide the ``stages``."""
+    """Rank of each stage of a pipeline. ``ranks`` must divide ``stages``."""
     return tuple(
         ranks - 1 - stage % ranks if placement == "v" and stage // ranks % 2 else stage % ranks
         for stage in range(stages)
@@ -34,7 +33,7 @@ def place_stages(stages: int, ranks: int, placement: StagePlacement) -> tuple[in
 
 
 class OpKind(StrEnum):
-    """The kind of an op, which processes one microbatch."""
+    """Kind of an op, which processes one microbatch."""
 
     F = "F"
     B = "B"
@@ -43,7 +42,7 @@ class OpKind(StrEnum):
 
 
 class Policy(StrEnum):
-    """The algorithm that makes a schedule."""
+    """Algorithm that makes a schedule."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
@@ -55,16 +54,16 @@ class Policy(StrEnum):
 
     @property
     def interleaved(self) -> bool:
-        """Whether a rank has several stages."""
+        """True if ranks have several stages."""
         return self in (Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V)
 
 
 class Dispatch(StrEnum):
-    """How a stage picks its next op.
+    """Rule by which a stage picks its next op.
 
-    STATIC keeps the plan's order. GUIDED runs, of the ready ops, the first in the plan's order, so
-    that the order varies with arrivals and a late message does not block ready ops; see
-    :mod:`pipemorph.planning.simulation.core`.
+    STATIC follows the plan's order. GUIDED runs the ready op that is first in the plan's order: the
+    order varies with arrivals, and a late message does not block ready ops; see
+    :mod:`pipemorph.planning.simulation.execution`.
     """
 
     STATIC = "static"
@@ -72,14 +71,14 @@ class Dispatch(StrEnum):
 
 
 class Route(StrEnum):
-    """How a link sends data: direct by torch.distributed, or delegated to the transfer engine."""
+    """Route of a link's data: direct by torch.distributed, or delegated to the transfer engine."""
 
     DIRECT = "direct"
     DELEGATED = "delegated"
 
 
 class Op(NamedTuple):
-    """One op of one rank: kind, microbatch (0 … N-1), and chunk: which of the rank's stages."""
+    """Op of a rank: kind, microbatch (0 … N-1) and chunk (index of the stage on the rank)."""
 
     kind: OpKind
     microbatch: int
@@ -89,22 +88,22 @@ class Op(NamedTuple):
         return f"{self.kind.value}{self.microbatch}"
 
 
-LETTERS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
-"""An op's kind in one letter, as torch writes it: I is the backward of the inputs, B the whole."""
+LETTER_OF_KIND = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
+"""Letter of an op's kind in torch's notation: I is the backward for the inputs, B the fused one."""
 
-KIND_OF_LETTER = {letter: kind for kind, letter in LETTERS.items()}
+KIND_OF_LETTER = {letter: kind for kind, letter in LETTER_OF_KIND.items()}
 
 KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
-CODE = {kind: code for code, kind in enumerate(KINDS)}
-"""An op's kind as a number, for simulators."""
+CODE_OF_KIND = {kind: code for code, kind in enumerate(KINDS)}
+"""Number of an op's kind, for simulators."""
 MAX_CHUNKS = 64
-"""Stages per rank. An op's code is a byte: that of its kind, plus 4 times its chunk."""
+"""Most stages per rank. An op's code is a byte: that of its kind, plus 4 times its chunk."""
 _TAKES_UP = (1, 0, -1, -1)
-"""By code, how many microbatches more are in flight after the op."""
+"""Change in the number of microbatches in flight by an op, by code."""
 
 
-def in_flight_peak(ops: Iterable[Op]) -> int:
-    """Most microbatches of a stage whose F has started and whose W (or BW) has not finished."""
+def count_in_flight_peak(ops: Iterable[Op]) -> int:
+    """Peak number of microbatches of a stage between the start of F and the end of W (or BW)."""
     now = peak = 0
     for kind, *_ in ops:
         if kind is OpKind.F:
@@ -115,8 +114,8 @@ def in_flight_peak(ops: Iterable[Op]) -> int:
     return peak
 
 
-def dashed(values: Sequence[int], most: int = 8) -> str:
-    """``7-5-3-1``, as for the warm-up of each stage; of more than ``most`` without the middle."""
+def join_dashed(values: Sequence[int], most: int = 8) -> str:
+    """Join numbers, such as warm-ups by stage, as ``7-5-3-1``; omits the middle above ``most``."""
     shown = [str(value) for value in values]
     if len(shown) > most:
         shown = [*shown[: most // 2], "…", *shown[-(most // 4) :]]
@@ -128,10 +127,10 @@ _WIRE_OP = re.compile(r"(\d*)(\D)", re.ASCII)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Per-rank op order. ``ranks[r]``: the ops of rank *r*, in order.
+    """Order of the ops on each rank. ``ranks[r]``: the ops of rank *r*, in order.
 
-    ``placement[s]``: the rank of stage *s*; a rank's chunks are its stages in the order of their
-    numbers. Empty: stage *i* is on rank *i*.
+    ``placement[s]``: the rank of stage *s*; a rank's chunks are its stages in ascending order.
+    Empty: stage *i* is on rank *i*.
     """
 
     microbatches: int
@@ -143,8 +142,10 @@ class Schedule:
             object.__setattr__(self, "placement", tuple(range(len(self.ranks))))
 
     @staticmethod
-    def placed(microbatches: int, ranks: Sequence[Sequence[tuple[int, OpKind, int]]]) -> Schedule:
-        """A schedule from ``(stage, kind, microbatch)`` of each rank's ops, in order. Raises
+    def from_stage_ops(
+        microbatches: int, ranks: Sequence[Sequence[tuple[int, OpKind, int]]]
+    ) -> Schedule:
+        """Schedule from ``(stage, kind, microbatch)`` of each rank's ops, in order. Raises
         :class:`InputError` if a stage is on no rank or on two, or a rank has no stage or too
         many."""
         rank_of: dict[int, int] = {}
@@ -165,12 +166,12 @@ class Schedule:
                     " expected stages numbered from 0 without gaps"
                 )
         placement = tuple(rank_of[stage] for stage in stages)
-        for rank, mine in enumerate(stages_of(placement)):
+        for rank, mine in enumerate(group_stages_by_rank(placement)):
             if len(mine) > MAX_CHUNKS:
                 raise InputError(
                     f"rank {rank} has {len(mine)} stages; at most {MAX_CHUNKS} are supported"
                 )
-        chunk_of = _chunks(placement)
+        chunk_of = _number_chunks(placement)
         return Schedule(
             microbatches,
             tuple(
@@ -186,30 +187,30 @@ class Schedule:
 
     @cached_property
     def one_stage_each(self) -> bool:
-        """Whether stage *i* is the only one of rank *i*."""
+        """True if stage *i* is the only one of rank *i*."""
         return self.placement == tuple(range(len(self.ranks)))
 
     @cached_property
-    def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank: chunk *c* is the stage at position *c*."""
-        return stages_of(self.placement)
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each rank: chunk *c* is the stage at position *c*."""
+        return group_stages_by_rank(self.placement)
 
     @cached_property
     def stages(self) -> tuple[tuple[Op, ...], ...]:
-        """The ops of each stage, in order."""
+        """Ops of each stage, in order."""
         if self.one_stage_each:
             return self.ranks
         return tuple(
             tuple(op for op in self.ranks[rank] if op.chunk == chunk)
-            for rank, chunk in zip(self.placement, _chunks(self.placement), strict=True)
+            for rank, chunk in zip(self.placement, _number_chunks(self.placement), strict=True)
         )
 
-    def warmup(self) -> tuple[int, ...]:
+    def count_warmup(self) -> tuple[int, ...]:
         """``x_i``: forwards stage *i* runs before its first backward (B or BW)."""
-        return self._warmup
+        return self._warmup_counts
 
     @cached_property
-    def _warmup(self) -> tuple[int, ...]:
+    def _warmup_counts(self) -> tuple[int, ...]:
         counts = []
         for ops in self.stages:
             forwards = 0
@@ -222,89 +223,96 @@ class Schedule:
         return tuple(counts)
 
     @cached_property
-    def codes(self) -> tuple[bytes, ...]:
-        """By rank, the :data:`CODE` of each op plus 4 times its chunk. Kept: it is predicted many
-        times."""
+    def op_codes(self) -> tuple[bytes, ...]:
+        """:data:`CODE_OF_KIND` of each op plus 4 times its chunk, by rank. Cached."""
         return tuple(
-            bytes([CODE[kind] + 4 * chunk for kind, _, chunk in ops]) for ops in self.ranks
+            bytes([CODE_OF_KIND[kind] + 4 * chunk for kind, _, chunk in ops]) for ops in self.ranks
         )
 
     @cached_property
-    def kinds(self) -> tuple[bytes, ...]:
-        """By stage, the :data:`CODE` of each op."""
+    def stage_op_codes(self) -> tuple[bytes, ...]:
+        """:data:`CODE_OF_KIND` of each op, by stage."""
         if self.one_stage_each:
-            return self.codes
-        return tuple(bytes([CODE[op.kind] for op in ops]) for ops in self.stages)
+            return self.op_codes
+        return tuple(bytes([CODE_OF_KIND[op.kind] for op in ops]) for ops in self.stages)
 
     @cached_property
-    def mixed(self) -> int | None:
-        """The first stage with both fused and split backwards; None if there is none."""
-        both = CODE[OpKind.B], CODE[OpKind.BW]
-        found = (i for i, codes in enumerate(self.kinds) if all(each in codes for each in both))
+    def first_mixed_stage(self) -> int | None:
+        """First stage with both fused and split backwards; None if there is none."""
+        both = CODE_OF_KIND[OpKind.B], CODE_OF_KIND[OpKind.BW]
+        found = (
+            i for i, codes in enumerate(self.stage_op_codes) if all(each in codes for each in both)
+        )
         return next(found, None)
 
     @cached_property
-    def fused(self) -> tuple[int, ...]:
+    def fused_stages(self) -> tuple[int, ...]:
         """Stages with fused backwards."""
-        return tuple(i for i, codes in enumerate(self.kinds) if CODE[OpKind.BW] in codes)
+        return tuple(
+            i for i, codes in enumerate(self.stage_op_codes) if CODE_OF_KIND[OpKind.BW] in codes
+        )
 
-    def slackness(self) -> tuple[int, ...]:
-        """``Δ_i = x_i - x_{i+1}``, one per link: the warm-up that absorbs delay on link *i*."""
-        x = self.warmup()
+    def compute_slackness(self) -> tuple[int, ...]:
+        """``Δ_i = x_i - x_{i+1}`` of each link: the warm-up that absorbs delay on link *i*."""
+        x = self.count_warmup()
         return tuple(x[i] - x[i + 1] for i in range(len(x) - 1))
 
-    def in_flight_peak(self) -> tuple[int, ...]:
-        """By stage, most microbatches whose F has started and whose W (or BW) has not finished."""
-        return self._in_flight_peak
+    def count_in_flight_peaks(self) -> tuple[int, ...]:
+        """Peak number of microbatches in flight, from the start of F to the end of W, by stage."""
+        return self._in_flight_peaks
 
     @cached_property
-    def _in_flight_peak(self) -> tuple[int, ...]:
-        return tuple(max(0, *accumulate(map(_TAKES_UP.__getitem__, codes))) for codes in self.kinds)
+    def _in_flight_peaks(self) -> tuple[int, ...]:
+        return tuple(
+            max(0, *accumulate(map(_TAKES_UP.__getitem__, codes))) for codes in self.stage_op_codes
+        )
 
     def to_plan(self) -> Plan:
-        """Plan 0 in this order: all links direct, and no limits."""
+        """Plan version 0 in this order: all links direct, and no limits."""
         links, none = self.stage_count - 1, (None,) * self.stage_count
         return Plan(0, Policy.PIPEMORPH, self, (Route.DIRECT,) * links, none)
 
     def encode(self) -> list[str]:
-        """The wire format: per rank one of :data:`LETTERS` for each op, after its chunk if that is
-        not 0.
+        """Encode the schedule for the wire: per rank a letter of :data:`LETTER_OF_KIND` for each
+        op, after its chunk unless that is 0.
 
-        Each kind of a valid schedule runs in microbatch order on its stage, so this says all. 512
-        stages of 2048 microbatches take 3 MB, and a tenth of it compressed.
+        Each kind of op of a valid schedule runs in microbatch order on its stage, so the letters
+        define it. 512 stages of 2048 microbatches take 3 MB, and 0.3 MB compressed.
         """
         return [
-            "".join([f"{chunk or ''}{LETTERS[kind]}" for kind, _, chunk in ops])
+            "".join([f"{chunk or ''}{LETTER_OF_KIND[kind]}" for kind, _, chunk in ops])
             if any(op.chunk for op in ops)
-            else "".join([LETTERS[op.kind] for op in ops])
+            else "".join([LETTER_OF_KIND[op.kind] for op in ops])
             for ops in self.ranks
         ]
 
     @staticmethod
     def decode(microbatches: int, ranks: Sequence[str], placement: Sequence[int] = ()) -> Schedule:
-        """Inverse of :meth:`encode`. Raises :class:`InputError` that names a rank and an op."""
+        """Inverse of :meth:`encode`. The :class:`InputError` of a bad text names rank and op."""
         if placement and set(placement) != set(range(len(ranks))):
             raise InputError(
-                f"the stages are on ranks {dashed(placement)}; expected all of {len(ranks)} ranks"
+                f"the stages are on ranks {join_dashed(placement)}; expected all of {len(ranks)}"
+                " ranks"
             )
-        chunks = list(map(len, stages_of(placement))) or [1] * len(ranks)
+        chunks = list(map(len, group_stages_by_rank(placement))) or [1] * len(ranks)
         most = min(microbatches, max(map(len, ranks), default=0))
         # All ranks share these: a large plan has millions of ops.
         ops: dict[str, list[Op]] = {}
         return Schedule(
             microbatches,
-            tuple(_decode(i, text, chunks[i], most, ops) for i, text in enumerate(ranks)),
+            tuple(_decode_rank(i, text, chunks[i], most, ops) for i, text in enumerate(ranks)),
             tuple(placement),
         )
 
 
-def _decode(
+def _decode_rank(
     rank: int, text: str, chunks: int, most: int, ops: dict[str, list[Op]]
 ) -> tuple[Op, ...]:
-    """``ops``: by what stands for one, its ops of all microbatches, which is added to."""
+    """Ops of a rank from its text. ``ops``: cache, from chunk and letter to the ops of all
+    microbatches."""
     found: list[Op] = []
     done: dict[str, list[int]] = {}
-    """By the number of a chunk, how many F, B and W there are so far."""
+    """Counts of F, B and W so far, by chunk."""
     for position, (number, letter) in enumerate(_WIRE_OP.findall(text + "." * text[-1:].isdigit())):
         turns = done.get(number)
         if turns is None:
@@ -335,16 +343,16 @@ def _decode(
     return tuple(found)
 
 
-def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank, from the rank of each stage."""
+def group_stages_by_rank(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Stages of each rank, from the rank of each stage."""
     found: list[list[int]] = [[] for _ in range(max(placement, default=-1) + 1)]
     for stage, rank in enumerate(placement):
         found[rank].append(stage)
     return tuple(map(tuple, found))
 
 
-def _chunks(placement: Sequence[int]) -> list[int]:
-    """The chunk of each stage."""
+def _number_chunks(placement: Sequence[int]) -> list[int]:
+    """Chunk of each stage."""
     before: dict[int, int] = {}
     found = []
     for rank in placement:
@@ -355,15 +363,15 @@ def _chunks(placement: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, its in-flight caps and the route of each link, with a version.
+    """Schedule, in-flight caps and the route of each link, with a version.
 
     ``version``: version of its directive; 0 for the initial plan, which every rank derives from the
     job spec, and for a plan that is not issued yet. ``in_flight_limits[i]``: ``K_i``, None for no
     limit. ``routes[i]``: route of link *i*. ``device_limits[i]``: most microbatches whose
     activations may be on the device of stage *i* at a time; the others are in host memory
     (:mod:`pipemorph.planning.offload`), or dropped and computed again if ``recompute[i]``; None:
-    neither. ``waits[r]``: for guided dispatch, positions of ops of rank
-    *r* before which nothing runs in their turn; empty: there are none.
+    neither. ``waits[r]``: for guided dispatch, positions of the ops of rank *r* for which the rank
+    waits, running no other op; empty: none.
     """
 
     version: int
@@ -379,7 +387,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.warmup:
-            object.__setattr__(self, "warmup", self.schedule.warmup())
+            object.__setattr__(self, "warmup", self.schedule.count_warmup())
         if not self.device_limits:
             object.__setattr__(self, "device_limits", (None,) * self.schedule.stage_count)
         if not self.recompute:
@@ -388,21 +396,21 @@ class Plan:
             object.__setattr__(self, "waits", ())
 
     @property
-    def offloading(self) -> tuple[int, ...]:
+    def offloading_stages(self) -> tuple[int, ...]:
         """Stages that may move activations to host memory."""
-        return self._limited(recompute=False)
+        return self._list_limited_stages(recompute=False)
 
     @property
     def offloads(self) -> bool:
-        """Whether any stage may move activations to host memory."""
-        return bool(self.offloading)
+        """True if any stage may move activations to host memory."""
+        return bool(self.offloading_stages)
 
     @property
-    def recomputing(self) -> tuple[int, ...]:
+    def recomputing_stages(self) -> tuple[int, ...]:
         """Stages that may drop activations and run the forward again."""
-        return self._limited(recompute=True)
+        return self._list_limited_stages(recompute=True)
 
-    def _limited(self, *, recompute: bool) -> tuple[int, ...]:
+    def _list_limited_stages(self, *, recompute: bool) -> tuple[int, ...]:
         return tuple(
             i
             for i, limit in enumerate(self.device_limits)
@@ -410,17 +418,17 @@ class Plan:
         )
 
     @property
-    def delegated(self) -> tuple[int, ...]:
+    def delegated_links(self) -> tuple[int, ...]:
         """Links whose bytes the engine carries."""
         return tuple(i for i, route in enumerate(self.routes) if route is Route.DELEGATED)
 
-    def runs_as(self, other: Plan) -> bool:
-        """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
+    def runs_same_as(self, other: Plan) -> bool:
+        """True if ranks do the same under both plans. Ignores versions, and caps out of reach."""
 
-        def acts(plan: Plan) -> tuple[object, ...]:
+        def list_executed_fields(plan: Plan) -> tuple[object, ...]:
             return (
                 plan.schedule, plan.dispatch, plan.waits, plan.routes,
                 plan.device_limits, plan.recompute,
             )  # fmt: skip
 
-        return acts(self) == acts(other)
+        return list_executed_fields(self) == list_executed_fields(other)

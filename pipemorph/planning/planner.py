@@ -1,4 +1,10 @@
-"""Makes a plan for a problem."""
+"""Makes a plan for a problem.
+
+A rule-based policy makes one schedule from op times and caps. Policy pipemorph searches for an
+order; if stages may offload, recompute or fuse backwards, it searches several variants of the
+problem and takes the shortest. The schedule is then validated and compared with a lower bound, and
+:meth:`PlanVariant.to_plan` turns the result into the plan that ranks run.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +15,35 @@ from time import perf_counter
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Policy, Route, Schedule
-from pipemorph.planning.problem import Link, Problem, StageTimes, in_grains
+from pipemorph.planning.problem import Link, Problem, StageTimes, convert_to_grains
 from pipemorph.planning.rule_based import (
-    gpipe,
-    one_f_one_b,
-    one_f_one_b_interleaved,
-    zero_bubble,
-    zero_bubble_v,
+    schedule_1f1b,
+    schedule_1f1b_interleaved,
+    schedule_gpipe,
+    schedule_zero_bubble,
+    schedule_zero_bubble_v,
 )
-from pipemorph.planning.search.search import search
-from pipemorph.planning.search.variants import Variant, best_variant, has_variants
-from pipemorph.planning.simulation.core import SAME, lower_bound, tight_lower_bound
+from pipemorph.planning.search.order_search import search_order
+from pipemorph.planning.search.plan_variants import PlanVariant, find_best_variant, has_variants
+from pipemorph.planning.simulation.execution import (
+    RELATIVE_TOLERANCE,
+    compute_lower_bound,
+    compute_tight_lower_bound,
+)
 from pipemorph.planning.simulation.simulator import Simulation, predict, simulate
-from pipemorph.planning.validator import check_memory, validate
+from pipemorph.planning.validator import check_rank_memory, validate
 
-# Sends in flight at which a direct route blocks compute, and engine queues per link.
+# Queues of a direct route, sends in flight at which it blocks compute; engine queues per link.
 DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
 DELEGATED_QUEUES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedSchedule(Variant):
-    """A schedule with its problem and predicted time.
+class PlannedSchedule(PlanVariant):
+    """Schedule with its problem and predicted time.
 
-    ``problem``: the given one, with the device limits and in-flight caps that the plan uses.
-    No schedule has a smaller ``objective`` than ``lower_bound``. ``planning_seconds``: wall time
+    ``problem``: the given problem, with the device limits and in-flight caps of the plan. No
+    schedule has a smaller ``objective`` than ``lower_bound``. ``planning_seconds``: wall time
     without that of a tight bound; all other times are in the problem's unit.
     """
 
@@ -52,7 +62,7 @@ class PlannedSchedule(Variant):
 
     @cached_property
     def objective(self) -> float:
-        """Makespan or period, as the problem asks for."""
+        """Makespan or period, by the problem's ``objective``."""
         if self.problem.objective == "makespan":
             return self.makespan
         return self.simulation.period
@@ -68,37 +78,37 @@ def plan(
 ) -> PlannedSchedule:
     """Plan with ``policy``, or with the problem's own.
 
-    The same problem gives the same schedule on every machine, since no result depends on planning
-    time.
+    A problem gives the same schedule on every machine, since no result depends on planning time.
 
     Policy pipemorph chooses where to offload within the device limits, and which stages fuse their
-    backwards if ``fused_backward`` is shorter than both parts; other policies keep the device
-    limits unchanged. ``effort``: times the usual number of orders that it tries, where it tries no
-    variants of offload and fused backwards, with one stage per rank; it stops at a plan that is
-    longer than the lower bound by ``near`` at most, as a fraction. ``tight_bound``: where its plan
-    is not proven shortest, look for a larger ``lower_bound``, which does not change the plan and
-    may take longer than it.
-    Raises :class:`InputError` if the policy cannot plan the problem.
+    backwards if ``fused_backward`` is shorter than both parts; other policies leave the device
+    limits unchanged. ``effort``: multiple of the usual number of orders tried, for problems with
+    one stage per rank and without variants of offload and fused backwards. ``near``: gap to the
+    lower bound, as a fraction, at which the search stops. ``tight_bound``: search for a larger
+    ``lower_bound`` if the plan is not proven shortest; this does not change the plan and may take
+    longer than planning. Raises :class:`InputError` if the policy cannot plan the problem.
     """
-    began, asked = perf_counter(), problem
+    began, given = perf_counter(), problem
     policy = problem.policy if policy is None else policy
-    if problem.dispatch is Dispatch.GUIDED or not problem.several:
-        problem = problem.shared_out()  # Out of turn, stages may hold their most all at once.
+    if problem.dispatch is Dispatch.GUIDED or not problem.multi_stage:
+        problem = (
+            problem.with_divided_memory()
+        )  # Out of turn, all stages may reach their peaks at once.
     if policy is Policy.PIPEMORPH and has_variants(problem):
-        bound = lower_bound(problem)
-        best = best_variant(problem)
+        bound = compute_lower_bound(problem)
+        best = find_best_variant(problem)
         problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
-        found = search(problem, effort=effort, near=near)
+        found = search_order(problem, effort=effort, near=near)
         schedule, bound = found.schedule, found.bound
         is_makespan = problem.objective == "makespan"
         makespan = found.objective if is_makespan else predict(schedule, problem)
     else:
-        schedule = _made_by_rule(in_grains(problem)[0], policy)
-        bound = lower_bound(problem, schedule.placement)
+        schedule = _schedule_by_rule(convert_to_grains(problem)[0], policy)
+        bound = compute_lower_bound(problem, schedule.placement)
         makespan = predict(schedule, problem)
-    validate(schedule, problem.in_flight_limits(), problem.device_limits())
-    check_memory(schedule, problem.sizes, problem.rank_memory)
+    validate(schedule, problem.list_in_flight_limits(), problem.list_device_limits())
+    check_rank_memory(schedule, problem.microbatch_sizes, problem.rank_memory)
     planned = PlannedSchedule(
         policy=policy,
         problem=problem,
@@ -107,39 +117,39 @@ def plan(
         lower_bound=bound,
         planning_seconds=perf_counter() - began,
     )
-    unproven = planned.objective > bound * (1 + SAME)
-    if tight_bound and policy is Policy.PIPEMORPH and unproven and not problem.several:
-        bound = max(bound, tight_lower_bound(asked, planned.objective))
+    unproven = planned.objective > bound * (1 + RELATIVE_TOLERANCE)
+    if tight_bound and policy is Policy.PIPEMORPH and unproven and not problem.multi_stage:
+        bound = max(bound, compute_tight_lower_bound(given, planned.objective))
         planned = replace(planned, lower_bound=bound)
     # Both are sums of the same times in different order: ignore rounding errors.
-    near = planned.objective <= bound * (1 + SAME)
+    near = planned.objective <= bound * (1 + RELATIVE_TOLERANCE)
     return replace(planned, lower_bound=planned.objective) if near else planned
 
 
-def _made_by_rule(problem: Problem, policy: Policy) -> Schedule:
+def _schedule_by_rule(problem: Problem, policy: Policy) -> Schedule:
     if policy.interleaved and problem.warmup is not None:
         raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} sets its own")
-    if problem.several and not policy.interleaved:
+    if problem.multi_stage and not policy.interleaved:
         raise InputError(
             f"ranks is {problem.ranks}; policy {policy.value} has one stage per rank, and stages"
             f" has {problem.stage_count} entries: use pipemorph, 1f1b-interleaved or zero-bubble-v"
         )
     match policy:
         case Policy.GPIPE:
-            return gpipe(problem)
+            return schedule_gpipe(problem)
         case Policy.ONE_F_ONE_B:
-            return one_f_one_b(problem)
+            return schedule_1f1b(problem)
         case Policy.ZERO_BUBBLE:
-            return zero_bubble(problem)
+            return schedule_zero_bubble(problem)
         case Policy.ONE_F_ONE_B_INTERLEAVED:
-            return one_f_one_b_interleaved(problem)
+            return schedule_1f1b_interleaved(problem)
         case Policy.ZERO_BUBBLE_V:
-            return zero_bubble_v(problem)
+            return schedule_zero_bubble_v(problem)
         case _:
             raise AssertionError(f"policy {policy.value} has no rule")
 
 
-def problem_for(
+def build_problem(
     microbatches: int,
     stages: Sequence[StageTimes],
     delays: Sequence[float],
@@ -150,16 +160,17 @@ def problem_for(
     half_duplex: bool = False,
     several: bool = False,
 ) -> Problem:
-    """The problem for measured op times and link delays; used by the adaptation controller.
+    """Problem for measured op times and link delays; used by the adaptation controller.
 
     ``stages`` and ``delays`` share one unit (seconds in the controller). ``routes[i]``: route of
-    link *i*, see :func:`link_on`; None plans for pure latency. ``transfers[i]``: how long a message
-    occupies link *i* before it travels for ``delays[i]``. ``several``: see :func:`link_on`."""
+    link *i*, see :func:`build_link`; None plans for pure latency. ``transfers[i]``: time for which
+    a message occupies link *i* before it travels for ``delays[i]``. ``several``: see
+    :func:`build_link`."""
     if routes is None:
         links = [Link(delay=delay) for delay in delays]
     else:
         links = [
-            link_on(route, delay, queues=queues, half_duplex=half_duplex, several=several)
+            build_link(route, delay, queues=queues, half_duplex=half_duplex, several=several)
             for route, delay in zip(routes, delays, strict=True)
         ]
     if transfers is not None and any(transfers):
@@ -170,8 +181,8 @@ def problem_for(
     return Problem(microbatches=microbatches, stages=tuple(stages), links=tuple(links))
 
 
-@lru_cache(maxsize=4096)  # A decision makes the same ones for each problem that it looks at.
-def link_on(
+@lru_cache(maxsize=4096)  # A decision makes the same links for each problem that it plans.
+def build_link(
     route: Route,
     delay: float,
     *,
@@ -179,12 +190,12 @@ def link_on(
     half_duplex: bool = False,
     several: bool = False,
 ) -> Link:
-    """The link model of a route with ``delay``.
+    """Link model of a route with ``delay``.
 
     Direct: one queue per direction (``half_duplex``: one for both), and the third send in flight
-    blocks compute until the first has arrived, like a framework's in-order send queue. Not if
-    ranks have ``several`` stages, which take turns: a bound on the sends of one could block
-    another. Delegated: ``queues`` queues, round robin; sends never block compute.
+    blocks compute until the first has arrived, like a framework's in-order send queue. If ranks
+    have ``several`` stages, no send blocks: a bound on the sends of one could block another.
+    Delegated: ``queues`` queues, round robin; sends never block compute.
     """
     if route is Route.DIRECT:
         return Link(

@@ -1,7 +1,7 @@
-"""The planner's input: op times, caps and links, and the problem file.
+"""Input of the planner: op times, caps and links, and the problem file.
 
 A problem has no fixed unit of time: results are in the unit of its times. The PROBLEM file of
-``pipemorph plan`` has milliseconds; the adaptation controller uses seconds.
+``pipemorph plan`` is in milliseconds; the adaptation controller uses seconds.
 """
 
 from __future__ import annotations
@@ -12,52 +12,60 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement, place_stages, stages_of
-from pipemorph.planning.offload import recompute_reach
-from pipemorph.removed import DISPATCHES, POLICIES, PROBLEM_FIELDS, removal
+from pipemorph.planning.ir import (
+    Dispatch,
+    Plan,
+    Policy,
+    StagePlacement,
+    group_stages_by_rank,
+    place_stages,
+)
+from pipemorph.planning.offload import compute_in_flight_reach
+from pipemorph.removed import DISPATCHES, POLICIES, PROBLEM_FIELDS, describe_removal
+from pipemorph.yaml_json import check_plain_data, display_name, parse_single_document, read_text
 
 MAX_CELLS = 512 * 2048
 """Most stages × microbatches. Far above any real pipeline; small enough that a typo in
 ``microbatches`` gives an error instead of exhausting the memory."""
 MAX_OPS = 3 * MAX_CELLS
-"""Each microbatch has an F, a B and a W on each stage."""
+"""Most ops: each microbatch has an F, a B and a W on each stage."""
 MAX_VALUES = 1_000_000
 """Most numbers, texts and keys of a problem file."""
 MAX_LAYERS = 4096
 MAX_BYTES = 64 << 20
-"""Largest problem file; a problem of 1000 stages has 100 KB."""
+"""Largest problem file; a problem of 1000 stages takes 100 KB."""
 
 
-def _number(value: object) -> object:
+def _check_number(value: object) -> object:
     """Reject values that pydantic would coerce to a number (``true``, ``'3'``)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("is not a number")
     return value
 
 
-def integer(value: object) -> object:
+def check_integer(value: object) -> object:
+    """Reject values that pydantic would coerce to a whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("is not a whole number")
     return value
 
 
-Time = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(integer), Field(ge=1, le=2**31 - 1)]
-"""What the compiled core takes as an int."""
-Bytes = Annotated[int, BeforeValidator(integer), Field(ge=1, le=10**15)]
-Rate = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e6, allow_inf_nan=False)]
-"""10^9 bit/s."""
+Time = Annotated[float, BeforeValidator(_check_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(check_integer), Field(ge=1, le=2**31 - 1)]
+"""A count that fits the compiled core's int."""
+Bytes = Annotated[int, BeforeValidator(check_integer), Field(ge=1, le=10**15)]
+Rate = Annotated[float, BeforeValidator(_check_number), Field(gt=0, le=1e6, allow_inf_nan=False)]
+"""Rate in 10^9 bit/s."""
 Messages = Annotated[Count, Field(le=MAX_OPS)]
-"""A number of messages, at most as many as a plan can send."""
+"""Number of messages, at most as many as a plan can send."""
 
 
-class _Model(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StageTimes(_Model):
+class StageTimes(_FrozenModel):
     """Time of one microbatch's F, B and W on a stage, and its in-flight cap ``K_i``.
 
     A fused backward (BW) takes ``fused_backward``, by default ``backward_input +
@@ -69,13 +77,13 @@ class StageTimes(_Model):
     None: no offload. ``activation_bytes``: size of one microbatch's activations between its F and
     its W; only `pipemorph advise` uses it.
 
-    ``recompute_limit``: most microbatches in flight if the stage drops their activations, keeps
-    their inputs and computes them again, one at a time; None: it must not. Policy pipemorph
-    recomputes only as many as it needs. ``recompute``: the stage does so with those beyond
-    ``device_limit``, instead of copying them; ``in_flight_limit`` is that with recomputation then.
+    ``recompute_limit``: most microbatches in flight if the stage drops their activations, retains
+    their inputs and computes them again, one at a time; None: recomputation is not allowed. Policy
+    pipemorph recomputes as few as it can. ``recompute``: the stage recomputes those beyond
+    ``device_limit`` instead of copying them; ``in_flight_limit`` is then the recomputation's.
 
-    ``reduction``: what follows the stage's last op before an iteration is over: the part of its
-    gradient reduction over replicas that its own last W does not hide. None: nothing follows.
+    ``reduction``: time between the stage's last op and the end of the iteration: the part of its
+    gradient reduction over replicas that its last W does not hide. None: 0.
     """
 
     forward: Time
@@ -99,33 +107,33 @@ class StageTimes(_Model):
 
     @property
     def fusing_pays(self) -> bool:
-        """Whether a fused backward is shorter than its parts."""
+        """True if a fused backward is shorter than its parts."""
         return self.whole_backward < self.backward_input + self.backward_weight
 
     @property
     def least_backward(self) -> float:
-        """Time of one microbatch's backward, fused or split, whichever is shorter."""
+        """Time of a microbatch's backward, fused or split, whichever is shorter."""
         return min(self.whole_backward, self.backward_input + self.backward_weight)
 
     @property
     def may_recompute(self) -> bool:
-        """Whether recomputation allows more microbatches in flight."""
+        """True if recomputation allows more microbatches in flight."""
         cap, most = self.in_flight_limit, self.recompute_limit
         return cap is not None and most is not None and most > cap
 
     @property
-    def leaving(self) -> float:
-        """Time for which an F is longer if its activations leave the device."""
+    def departure_time(self) -> float:
+        """Extra time of an F whose activations leave the device."""
         return 0.0 if self.recompute else self.offload_copy or 0.0
 
     @property
-    def returning(self) -> float:
-        """Time for which a backward is longer if its activations have left the device."""
+    def return_time(self) -> float:
+        """Extra time of a backward whose activations are away from the device."""
         return self.forward if self.recompute else self.offload_copy or 0.0
 
 
-class Layers(_Model):
-    """``count`` equal consecutive layers of the model; times are those of one layer."""
+class LayerTimes(_FrozenModel):
+    """Equal consecutive layers of the model, ``count`` of them; times are those of one layer."""
 
     forward: Time
     backward_input: Time
@@ -134,17 +142,17 @@ class Layers(_Model):
     count: Annotated[Count, Field(le=4096)] = 1
 
 
-class Link(_Model):
-    """The connection of stages *i* and *i+1*, the same in both directions.
+class Link(_FrozenModel):
+    """Connection of stages *i* and *i+1*, equal in both directions.
 
     With only ``delay`` it is pure latency: every message arrives ``delay`` after its send. With a
     rate, a message first occupies its direction for ``transfer``, one message at a time: in a file,
     give the rate as ``gbps`` (10^9 bit/s per direction) with ``message_bytes``; in Python,
-    ``transfer`` in the problem's unit. ``queues`` limits how many messages of one direction travel
+    ``transfer`` in the problem's unit. ``queues`` limits the messages of one direction that travel
     at a time: they are assigned round robin to that many queues, and each occupies its queue from
-    its first byte to its arrival. ``outstanding`` limits the
-    sends of one direction that have not arrived: a further send blocks the *compute* of its stage
-    until the oldest has arrived (head-of-line blocking).
+    its first byte to its arrival. ``outstanding`` limits the sends of one direction that have not
+    arrived: a further send blocks the *compute* of its stage until the oldest has arrived
+    (head-of-line blocking).
 
     With ``half_duplex`` both directions share queues and rate, first come, first served.
 
@@ -162,13 +170,13 @@ class Link(_Model):
     half_duplex: bool = False
 
     @model_validator(mode="after")
-    def _shares_something(self) -> Link:
+    def _check_half_duplex(self) -> Link:
         if self.half_duplex and self.queues is None:
             raise ValueError("has half_duplex without queues; set queues to 1 or more")
         return self
 
     @model_validator(mode="after")
-    def _takes_its_time(self) -> Link:
+    def _set_transfer(self) -> Link:
         if self.gbps is not None:
             if self.message_bytes is None:
                 raise ValueError("has gbps without message_bytes; set both")
@@ -177,28 +185,28 @@ class Link(_Model):
 
     @property
     def wire_time(self) -> float:
-        """From the first byte of a message to its arrival."""
+        """Time from the first byte of a message to its arrival."""
         return self.transfer + self.delay
 
 
 def transfer_ms(message_bytes: int, gbps: float) -> float:
-    """Milliseconds that one message occupies a link."""
+    """Milliseconds for which a message occupies a link."""
     return message_bytes * 8 / (gbps * 1e6)
 
 
-class Problem(_Model):
-    """The planner's input. ``links[i]`` connects ``stages[i]`` and ``stages[i+1]``.
+class Problem(_FrozenModel):
+    """Input of the planner. ``links[i]`` connects ``stages[i]`` and ``stages[i+1]``.
 
-    ``warmup``: fixes ``x_i``, the forwards of stage *i* before its first backward. ``dispatch``:
-    whether stages keep the plan's order or run the next ready op. ``objective``: what policy
-    pipemorph minimizes: the makespan of an iteration, or the longest time from the start of a
-    stage's first op to the end of its last one, which is the time per iteration (period) if nothing
-    makes stages wait for each other between iterations. ``ranks``: number of ranks, if they have
-    several stages each, as ``placement`` says; links still connect consecutive stages.
-    ``rank_memory``: most that a rank may hold in flight at a time, of all its stages: in bytes if
-    the stages have ``activation_bytes``, else in microbatches. ``layers``:
-    all layers of the model, and ``layer_split``: their number per stage, for `pipemorph advise`.
-    Raises :class:`pydantic.ValidationError`; :func:`parse_problem` converts it to one line.
+    ``warmup``: fixed ``x_i``, the forwards of stage *i* before its first backward. ``dispatch``:
+    stages follow the plan's order, or run the next ready op. ``objective``: time that policy
+    pipemorph minimizes. *makespan*: that of an iteration. *period*: the longest time from the start
+    of a stage's first op to the end of its last one, which is the time per iteration if stages do
+    not wait for each other between iterations. ``ranks``: number of ranks, if they have several
+    stages each, assigned by ``placement``; links still connect consecutive stages.
+    ``rank_memory``: most memory in flight of a rank, over all its stages: in bytes if the stages
+    have ``activation_bytes``, else in microbatches. ``layers``: all layers of the model, and
+    ``layer_split``: their number per stage, for `pipemorph advise`. Raises
+    :class:`pydantic.ValidationError`; :func:`parse_problem` converts it to one line.
     """
 
     microbatches: Count
@@ -211,15 +219,15 @@ class Problem(_Model):
     ranks: Count | None = None
     placement: StagePlacement = "interleaved"
     rank_memory: Bytes | None = None
-    layers: tuple[Layers, ...] | None = Field(default=None, min_length=1)
+    layers: tuple[LayerTimes, ...] | None = Field(default=None, min_length=1)
     layer_split: tuple[Count, ...] | None = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Problem:
+    def _check_consistency(self) -> Problem:
         count = len(self.stages)
         if len(self.links) != count - 1:
             raise ValueError(
-                f"links has {_entries(len(self.links))}; {count} stages need {count - 1}"
+                f"links has {_format_entries(len(self.links))}; {count} stages need {count - 1}"
             )
         if count * self.microbatches > MAX_CELLS:
             raise ValueError(
@@ -239,19 +247,18 @@ class Problem(_Model):
         return len(self.stages)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Memory of one microbatch in flight by stage, in the unit of ``rank_memory``."""
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Memory of a microbatch in flight, by stage, in the unit of ``rank_memory``."""
         return tuple(stage.activation_bytes or 1 for stage in self.stages)
 
     @property
-    def several(self) -> bool:
-        """Whether ranks have several stages."""
+    def multi_stage(self) -> bool:
+        """True if ranks have several stages."""
         return self.ranks not in (None, self.stage_count)
 
     @property
-    def placed(self) -> tuple[int, ...]:
-        """The rank of each stage. Raises :class:`InputError` if the ranks do not divide the
-        stages."""
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Rank of each stage. Raises :class:`InputError` unless the ranks divide the stages."""
         stages, ranks = self.stage_count, self.ranks
         if ranks is None or ranks == stages:
             return tuple(range(stages))
@@ -259,38 +266,38 @@ class Problem(_Model):
             raise InputError(f"ranks is {ranks}; expected a number that divides {stages} stages")
         return place_stages(stages, ranks, self.placement)
 
-    def shared_out(self) -> Problem:
-        """The problem in which the stages of a rank share its memory out, each for as many
-        microbatches: what they hold fits at any moment, whenever they hold it."""
+    def with_divided_memory(self) -> Problem:
+        """Problem whose ranks divide their memory among their stages, for equally many microbatches
+        each. The stages' peaks then fit, even if all occur at once."""
         if self.rank_memory is None:
             return self
         stages = list(self.stages)
-        for mine in stages_of(self.placed):
-            share = self.rank_memory // sum(self.sizes[i] for i in mine)
+        for mine in group_stages_by_rank(self.stage_ranks):
+            share = self.rank_memory // sum(self.microbatch_sizes[i] for i in mine)
             for i in mine:
-                cap = _least(share, stages[i].in_flight_limit)
+                cap = _smallest_limit(share, stages[i].in_flight_limit)
                 if stages[i].device_limit is None:
                     stages[i] = stages[i].model_copy(update={"in_flight_limit": cap})
                 else:
-                    cap = _least(share, stages[i].device_limit)
+                    cap = _smallest_limit(share, stages[i].device_limit)
                     stages[i] = stages[i].model_copy(update={"device_limit": cap})
         return self.model_copy(update={"stages": tuple(stages), "rank_memory": None})
 
-    def in_flight_limits(self) -> tuple[int | None, ...]:
+    def list_in_flight_limits(self) -> tuple[int | None, ...]:
         """``K_i`` per stage; None: no cap."""
         return tuple(stage.in_flight_limit for stage in self.stages)
 
-    def device_limits(self) -> tuple[int | None, ...]:
+    def list_device_limits(self) -> tuple[int | None, ...]:
         """``D_i`` per stage; None: neither offload nor recomputation."""
         return tuple(stage.device_limit for stage in self.stages)
 
-    def recompute(self) -> tuple[bool, ...]:
-        """Per stage, whether activations that leave the device are computed again."""
+    def list_recompute_flags(self) -> tuple[bool, ...]:
+        """Flags by stage: True if activations that leave the device are computed again."""
         return tuple(stage.recompute for stage in self.stages)
 
-    def under(self, plan: Plan) -> Problem:
-        """The same problem with the limits of a plan in place of its own."""
-        own = (self.in_flight_limits(), self.device_limits(), self.recompute())
+    def with_plan_limits(self, plan: Plan) -> Problem:
+        """Problem with the limits of a plan in place of its own."""
+        own = (self.list_in_flight_limits(), self.list_device_limits(), self.list_recompute_flags())
         if self.rank_memory is None and own == (
             plan.in_flight_limits,
             plan.device_limits,
@@ -311,40 +318,39 @@ class Problem(_Model):
     def with_device_limits(
         self, limits: Sequence[int | None], recompute: Sequence[bool] = ()
     ) -> Problem:
-        """The problem with ``limits[i]`` as device limit of stage *i*, unless its own is lower.
-        None: no offload, so that its own device limit becomes an in-flight cap. ``recompute[i]``:
-        the stage recomputes; empty: none does. Raises :class:`InputError` unless there is one limit
-        per stage, or if a stage must not recompute."""
+        """Problem with ``limits[i]`` as device limit of stage *i*, unless the stage's is lower.
+        None: no offload, so the stage's device limit becomes an in-flight cap. ``recompute[i]``:
+        the stage recomputes; empty: none does. Raises :class:`InputError` for another number of
+        limits than of stages, or if a stage must not recompute."""
         again = recompute or (False,) * self.stage_count
         for name, given in (("device_limit", limits), ("recompute", again)):
             if len(given) != self.stage_count:
                 raise InputError(
-                    f"{name} has {_entries(len(given))}; {self.stage_count} stages need"
+                    f"{name} has {_format_entries(len(given))}; {self.stage_count} stages need"
                     f" {self.stage_count}"
                 )
         stages = []
         for i, (stage, limit, drops) in enumerate(zip(self.stages, limits, again, strict=True)):
-            kept = _least(stage.in_flight_limit, stage.device_limit)
-            update: dict[str, object] = {"in_flight_limit": kept, "device_limit": None}
+            own = _smallest_limit(stage.in_flight_limit, stage.device_limit)
+            update: dict[str, object] = {"in_flight_limit": own, "device_limit": None}
             if limit is not None and drops:
                 most = stage.recompute_limit
-                if most is None or kept is None or most <= kept:
+                if most is None or own is None or most <= own:
                     raise InputError(
                         f"the plan recomputes on stage {i}, and stages[{i}].recompute_limit is"
-                        f" {most}; expected more than in_flight_limit, {kept}"
+                        f" {most}; expected more than in_flight_limit, {own}"
                     )
-                reach = recompute_reach(limit, kept, most)
+                reach = compute_in_flight_reach(limit, own, most)
                 update = {"in_flight_limit": reach, "device_limit": limit}
             elif limit is not None:
-                update = {"device_limit": _least(limit, stage.device_limit)}
+                update = {"device_limit": _smallest_limit(limit, stage.device_limit)}
             update["recompute"] = drops and limit is not None
             stages.append(stage.model_copy(update=update))
         return self.model_copy(update={"stages": tuple(stages)})
 
-    def recomputing(self) -> Problem:
-        """The problem in which the stages that may recompute do: their device limit is what fits on
-        the device, and their in-flight limit is that with recomputation. No other stage has a
-        device limit."""
+    def with_recomputation(self) -> Problem:
+        """Problem whose stages recompute if they may: ``in_flight_limit`` becomes their device
+        limit, ``recompute_limit`` their in-flight limit. Other stages have no device limit."""
         stages = [
             stage.model_copy(
                 update={
@@ -360,23 +366,23 @@ class Problem(_Model):
         return self.model_copy(update={"stages": tuple(stages)})
 
     def with_delays(self, delays: Sequence[float]) -> Problem:
-        """The problem with ``delays[i]`` on link *i*; queues and limits stay."""
+        """Problem with ``delays[i]`` on link *i*; queues and limits do not change."""
         links = tuple(
             link.model_copy(update={"delay": float(delay)})
             for link, delay in zip(self.links, delays, strict=True)
         )
         return self.model_copy(update={"links": links})
 
-    def check_makespan(self, what: str) -> None:
-        """Raise :class:`InputError` if the objective is another, which ``what`` does not know."""
+    def require_makespan(self, what: str) -> None:
+        """Raise :class:`InputError` if the objective is another, which ``what`` cannot handle."""
         if self.objective != "makespan":
             raise InputError(
-                f"objective is {self.objective}; {what} knows only makespan: leave objective out,"
+                f"objective is {self.objective}; {what} supports only makespan: omit objective,"
                 " or plan with policy pipemorph"
             )
 
     def with_warmup(self, warmup: Sequence[int]) -> Problem:
-        """The problem with fixed warm-up counts. Raises :class:`InputError` if they are invalid."""
+        """Problem with fixed warm-up counts. Raises :class:`InputError` if they are invalid."""
         try:
             _check_warmup(warmup, self)
         except ValueError as error:
@@ -384,44 +390,45 @@ class Problem(_Model):
         return self.model_copy(update={"warmup": tuple(warmup)})
 
 
-def _least(*limits: int | None) -> int | None:
+def _smallest_limit(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _entries(count: int) -> str:
+def _format_entries(count: int) -> str:
     return "1 entry" if count == 1 else f"{count} entries"
 
 
 def _check_memory(problem: Problem) -> None:
     """Raise ValueError unless every rank has memory for one microbatch on all its stages: the
-    first one is in flight on all of them at once."""
+    first microbatch is in flight on all of them at once."""
     memory, known = problem.rank_memory, [s.activation_bytes is not None for s in problem.stages]
     if any(known) and not all(known):
         raise ValueError(
             f"rank_memory is {memory}; give activation_bytes of every stage, or of none, to count"
             " in microbatches"
         )
-    if problem.several and problem.stage_count % (problem.ranks or 1):
-        return  # Said where stages are placed.
-    for rank, mine in enumerate(stages_of(problem.placed)):
-        least = sum(problem.sizes[i] for i in mine)
+    if problem.multi_stage and problem.stage_count % (problem.ranks or 1):
+        return  # Problem.placed raises the error.
+    for rank, mine in enumerate(group_stages_by_rank(problem.stage_ranks)):
+        least = sum(problem.microbatch_sizes[i] for i in mine)
         if memory is not None and memory < least:
+            stages = _format_entries(len(mine)).replace("entries", "stages")
             raise ValueError(
                 f"rank_memory is {memory}; rank {rank} needs {least} for one microbatch on"
-                f" {_entries(len(mine)).replace('entries', 'stages').replace('entry', 'stage')}"
+                f" {stages.replace('entry', 'stage')}"
             )
 
 
 def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:
     """Raise ValueError unless ``warmup`` can run without deadlock and within the caps.
 
-    Counts must be non-increasing along the stages, else two stages wait for each other; at most the
-    smallest cap up to their stage; at most the number of microbatches.
+    Counts must not increase along the stages, else two stages wait for each other. They are at most
+    the smallest cap up to their stage, and the number of microbatches.
     """
     shown = list(warmup)
     if len(warmup) != problem.stage_count:
         raise ValueError(
-            f"warmup is {shown}, {_entries(len(warmup))}; {problem.stage_count} stages need"
+            f"warmup is {shown}, {_format_entries(len(warmup))}; {problem.stage_count} stages need"
             f" {problem.stage_count}"
         )
     cap: int | None = None
@@ -443,14 +450,16 @@ def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:
 
 
 def _check_layers(
-    layers: Sequence[Layers] | None, split: Sequence[int] | None, stages: int
+    layers: Sequence[LayerTimes] | None, split: Sequence[int] | None, stages: int
 ) -> None:
-    """Raise ValueError unless ``layers`` and ``layer_split`` fit together and to the stages."""
+    """Raise ValueError unless ``layers``, ``layer_split`` and the stages fit together."""
     if layers is None or split is None:
         missing = "layers" if layers is None else "layer_split"
         raise ValueError(f"{missing} is missing; give both layers and layer_split, or neither")
     if len(split) != stages:
-        raise ValueError(f"layer_split has {_entries(len(split))}; {stages} stages need {stages}")
+        raise ValueError(
+            f"layer_split has {_format_entries(len(split))}; {stages} stages need {stages}"
+        )
     total = sum(each.count for each in layers)
     if total > MAX_LAYERS:
         raise ValueError(f"layers has {total} layers; expected at most {MAX_LAYERS}")
@@ -458,31 +467,31 @@ def _check_layers(
         raise ValueError(f"layer_split is {list(split)}, {sum(split)} layers; layers has {total}")
 
 
-# --- whole numbers of one grain -------------------------------------------------------------
+# --- times as multiples of a grain ----------------------------------------------------------
 #
-# Sums of whole numbers are exact in any order, and the same times in another unit are the same
-# numbers, so that all that compares times comes out the same.
+# Sums of whole numbers are exact in any order, and times in another unit give the same numbers.
+# Comparisons of times thus have the same result in any unit.
 
-FINEST = 2.0**-24
-"""Smallest common divisor of times that is looked for, of the longest: of 10 ms, 1 ns is found."""
-EXACT = 2.0**-46
-"""Most that a time may differ from a multiple of it, of the longest: rounding in its unit."""
-GRAINS = 2**30
-"""Grains of the longest time if they have none. Sums of as many ops as a plan can have are exact,
-and what rounding in a unit changes is far less than a grain."""
+FINEST_GRAIN = 2.0**-24
+"""Smallest common divisor sought, relative to the longest time: 1 ns is found for 10 ms."""
+ROUNDING_TOLERANCE = 2.0**-46
+"""Rounding error of a multiple of the divisor, relative to the longest time."""
+MOST_GRAINS = 2**30
+"""Grains of the longest time if there is no common divisor. Sums over all ops of a plan are exact,
+and rounding errors in a unit are far below a grain."""
 
 _STAGE = ("forward", "backward_input", "backward_weight", "fused_backward", "offload_copy")
 _TIMES = {StageTimes: (*_STAGE, "reduction"), Link: ("delay", "transfer")}
 
 
-def in_grains(problem: Problem, *, down: bool = False) -> tuple[Problem, float]:
-    """The problem with its times as whole numbers that have no common divisor, and what they are
-    multiples of, in its unit. ``down``: none is longer than it is, as a lower bound needs it."""
+def convert_to_grains(problem: Problem, *, down: bool = False) -> tuple[Problem, float]:
+    """Problem with its times as whole numbers without common divisor, and the grain that they are
+    multiples of, in its unit. ``down``: round times down, as a lower bound needs."""
     every = (*problem.stages, *problem.links)
     times = {getattr(each, name) for each in every for name in _TIMES[type(each)]} - {None, 0.0}
     if not times:
         return problem, 1.0
-    counts = _counts(times, down=down) | {0.0: 0.0, None: None}
+    counts = _count_grains(times, down=down) | {0.0: 0.0, None: None}
     stages = tuple(
         stage.model_copy(update={t: counts[getattr(stage, t)] for t in _TIMES[StageTimes]})
         for stage in problem.stages
@@ -496,8 +505,8 @@ def in_grains(problem: Problem, *, down: bool = False) -> tuple[Problem, float]:
     return grained, longest / counts[longest]
 
 
-def with_times_of(problem: Problem, other: Problem) -> Problem:
-    """The problem with its own limits and the times of another one, which has as many stages."""
+def copy_times(problem: Problem, other: Problem) -> Problem:
+    """Problem with its own limits and the times of ``other``, which has as many stages."""
     stages = tuple(
         own.model_copy(update={name: getattr(timed, name) for name in _TIMES[StageTimes]})
         for own, timed in zip(problem.stages, other.stages, strict=True)
@@ -505,22 +514,24 @@ def with_times_of(problem: Problem, other: Problem) -> Problem:
     return problem.model_copy(update={"stages": stages, "links": other.links})
 
 
-def _counts(times: Iterable[float], *, down: bool) -> dict[float | None, float | None]:
+def _count_grains(times: Iterable[float], *, down: bool) -> dict[float | None, float | None]:
     ordered = sorted(times, reverse=True)
     grain = longest = ordered[0]
     for time in ordered:
-        grain = longest / round(longest / _divisor(grain, time, longest * FINEST))
+        grain = longest / round(longest / _find_common_divisor(grain, time, longest * FINEST_GRAIN))
     counts = {time: round(time / grain) for time in ordered}
-    if any(abs(count * grain - time) > longest * EXACT for time, count in counts.items()):
-        # In a plan no time becomes 0: ops that take none are planned in another way.
+    if any(
+        abs(count * grain - time) > longest * ROUNDING_TOLERANCE for time, count in counts.items()
+    ):
+        # For a plan no time becomes 0: ops that take no time are planned in another way.
         count = floor if down else lambda grains: max(1, round(grains))
-        counts = {time: count(time / longest * GRAINS) for time in ordered}
+        counts = {time: count(time / longest * MOST_GRAINS) for time in ordered}
     least = gcd(*counts.values())
     return {time: float(count // least) for time, count in counts.items()}
 
 
-def _divisor(a: float, b: float, small: float) -> float:
-    """The greatest common divisor, by Euclid's algorithm with the nearest multiples."""
+def _find_common_divisor(a: float, b: float, small: float) -> float:
+    """Greatest common divisor, by Euclid's algorithm with the nearest multiples."""
     while b > small:
         a, b = b, abs(a - round(a / b) * b)
     return a
@@ -529,15 +540,16 @@ def _divisor(a: float, b: float, small: float) -> float:
 # --- reading -------------------------------------------------------------------------------
 
 
-def field_name(location: Iterable[int | str]) -> str:
-    """``("stages", 0, "forward")`` → ``"stages[0].forward"``."""
+def format_field_name(location: Iterable[int | str]) -> str:
+    """Field name of a location: ``("stages", 0, "forward")`` → ``"stages[0].forward"``."""
     name = ""
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     return name
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
+    """Format a value as Python would, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -552,42 +564,48 @@ _EXPECTED = {
 }
 
 
-def describe(error: ValidationError) -> str:
-    """The first validation error as one line with the field and its value."""
+def describe_problem_error(error: ValidationError) -> str:
+    """Describe the first validation error in one line, with the field and its value."""
     first = error.errors(include_url=False)[0]
-    name, kind, found = field_name(first["loc"]), first["type"], first["input"]
+    name, kind, found = format_field_name(first["loc"]), first["type"], first["input"]
     context = first.get("ctx", {})
     if kind == "value_error":
         message = str(context["error"])
-        return f"{name}: {shown(found)} {message}" if name else message
+        return f"{name}: {quote_value(found)} {message}" if name else message
     if kind == "missing":
         return f"{name} is missing"
-    if kind == "extra_forbidden" and (gone := removal(PROBLEM_FIELDS, str(first["loc"][-1]))):
+    if kind == "extra_forbidden" and (
+        gone := describe_removal(PROBLEM_FIELDS, str(first["loc"][-1]))
+    ):
         return f"{name} {gone}"
     if kind == "enum":
-        gone = removal({"policy": POLICIES, "dispatch": DISPATCHES}.get(name, {}), str(found))
+        gone = describe_removal(
+            {"policy": POLICIES, "dispatch": DISPATCHES}.get(name, {}), str(found)
+        )
         if gone is not None:
-            return f"{name}: {shown(found)} {gone}"
-        return f"{name}: {shown(found)} is not one of {context['expected'].replace(chr(39), '')}"
+            return f"{name}: {quote_value(found)} {gone}"
+        return (
+            f"{name}: {quote_value(found)} is not one of {context['expected'].replace(chr(39), '')}"
+        )
     if kind == "greater_than_equal":
-        return f"{name}: {shown(found)} is less than {context['ge']:g}"
+        return f"{name}: {quote_value(found)} is less than {context['ge']:g}"
     if kind == "less_than_equal":
-        return f"{name}: {shown(found)} is more than {context['le']:g}"
+        return f"{name}: {quote_value(found)} is more than {context['le']:g}"
     wrong = _EXPECTED.get(kind, f"is invalid ({first['msg']})")
-    return f"{name}: {shown(found)} {wrong}" if name else f"{shown(found)} {wrong}"
+    return f"{name}: {quote_value(found)} {wrong}" if name else f"{quote_value(found)} {wrong}"
 
 
 def parse_problem(text: str) -> Problem:
     """Parse a problem from YAML or JSON text. Raises :class:`InputError`, one line without file
     name."""
-    data = only_document(text)
+    data = parse_single_document(text)
     if not isinstance(data, dict):
-        raise InputError(f"is {shown(data)}; expected the fields of a problem")
-    check_plain(data, MAX_VALUES)
+        raise InputError(f"is {quote_value(data)}; expected the fields of a problem")
+    check_plain_data(data, MAX_VALUES)
     try:
         return Problem.model_validate(data)
     except ValidationError as error:
-        raise InputError(describe(error)) from None
+        raise InputError(describe_problem_error(error)) from None
 
 
 def load_problem(path: str) -> Problem:
@@ -596,4 +614,4 @@ def load_problem(path: str) -> Problem:
     try:
         return parse_problem(text)
     except InputError as error:
-        raise InputError(f"{named(path)}: {error}") from None
+        raise InputError(f"{display_name(path)}: {error}") from None

@@ -2,10 +2,10 @@
 
 1. Each stage runs each microbatch's F once, and its B and W once or its BW once.
 2. F before B before W, and each kind in microbatch order. Every ``.grad`` then sums
-   W_0 … W_{N-1} in one order, which keeps results bitwise equal across schedules.
-3. No deadlock: run in their orders with sends that are buffered, no rank waits forever.
-4. The in-flight caps are kept.
-5. The device limits are kept on stages that offload activations.
+   W_0 … W_{N-1} in one order, so results are bitwise equal across schedules.
+3. No deadlock: with buffered sends, no rank that runs its ops in order waits forever.
+4. Stages obey their in-flight caps.
+5. Stages that offload activations obey their device limits.
 6. A rank holds no more in flight than its memory allows.
 """
 
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pipemorph.errors import InputError
 from pipemorph.planning import _planner
 from pipemorph.planning.ir import Op, OpKind, Schedule
-from pipemorph.planning.offload import Residency
+from pipemorph.planning.offload import DeviceResidency
 
 
 class ScheduleError(InputError):
-    """An invalid schedule. ``place``, a stage or a rank, and ``position`` locate the op."""
+    """Invalid schedule. ``place``, a stage or a rank, and ``position`` locate the op."""
 
     def __init__(self, place: str, position: int | None, message: str) -> None:
         where = place if position is None else f"{place}, position {position}"
@@ -59,16 +59,16 @@ def validate(
     _check_deadlock(schedule)
 
 
-def check_memory(
+def check_rank_memory(
     schedule: Schedule, sizes: Sequence[int], memory: int | None, *, as_peaks: bool = False
 ) -> None:
     """Raise :class:`ScheduleError` at the first op with which a rank holds more in flight than
-    ``memory``. ``sizes[s]``: memory of one microbatch on stage *s*. ``as_peaks``: a rank holds what
-    its stages do at most, all at once, as it may under guided dispatch."""
+    ``memory``. ``sizes[s]``: memory of one microbatch on stage *s*. ``as_peaks``: the peaks of a
+    rank's stages count as simultaneous, as guided dispatch may make them."""
     if memory is None:
         return
-    peaks = schedule.in_flight_peak()
-    for rank, (ops, mine) in enumerate(zip(schedule.ranks, schedule.stages_of, strict=True)):
+    peaks = schedule.count_in_flight_peaks()
+    for rank, (ops, mine) in enumerate(zip(schedule.ranks, schedule.stages_by_rank, strict=True)):
         held = sum(peaks[s] * sizes[s] for s in mine)
         if held <= memory:
             continue
@@ -93,16 +93,15 @@ def check_memory(
 def _is_valid(
     schedule: Schedule, caps: Sequence[int | None], devices: Sequence[int | None]
 ) -> bool:
-    """Whether a schedule is known to be valid: the walk that finds the op which is not takes a
-    hundred times as long."""
+    """True if a schedule is valid. The checks that locate an invalid op take 100 times as long."""
     if any(limit is not None and limit < 1 for limit in (*caps, *devices)):
         return False
     # A limit above the ops of a stage is none, however large.
     most = max(map(len, schedule.ranks))
     return _planner.is_valid(
         schedule.microbatches,
-        schedule.stages_of,
-        schedule.codes,
+        schedule.stages_by_rank,
+        schedule.op_codes,
         [[op.microbatch for op in ops] for ops in schedule.ranks],
         [min(cap or 0, most) for cap in caps],
         [min(limit or 0, most) for limit in devices],
@@ -115,61 +114,61 @@ def _check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> None:
     for position, op in enumerate(ops):
         kind, m = op.kind, op.microbatch
         if kind is OpKind.F:
-            _check_turn(stage, position, op, forwards, microbatches)
+            _check_order(stage, position, op, forwards, microbatches)
             forwards += 1
         elif kind is OpKind.B or kind is OpKind.BW:
-            _check_turn(stage, position, op, backwards, microbatches)
+            _check_order(stage, position, op, backwards, microbatches)
             if m >= forwards:
-                raise _broken(stage, position, f"found {op}; expected F{m} before it")
+                raise _make_stage_error(stage, position, f"found {op}; expected F{m} before it")
             backwards += 1
             if kind is OpKind.BW:
                 if weights != m:
-                    raise _broken(
+                    raise _make_stage_error(
                         stage, position, f"found {op}; expected W{weights} first: {_ORDER}"
                     )
                 weights += 1
         else:
-            _check_turn(stage, position, op, weights, microbatches)
+            _check_order(stage, position, op, weights, microbatches)
             if m >= backwards:
-                raise _broken(stage, position, f"found {op}; expected B{m} before it")
+                raise _make_stage_error(stage, position, f"found {op}; expected B{m} before it")
             weights += 1
     for done, kinds in ((forwards, "F"), (backwards, "B"), (weights, "W")):
         if done != microbatches:
-            raise _broken(
+            raise _make_stage_error(
                 stage,
                 None,
                 f"the ops end after {done} of {microbatches} {kinds}; expected {kinds}{done}",
             )
 
 
-def _broken(stage: int, position: int | None, message: str) -> ScheduleError:
+def _make_stage_error(stage: int, position: int | None, message: str) -> ScheduleError:
     return ScheduleError(f"stage {stage}", position, message)
 
 
 _ORDER = "each kind runs once per microbatch, in microbatch order"
 
 
-def _check_turn(stage: int, position: int, op: Op, turn: int, microbatches: int) -> None:
+def _check_order(stage: int, position: int, op: Op, turn: int, microbatches: int) -> None:
     if op.microbatch == turn < microbatches:
         return
     if turn >= microbatches:
         expected = f"no more of this kind; the schedule has {microbatches} microbatches"
     else:
         expected = f"{op.kind.value}{turn}: {_ORDER}"
-    raise _broken(stage, position, f"found {op}; expected {expected}")
+    raise _make_stage_error(stage, position, f"found {op}; expected {expected}")
 
 
 def _check_deadlock(schedule: Schedule) -> None:
-    """Raise :class:`ScheduleError` that names an op that waits forever, if there is one. The ops of
-    each stage must be in an order that it can run."""
+    """Raise :class:`ScheduleError` that names an op that waits forever, if there is one. Each stage
+    must be able to run its ops in their order."""
     done = [{OpKind.F: 0, OpKind.B: 0, OpKind.W: 0} for _ in schedule.placement]
     at = [0] * len(schedule.ranks)
 
-    def advance(rank: int) -> bool:
+    def advance_rank(rank: int) -> bool:
         if at[rank] == len(schedule.ranks[rank]):
             return False
         kind, microbatch, chunk = schedule.ranks[rank][at[rank]]
-        stage = schedule.stages_of[rank][chunk]
+        stage = schedule.stages_by_rank[rank][chunk]
         counted = OpKind.B if kind is OpKind.BW else kind
         source = stage - 1 if kind is OpKind.F else stage + 1
         receives = counted is not OpKind.W and 0 <= source < len(done)
@@ -179,12 +178,12 @@ def _check_deadlock(schedule: Schedule) -> None:
         at[rank] += 1
         return True
 
-    while any(advance(rank) for rank in range(len(at))):
+    while any(advance_rank(rank) for rank in range(len(at))):
         pass
     for rank, (position, ops) in enumerate(zip(at, schedule.ranks, strict=True)):
         if position < len(ops):
             op = ops[position]
-            stage = schedule.stages_of[rank][op.chunk]
+            stage = schedule.stages_by_rank[rank][op.chunk]
             source = stage - 1 if op.kind is OpKind.F else stage + 1
             whose = "" if schedule.one_stage_each else f" of stage {stage}"
             raise ScheduleError(
@@ -201,7 +200,7 @@ def _check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
         if op.kind is OpKind.F:
             in_flight += 1
             if in_flight > limit:
-                raise _broken(
+                raise _make_stage_error(
                     stage,
                     position,
                     f"found {op} with {limit} microbatches in flight; expected a W before it,"
@@ -213,25 +212,25 @@ def _check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
 
 def _check_device(stage: int, ops: Sequence[Op], limit: int) -> None:
     """Raise :class:`ScheduleError` at the first op that exceeds the device limit of a stage. The
-    ops must satisfy the other rules."""
+    ops must obey the other rules."""
     _check_device_limit(stage, limit)
-    held = Residency(limit)
+    held = DeviceResidency(limit)
     for position, op in enumerate(ops):
-        if not held.fits(op.kind, op.microbatch):
+        if not held.can_run(op.kind, op.microbatch):
             what = "" if op.kind is OpKind.F else ", whose activations are in host memory,"
-            raise _broken(
+            raise _make_stage_error(
                 stage,
                 position,
-                f"found {op}{what} with {held.resident} microbatches on the device; expected a W"
-                f" before it, device_limit is {limit}",
+                f"found {op}{what} with {held.resident_count} microbatches on the device; expected"
+                f" a W before it, device_limit is {limit}",
             )
-        held.run(op.kind, op.microbatch)
+        held.record_op(op.kind, op.microbatch)
 
 
 def _check_device_limit(stage: int, limit: int | None) -> None:
     """Raise :class:`ScheduleError` for a limit below 1, within which no F could run."""
     if limit is not None and limit < 1:
-        raise _broken(stage, None, f"device_limit is {limit}; expected at least 1")
+        raise _make_stage_error(stage, None, f"device_limit is {limit}; expected at least 1")
 
 
 def validate_waits(schedule: Schedule, waits: Sequence[Sequence[int]]) -> None:
@@ -256,8 +255,8 @@ def validate_online(
 ) -> None:
     """Raise :class:`ScheduleError` if running ready ops could deadlock.
 
-    Deadlock is impossible if x is non-increasing and ``x_i ≤ min(K_0 … K_i)``. A device limit of at
-    least 1 adds no condition: whenever it forbids an op, a W can run
+    Deadlock is impossible if the warm-up x does not increase and ``x_i ≤ min(K_0 … K_i)``. A device
+    limit of at least 1 adds no condition: whenever it forbids an op, a W can run
     (:mod:`pipemorph.planning.offload`).
     """
     for i, held in enumerate(device_limits):
@@ -268,12 +267,12 @@ def validate_online(
         if limit is not None:
             cap = limit if cap is None else min(cap, limit)
         if x < 1:
-            raise _broken(i, None, f"warm-up is {x}; expected at least 1")
+            raise _make_stage_error(i, None, f"warm-up is {x}; expected at least 1")
         if i and x > warmup[i - 1]:
-            raise _broken(
+            raise _make_stage_error(
                 i, None, f"warm-up is {x}; expected at most {warmup[i - 1]}, that of stage {i - 1}"
             )
         if cap is not None and x > cap:
-            raise _broken(
+            raise _make_stage_error(
                 i, None, f"warm-up is {x}; expected at most {cap}, the smallest cap up to here"
             )

@@ -1,5 +1,6 @@
-"""The whole control loop without ranks: real detector, controller and planner, simulated trainer.
+"""Control loop without ranks: real detector, controller and planner, simulated trainer.
 
-``trace`` reads what happens to the links, ``links`` simulates iterations under it, ``trainer``
-reports them as ranks would, ``contenders`` compares ways to train through the same trace.
+``link_trace`` reads the states of the links, ``simulated_links`` simulates iterations under them,
+``adaptive_trainer`` reports them as ranks would, ``baselines`` compares ways to train through the
+same trace.
 """

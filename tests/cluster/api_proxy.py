@@ -1,7 +1,7 @@
-"""A way to the API server that writes down what is asked, and can be cut.
+"""Proxy before the API server that records requests and can be cut.
 
 A program that is given :attr:`ApiProxy.kubeconfig` speaks plain HTTP to the proxy; its token is
-passed on. What passes can so be told from what another program with the same rights asks.
+passed on. The record shows its requests apart from those of other programs with the same rights.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Request = tuple[str, str]
 """Method and path."""
 
 Moment = Literal["lost", "late", "unanswered"]
-"""What becomes of a write that is held: it never arrives, it does when the proxy is opened, or its
+"""Fate of a write that is held: it never arrives, it does when the proxy is opened, or its
 answer does then."""
 
 HOP = frozenset({"host", "connection", "transfer-encoding", "content-length"})
@@ -34,7 +34,7 @@ class ApiProxy:
         self.kubeconfig = copy
         self._document = yaml.safe_load(kubeconfig.read_text())
         self._server = cluster.server
-        self._asked: list[Request] = []
+        self._requests: list[Request] = []
         self._holds: Callable[[str, str], bool] = lambda *_: False
         self._held = 0
         self._moment: Moment = "late"
@@ -44,23 +44,23 @@ class ApiProxy:
         self._released = asyncio.Event()
 
     @property
-    def asked(self) -> list[Request]:
-        """Everything that was passed on, in order."""
-        return list(self._asked)
+    def requests(self) -> list[Request]:
+        """Requests that were passed on, in order."""
+        return list(self._requests)
 
     def writes(self) -> list[Request]:
-        """What was to change an object, except for the Lease and events about it."""
-        return [r for r in self.asked if r[0] != "GET" and "/pipemorph-system/" not in r[1]]
+        """Requests to change an object, except for the Lease and events about it."""
+        return [r for r in self.requests if r[0] != "GET" and "/pipemorph-system/" not in r[1]]
 
     def hold(self, which: Callable[[str, str], bool], moment: Moment = "late") -> None:
-        """Answer no request from now on for which ``which(method, path)`` is true: those that read
-        are asked now and answered later, and of the others becomes what ``moment`` says."""
+        """Answer no request from now on for which ``which(method, path)`` is true: reads are passed
+        on now and answered later; ``moment`` says what becomes of the others."""
 
         async def begin() -> None:
             self._holds, self._held, self._moment = which, 0, moment
             self._released.clear()
 
-        # Not between two requests that are passed on meanwhile.
+        # Never between two requests that are passed on meanwhile.
         asyncio.run_coroutine_threadsafe(begin(), self._loop).result(30.0)
 
     def cut(self) -> None:
@@ -74,12 +74,12 @@ class ApiProxy:
         self._loop.call_soon_threadsafe(abort)
 
     def wait_held(self) -> None:
-        """Until a request is held."""
+        """Wait until a request is held."""
         wait_for("a request that is held", lambda: self._held > 0, 60.0, interval=0.005)
 
     @property
     def holds(self) -> bool:
-        """Whether a request is held."""
+        """True if a request is held."""
         return self._held > 0
 
     def open(self) -> None:
@@ -109,7 +109,7 @@ class ApiProxy:
             await self._released.wait()
             if moment == "lost":
                 raise ConnectionAbortedError
-        self._asked.append((request.method, request.path))
+        self._requests.append((request.method, request.path))
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
         async with self._session.request(
             request.method,
@@ -117,8 +117,8 @@ class ApiProxy:
             headers=headers,
             data=await request.read() or None,
         ) as answer:
-            kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP}
-            response = web.StreamResponse(status=answer.status, headers=kept)
+            forwarded = {k: v for k, v in answer.headers.items() if k.lower() not in HOP}
+            response = web.StreamResponse(status=answer.status, headers=forwarded)
             if held and (reads or moment == "unanswered"):
                 self._held += 1
                 await self._released.wait()
@@ -152,15 +152,15 @@ class ApiProxy:
             await self._end.wait()
             self._released.set()
             await runner.cleanup()
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
+            remaining = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in remaining:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*remaining, return_exceptions=True)
 
 
 @contextmanager
 def api_proxy(cluster: Cluster, kubeconfig: Path, copy: Path) -> Iterator[ApiProxy]:
-    """A proxy for who has ``kubeconfig``; ``copy`` becomes one that leads to the proxy."""
+    """Proxy for a client of ``kubeconfig``; ``copy`` becomes one that leads to the proxy."""
     proxy, ready = ApiProxy(cluster, kubeconfig, copy), threading.Event()
     thread = threading.Thread(target=proxy._loop.run_until_complete, args=(proxy._serve(ready),))
     thread.start()

@@ -1,4 +1,4 @@
-"""Fixtures that give tests a real Kubernetes; docs/testbeds.md says what they need.
+"""Fixtures that give tests a real Kubernetes; docs/testbeds.md lists their requirements.
 
 `cluster` (API level): etcd, kube-apiserver and kube-controller-manager.
 `node_cluster` (node level): those, and a scheduler, and a kubelet that runs real pods.

@@ -18,7 +18,7 @@ RELEASE, SYSTEM = "pipemorph", "pipemorph-system"
 OPERATOR = f"{RELEASE}-pipemorph-operator"
 INGEST = f"{OPERATOR}-ingest"
 TRAINER_IMAGE = "pipemorph/trainer:0.1.0"
-# As in README and docs/operations.md, but for the registry.
+# Values of README and docs/how-to/install.md, but for the registry.
 INSTALL = ("--namespace", SYSTEM, "--set", f"trainer.image={TRAINER_IMAGE}")
 # Ranks import torch, all at once.
 START = 120.0
@@ -69,8 +69,8 @@ class Jobs:
         self.nodes.client.patch("pipemorphjobs", name, {"spec": spec}, self.namespace)
 
     def wait(self, name: str, wanted: str | Callable[[Object], object], deadline: float) -> Object:
-        """Wait for a state (`Running`), a condition (`LinksHealthy=False`) or what a function
-        of the job finds; a miss tells what the ranks and the operator said last."""
+        """Wait for a state (`Running`), a condition (`LinksHealthy=False`) or the result of a
+        function of the job; a miss shows the last log lines of the ranks and the operator."""
         check: str | Callable[[Object], object] = wanted
         if isinstance(wanted, str) and "=" not in wanted:
 
@@ -92,7 +92,7 @@ class Jobs:
         return sorted(found, key=lambda pod: int(pod["metadata"]["annotations"][index]))
 
     def logs(self, name: str, lines: int = 15) -> str:
-        """What the ranks and both processes of the operator said last."""
+        """Last log lines of the ranks and of both processes of the operator."""
         text = []
         for pod in self.pods(name):
             with suppress(TestbedError):
@@ -106,8 +106,8 @@ class Jobs:
         said = self.nodes.kubectl("logs", f"--namespace={namespace}", f"--tail={lines}", what)
         return f"{what}:\n{said}"
 
-    def left(self, name: str) -> list[str]:
-        """What there still is of a job, as KIND/NAME."""
+    def remaining_objects(self, name: str) -> list[str]:
+        """Remaining objects of a job, as KIND/NAME."""
         labels = f"pipemorph.io/job-name={name}"
         return [
             f"{kind}/{found['metadata']['name']}"
@@ -116,15 +116,15 @@ class Jobs:
         ]
 
     def delete(self, name: str) -> None:
-        """Delete a job and wait until nothing of it is left, on the nodes either."""
+        """Delete a job and wait until none of its objects remain, on the nodes either."""
         uids = {pod["metadata"]["uid"] for pod in self.pods(name)}
         self.nodes.client.delete("pipemorphjobs", name, self.namespace)
         self.nodes.wait("pipemorphjobs", name, "deleted", namespace=self.namespace)
         wait_for(
             f"all of {name} to go",
-            lambda: not self.left(name),
+            lambda: not self.remaining_objects(name),
             120.0,
-            details=lambda: f"found {self.left(name)}",
+            details=lambda: f"found {self.remaining_objects(name)}",
         )
         wait_for(
             f"the pods of {name} to go from the nodes",
@@ -164,8 +164,8 @@ class Witness:
         self._thread.join()
 
     def wait(self, what: str, check: Callable[[Object], object], deadline: float) -> Object:
-        """The first status a check of the job holds for, which may be past when it is asked for:
-        `{"status": ...}`. What the ranks and the operator said last is told on a miss."""
+        """Wait for the first status, past or future, for which a check of the job holds:
+        `{"status": ...}`. A miss shows the last log lines of the ranks and the operator."""
 
         def found() -> Object | None:
             return next((job for status in self.seen if check(job := {"status": status})), None)
@@ -190,7 +190,7 @@ class Witness:
                 if last:
                     self._see(self._jobs.get(self._name))
             except (ApiError, OSError):
-                # What cannot be seen is not seen; tests assert on what was.
+                # A failed read is skipped; tests assert on the successful ones.
                 version = ""
                 self._stop.wait(0.1)
 
@@ -224,7 +224,7 @@ class Witness:
 
 
 def follows(history: Sequence[str], *wanted: str) -> bool:
-    """Whether a history has these in this order, with others between them or not."""
+    """True if a history has these in this order, with or without others between them."""
     rest = iter(history)
     return all(entry in rest for entry in wanted)
 
@@ -235,13 +235,13 @@ def condition(job: Object, kind: str) -> Object:
     return next((entry for entry in found if entry["type"] == kind), {})
 
 
-def told(job: Object) -> str:
+def training_status(job: Object) -> str:
     """A job's training status, for the message of an assertion."""
     return json.dumps(job["status"].get("training"), indent=1)
 
 
-def all_told(job: Object) -> bool:
-    """It is complete, and the ingest has had its last word."""
+def final_status_written(job: Object) -> bool:
+    """Return true if the job is complete and the ingest has written its final status."""
     return (
         job.get("status", {}).get("state") == "Complete"
         and condition(job, "LinksHealthy").get("reason") == "JobFinished"

@@ -26,7 +26,7 @@ def installation(
 
 @pytest.fixture
 def jobs(installation: Installation, namespace: str) -> Iterator[Jobs]:
-    """What a test does with jobs, in a namespace of its own; both programs run when it starts."""
+    """Jobs of a test, in a namespace of their own; both programs run when it starts."""
     for program in (installation.operator, installation.ingest):
         if not program.process.running:
             program.start()

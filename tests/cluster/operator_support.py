@@ -1,8 +1,8 @@
 """The operator and its ingest against a real API server: installed by the chart, run as processes.
 
 `Installation` is the chart in the test cluster. There is no kubelet at the API level, so the two
-processes run beside it, each with a token of its own service account: what the chart's roles do
-not grant is refused.
+processes run on this machine, each with a token of its own service account: what the chart's roles
+do not grant is refused.
 """
 
 import base64
@@ -24,7 +24,7 @@ from testbed import ApiError, Cluster, NotYet, TestbedError, wait_for
 from testbed.controlplane import free_ports
 from testbed.processes import Process
 
-from pipemorph_operator.children.attempt import audience
+from pipemorph_operator.resources.attempt import build_token_audience
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/pipemorph-operator"
@@ -36,12 +36,12 @@ Object = dict[str, Any]
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 DEADLINE = 120.0
-"""For what comes within seconds on a machine that has nothing else to do. An API server that was
-away may be asked again only half a minute later: so long its clients wait between two tries."""
+"""Limit for what takes seconds on a machine that has nothing else to do. An API server that was
+away may get the next request only half a minute later: its clients wait that long."""
 
 
 def manifest(name: str, stages: int = 4, **spec: Any) -> Object:
-    """A PipeMorphJob. Nobody schedules its pods but the test."""
+    """A PipeMorphJob. Only the test schedules its pods."""
     container = {"name": "trainer", "image": "none.invalid/trainer"}
     return {
         "apiVersion": "pipemorph.io/v1alpha1",
@@ -51,7 +51,7 @@ def manifest(name: str, stages: int = 4, **spec: Any) -> Object:
             "parallelism": {"stages": stages},
             "schedule": {"microbatches": 12, "stageTimes": [OP] * stages},
             "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": 100},
-            "template": {"spec": {"schedulerName": "nobody", "containers": [container]}},
+            "template": {"spec": {"schedulerName": "absent", "containers": [container]}},
         }
         | spec,
     }
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 
 def wait_for_kind(cluster: Cluster, kind: str) -> None:
-    """Until clients find a kind: a CRD is established some time before it is listed."""
+    """Wait until clients find a kind: a CRD is established some time before it is listed."""
 
     def listed() -> bool:
         try:
@@ -74,7 +74,7 @@ def wait_for_kind(cluster: Cluster, kind: str) -> None:
 
 
 class Program:
-    """One of the two processes; it can be killed and started again."""
+    """Process of the operator or the ingest; it can be killed and started again."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Program:
         command.append(f"--metrics-port={self.metrics_port}")
         folders = (sources / "operator", sources / "trainer", sources, sources / "tests/cluster")
         path = ":".join(map(str, folders))
-        # Not what the present folder has, which may be of another version.
+        # The present folder may have another version.
         environment = {"KUBECONFIG": str(kube), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         self.process = Process(name, command, folder / f"{name}.log", environment=environment)
 
@@ -102,7 +102,7 @@ class Program:
         self.process.wait_until("it is ready", self._ready, 60.0)
 
     def kill(self) -> None:
-        """As a node's end would: without a word."""
+        """Kill it without notice, as a node's end would."""
         self.process.stop(grace=0)
 
     def restart(self) -> None:
@@ -118,12 +118,12 @@ class Program:
         )
 
     def samples(self) -> list[Sample]:
-        """Everything Prometheus would scrape."""
+        """Metrics that Prometheus would scrape."""
         families = text_string_to_metric_families(self._get("/metrics")[1])
         return [sample for family in families for sample in family.samples]
 
     def says(self) -> str:
-        """What it answers when it is asked whether it is ready."""
+        """Response of the readiness endpoint."""
         return self._get("/readyz")[1]
 
     def _ready(self) -> bool:
@@ -187,8 +187,7 @@ class Installation:
         return self.cluster.kubeconfig_of_token(token, name)
 
     def connection(self, port: int | None = None) -> http.client.HTTPSConnection:
-        """To the ingest, over TLS that the chart's authority vouches for; ``port``: that of another
-        replica."""
+        """Connection to the ingest, over TLS of the chart's authority; ``port``: of a replica."""
         return _Tunnel(
             f"{FULL_NAME}-ingest.{SYSTEM}.svc", port or self.port, context=self.trust, timeout=40
         )
@@ -202,7 +201,7 @@ class Installation:
         body: bytes | None = None,
         port: int | None = None,
     ) -> tuple[int, Object]:
-        """One request to the ingest, over a connection of its own."""
+        """Send a request to the ingest, over a connection of its own."""
         connection = self.connection(port)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
@@ -234,7 +233,7 @@ def own_installation() -> Iterator[tuple[Cluster, Installation]]:
 
 
 class _Tunnel(http.client.HTTPSConnection):
-    """To this machine, by the name in the certificate."""
+    """Connection to this machine, by the name in the certificate."""
 
     def connect(self) -> None:
         sock = socket.create_connection(("127.0.0.1", self.port), self.timeout)
@@ -275,8 +274,8 @@ class Jobs:
         )
 
     def pods(self, name: str, count: int, attempt: int = 0) -> list[Object]:
-        """The attempt's pods, by rank, once there are so many. Not those of an earlier job of that
-        name, which stay until they are collected."""
+        """The attempt's pods, by rank, once all exist. Pods of an earlier job of that name, which
+        stay until they are collected, are not among them."""
         uid = self.get(name)["metadata"]["uid"]
         labels = f"pipemorph.io/job-uid={uid},pipemorph.io/attempt={attempt}"
 
@@ -328,10 +327,10 @@ class Jobs:
             for start, end in zip(starts, ends, strict=True)
         }
 
-    def expect_none_left(self, name: str) -> None:
+    def expect_all_gone(self, name: str) -> None:
         """A Job goes after its last rank."""
         wait_for(
-            f"no Job of {name} to be left",
+            f"all Jobs of {name} to go",
             lambda: not self.batch_jobs(name),
             DEADLINE,
             details=lambda: json.dumps([job["metadata"] for job in self.batch_jobs(name)]),
@@ -340,7 +339,7 @@ class Jobs:
     def token(self, name: str, pod: Object, **more: Any) -> str:
         """A token as the kubelet projects it into a rank's pod."""
         uid = self.get(name)["metadata"]["uid"]
-        wanted = {"audience": audience(self.namespace, name, uid)} | more
+        wanted = {"audience": build_token_audience(self.namespace, name, uid)} | more
         return self.cluster.service_account_token(
             self.namespace, "default", bound_pod=pod["metadata"]["name"], **wanted
         )
@@ -371,15 +370,15 @@ def said(job: Object, kind: str) -> str:
     return str(_condition(job, kind)["message"])
 
 
-def may(jobs: Jobs, account: str, asked: Object) -> bool:
-    """Whether a service account of the release has a right."""
+def may(jobs: Jobs, account: str, request_fields: Object) -> bool:
+    """True if a service account of the release has a right."""
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",
         "spec": {
             "user": f"system:serviceaccount:{SYSTEM}:{account}",
             "groups": ["system:serviceaccounts", "system:authenticated"],
-            "resourceAttributes": asked,
+            "resourceAttributes": request_fields,
         },
     }
     where = "/apis/authorization.k8s.io/v1/subjectaccessreviews"

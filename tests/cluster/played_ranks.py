@@ -1,5 +1,4 @@
-"""Ranks that are played: a trainer in simulation, which reports to a real ingest over HTTPS as rank
-0's agent would."""
+"""Fake ranks: a trainer in simulation, which reports to a real ingest over HTTPS as agents do."""
 
 import json
 import threading
@@ -11,22 +10,22 @@ from observing import Agent
 from operator_support import DEADLINE, Jobs, Object, condition
 from testbed import NotYet, wait_for
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import initial_plan
 from pipemorph.http_client import FIRST_PAUSE
-from pipemorph.planning import Plan, StageTimes, problem_for, simulate
-from pipemorph.planning.offload import device_peak
-from pipemorph.wire import (
+from pipemorph.planning import Plan, StageTimes, build_problem, simulate
+from pipemorph.planning.offload import count_device_peak
+from pipemorph.protocol import (
     Directive,
     DirectiveEnvelope,
-    HandIn,
     IterationSample,
     LinkHealthReport,
     LinkSample,
+    SnapshotMessage,
     StageProfile,
     WireTime,
-    revision_of,
+    compute_revision,
 )
+from pipemorph.spec.job_spec import JobSpec
 
 REPORT_INTERVAL = 0.05
 STEP = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
@@ -53,18 +52,17 @@ class Ranks:
 
     @classmethod
     def of(cls, jobs: Jobs, name: str, pod: Object, attempt: int = 0) -> "Ranks":
-        """The ranks of a job's attempt, once the ingest has heard of it: as an agent, whose first
-        reports may be refused as well."""
+        """Ranks of a job's attempt, once the ingest tracks it: first reports may be refused."""
         spec, token = JobSpec.model_validate(jobs.get(name)["spec"]), jobs.token(name, pod)
         path = f"/v1/jobs/{jobs.namespace}/{name}/directive?attempt={attempt}&after=0&wait=0"
 
-        def heard_of() -> bool:
+        def tracked() -> bool:
             status, answer = jobs.installation.request("GET", path, token=token)
             if status != 200:
                 raise NotYet(f"it answered {status}: {answer}")
             return True
 
-        wait_for(f"the ingest to hear of attempt {attempt} of {name}", heard_of, DEADLINE)
+        wait_for(f"the ingest to hear of attempt {attempt} of {name}", tracked, DEADLINE)
         return cls(jobs, name, spec, token, attempt)
 
     def run(self, iterations: int) -> None:
@@ -73,7 +71,7 @@ class Ranks:
             self._iterate()
 
     def until(self, wanted: str, reason: str = "") -> Object:
-        """Train until the job's status says so, for that reason if one is given."""
+        """Train until a condition has this status, for that reason if one is given."""
         kind, _, status = wanted.partition("=")
 
         def look() -> Object:
@@ -88,10 +86,10 @@ class Ranks:
 
     def _iterate(self) -> None:
         if self.next is not None:
-            self.plan, self.next = self.next.plan.plan(), None
+            self.plan, self.next = self.next.plan.to_plan(), None
         felt = [0.002 + delay for delay in self.delays]
         stages = self.spec.parallelism.stages
-        problem = problem_for(
+        problem = build_problem(
             self.spec.schedule.microbatches, [STEP] * stages, felt, self.plan.routes, queues=8
         )
         result = simulate(self.plan.schedule, problem)
@@ -125,7 +123,7 @@ class Ranks:
         """Bytes per stage: 1 MiB for each microbatch in flight at a time under the plan."""
         plan = self.plan
         return [
-            device_peak(ops, limit) << 20
+            count_device_peak(ops, limit) << 20
             for ops, limit in zip(plan.schedule.stages, plan.device_limits, strict=True)
         ]
 
@@ -139,7 +137,7 @@ class Ranks:
 
     def report(self, **fields: Any) -> LinkHealthReport:
         values = {
-            "protocol": 6,
+            "protocol": 7,
             "job": self.name,
             "namespace": self.jobs.namespace,
             "attempt": self.attempt,
@@ -153,7 +151,7 @@ class Ranks:
         return LinkHealthReport.model_validate(values | fields)
 
     def send(self, **telemetry: Any) -> None:
-        """Post a report of telemetry, which must be taken, and take up what is answered."""
+        """Post a report of telemetry, which must be accepted, and take up the answer."""
         self._pace()
         now = time.time()
         self.agent.observe(
@@ -162,39 +160,39 @@ class Ranks:
         self.deliver(now)
 
     def deliver(self, now: float) -> None:
-        """Post what the agent has to tell."""
+        """Post the pending reports of the agent."""
         self.sequence += 1
         observer = self.agent.observer
         newest = self.newest
-        report = observer.report(
+        report = observer.build_report(
             self.sequence, now, self.observed,
             plan_issued_at=newest.issued_at if newest is not None else None,
-            term=self.term, snapshot=revision_of(self.snapshot),
+            term=self.term, snapshot=compute_revision(self.snapshot),
         )  # fmt: skip
         began = time.monotonic()
-        status, answer = self.post(report.body())
+        status, answer = self.post(report.to_json())
         self.waits.append(time.monotonic() - began)
         assert status == 200, answer
         envelope = DirectiveEnvelope.model_validate(answer)
-        observer.delivered(report, envelope)
+        observer.record_delivery(report, envelope)
         assert envelope.term >= (self.term or 0)
         self.term, directive = envelope.term, envelope.directive
         self.snapshot = envelope.snapshot or self.snapshot
         if directive is not None and directive.plan_version > self.observed:
             self.newest = self.next = directive
         if envelope.wants_snapshot and self.snapshot:
-            handed = HandIn(
+            handed = SnapshotMessage(
                 job=self.name, namespace=self.jobs.namespace, attempt=self.attempt,
                 snapshot=self.snapshot,
             )  # fmt: skip
-            status, answer = self.post(handed.body(), path=f"{self.base}/snapshot")
+            status, answer = self.post(handed.to_json(), path=f"{self.base}/snapshot")
             assert status == 200, answer
 
     def _pace(self) -> None:
-        """At most 20 reports a second, as rank 0's agent."""
-        left = self.due - time.monotonic()
-        if left > 0:
-            time.sleep(left)
+        """Limit reports to 20 a second, as rank 0's agent does."""
+        remaining = self.due - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
         self.due = time.monotonic() + REPORT_INTERVAL
 
     @property
@@ -217,8 +215,8 @@ class Ranks:
         return self.jobs.installation.request("POST", path or self.path, token=token, body=body)
 
     def flood(self, body: bytes, stop: threading.Event) -> set[int]:
-        """Post over one connection, as fast as it goes, until it is stopped and one was turned
-        down; the answers' codes."""
+        """Post over one connection, as fast as possible, until it is stopped and a post was
+        refused; return the answers' codes."""
         codes: set[int] = set()
         end = time.monotonic() + DEADLINE
         headers = {"Authorization": f"Bearer {self.token}"}
@@ -233,7 +231,7 @@ class Ranks:
 
 class Followers(Ranks):
     """Ranks whose agent connects to a replica until one does not serve it, and then to the next; it
-    sends a refused report anew, as another one. ``ports``: of all replicas."""
+    sends a refused report again, as another one. ``ports``: of all replicas."""
 
     def __init__(
         self, jobs: Jobs, name: str, ports: list[int], pod: Object, attempt: int = 0
@@ -265,7 +263,7 @@ class Followers(Ranks):
         self.delivered.append(time.monotonic() - began)
         directive = self.newest
         if directive is not None:
-            plan = directive.plan.plan()
+            plan = directive.plan.to_plan()
             assert self.plans.setdefault(plan.version, plan) == plan, "a version is two plans"
 
     def post(

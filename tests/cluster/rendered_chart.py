@@ -1,4 +1,4 @@
-"""What the chart makes, as helm prints it without a cluster."""
+"""The chart's objects, as helm prints them without a cluster."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from testbed.processes import output
 def rendered(
     *arguments: str, release: str = "x", namespace: str = "sys", **values: Any
 ) -> list[dict[str, Any]]:
-    """Its objects; `TestbedError` with helm's complaint if it refuses."""
+    """Objects of the chart; `TestbedError` with helm's complaint if it refuses."""
     sets = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
     where = [release, str(CHART), f"--namespace={namespace}"]
     printed = output([tools.find("helm"), "template", *where, *sets, *arguments])

@@ -1,5 +1,5 @@
-"""The chart's alerts, checked with Prometheus's own tool on made-up series: what fires, when, and
-what does not. ``test_alerts_fire.py`` provokes each in a real Prometheus."""
+"""The chart's alerts, checked with Prometheus's own tool on made-up series: which fire, and when.
+``test_alerts_fire.py`` provokes each in a real Prometheus."""
 
 import json
 import re
@@ -194,7 +194,7 @@ def test_alerts_are_made_of_metrics_that_exist(rules: Path) -> None:
         assert used, name
         for metric in used:
             own = metric.removeprefix("pipemorph_rank_").removesuffix("_total")
-            assert metric in known or f'"{own}"' in text, f"{name}: nobody has {metric}"
+            assert metric in known or f'"{own}"' in text, f"{name}: no program has {metric}"
 
 
 @pytest.mark.parametrize("name", PROVOKED)
@@ -224,7 +224,7 @@ def test_an_alert_fires_when_it_should_and_says_of_what(
         path = tmp_path / f"{fires}.yaml"
         path.write_text(json.dumps(test))
         _, said = promtool_says("test", "rules", str(path))
-        # It compares annotations too, which are compared with what follows below.
+        # The tool compares annotations, too; the test below checks those.
         found = said.partition("got:[")[2] if fires else said
         if fires:
             assert f'alertname="{name}"' in found, said
@@ -237,18 +237,17 @@ VERBS = {"get", "describe", "logs", "cordon"}
 
 
 def test_each_says_what_to_do(rules: Path) -> None:
-    """In words, and what to run: of what the alert is about. That it can be run is for the test
-    that provokes it."""
+    """Annotations name a command to run. The test that provokes the alert runs it."""
     for name, rule in alerts(rules).items():
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), name
-        told, labels = rule["annotations"], PROVOKED[name].labels
+        annotations, labels = rule["annotations"], PROVOKED[name].labels
         if labels.keys() & {"namespace", "name", "link", "kind", "job_namespace"}:
-            assert "{{ $labels." in told["summary"], f"{name} does not say of what"
-        commands = re.findall("`([^`]+)`", told["description"])
+            assert "{{ $labels." in annotations["summary"], f"{name} does not say of what"
+        commands = re.findall("`([^`]+)`", annotations["description"])
         assert commands, f"{name} does not say what to run"
         for command in commands:
             program, verb, *_ = command.split()
             known = {"kubectl": VERBS, "pipemorph": set(COMMANDS)}[program]
             assert verb in known, f"{name}: {command}"
-        used = re.findall(r"\$labels\.(\w+)", told["summary"] + told["description"])
+        used = re.findall(r"\$labels\.(\w+)", annotations["summary"] + annotations["description"])
         assert set(used) <= labels.keys(), f"{name}: its series have no {set(used) - labels.keys()}"

@@ -1,7 +1,7 @@
-"""Each of the chart's alerts, provoked: by played ranks, on a real API server with the operator and
-the ingest, whose metrics a real Prometheus scrapes. And what an alert says to run is run.
+"""The chart's alerts, provoked by played ranks, on a real API server with the operator and the
+ingest, whose metrics a real Prometheus scrapes. Commands that an alert names are run.
 
-Rules wait for minutes, so that nobody is woken for what passes: :data:`SHORTER` waits here.
+Rules wait for minutes, so that passing trouble wakes no one: :data:`SHORTER` waits here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rendered_chart import rendered
 from testbed import Cluster, NotYet, tools, wait_for
 from testbed.prometheus import Server, Target
 
-from pipemorph.wire import TransportSample
+from pipemorph.protocol import TransportSample
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.telemetry.metrics import RankMetrics
 
@@ -40,13 +40,13 @@ SLOW = 0.06
 SHORTER = {"PipeMorphJobSilent": ("> 600", "> 8"), "PipeMorphWatchSilent": ("> 180", "> 8")}
 """Limits in seconds. The times for which a rule's condition has to hold are one second each."""
 LASTING = {"adaptation": {"staleAfterSeconds": 600.0}}
-"""Of a job whose ranks need not go on while a rule waits."""
+"""Setting of a job whose ranks need not go on while a rule waits."""
 ROLE = f"{FULL_NAME}-{SYSTEM}"
 Alarm = dict[str, Any]
 
 
 class Scene:
-    """An installation whose counters begin anew, jobs in a namespace, and a Prometheus."""
+    """Installation whose counters begin at 0, jobs in a namespace, and a Prometheus."""
 
     def __init__(
         self, installation: Installation, namespace: str, rank: RankMetrics, server: Server
@@ -61,7 +61,7 @@ class Scene:
         return [each for each in self.server.firing() if wanted.items() <= each["labels"].items()]
 
     def expect(self, name: str, /, **labels: str) -> Alarm:
-        """The alert, once it fires; what it says to do is done."""
+        """Wait until the alert fires, follow its instructions, and return it."""
         alarm: Alarm = wait_for(
             f"{name} to fire with {labels}",
             lambda: next(iter(self.firing(name, **labels)), None),
@@ -80,7 +80,7 @@ class Scene:
         return f"{rule['query']} is {self.server.ask(rule['query'])}; {', '.join(names)} fire"
 
     def follow(self, alarm: Alarm) -> dict[str, str]:
-        """Run what the alert says to run. Returns what it printed, by the first two words."""
+        """Run the commands of the alert. Returns their output, by the first two words."""
         commands = re.findall("`([^`]+)`", alarm["annotations"]["description"])
         assert commands, f"it does not say what to run: {alarm['annotations']}"
         return {" ".join(shlex.split(each)[:2]): self._run(shlex.split(each)) for each in commands}
@@ -88,7 +88,7 @@ class Scene:
     def _run(self, words: list[str]) -> str:
         if words[0] == "pipemorph":
             if words[1:3] == ["fabric", "check"]:
-                words = [*words, "--help"]  # It is of two hosts.
+                words = [*words, "--help"]  # The check needs two hosts.
             path = f"{tools.find('kubectl').parent}:{os.environ['PATH']}"
             done = subprocess.run(
                 [str(Path(sys.executable).parent / "pipemorph"), *words[1:]],
@@ -99,7 +99,7 @@ class Scene:
             return done.stdout
         assert words[0] == "kubectl", words
         if words[1] == "logs":
-            # The two programs run beside this cluster: what the pods would be is looked for.
+            # The two programs run outside this cluster, so the search is for their pods' names.
             kind = "deployments" if SYSTEM in words else "pods"
             chosen = [f"--selector={words[words.index('-l') + 1]}"] if "-l" in words else []
             words = ["", "get", kind, "-n", words[words.index("-n") + 1], "-o", "name", *chosen]
@@ -145,7 +145,7 @@ def scene(
     installation.ingest.process.stop()
     installation.operator.restart()
     installation.ingest, installation.port = installation.ingest_replica("alerts")
-    rank = RankMetrics("sick", 1, 0)
+    rank = RankMetrics("rail", 1, 0)
     with ExitStack() as stack:
         namespace = stack.enter_context(installation.cluster.namespace())
         ranks, _ = start_http_server(0, "127.0.0.1", rank.registry)
@@ -162,7 +162,7 @@ def scene(
         targets = [
             program("operator", installation.operator.metrics_port),
             program("ingest", installation.ingest.metrics_port),
-            Target(ranks.server_port, {"namespace": namespace, "pod": "sick-1"}),
+            Target(ranks.server_port, {"namespace": namespace, "pod": "rail-1"}),
         ]
         server = Server(tmp_path_factory.mktemp("prometheus"), targets, rules=rules)
         stack.callback(server.close)
@@ -183,7 +183,7 @@ def _tidy(cluster: Cluster, namespace: str) -> None:
 def test_nothing_fires_where_nothing_is_wrong(scene: Scene) -> None:
 
     def quiet() -> bool:
-        """Before the first scrape nobody leads."""
+        """Replicas do not lead before the first scrape."""
         if len(scene.server.ask("up == 1")) < 3:
             raise NotYet("not all is scraped")
         assert {rule["health"] for rule in scene.server.rules()} <= {"ok", "unknown"}
@@ -214,7 +214,7 @@ def accused(scene: Scene) -> str:
         for link in slow:
             ranks.delays[link] = SLOW
         ranks.until("LinksHealthy=False")
-        # Both of a job's slow links.
+        # Events of both slow links of a job.
         wait_for(
             f"the slow links of {job}",
             lambda ranks=ranks, job=job, slow=slow: (
@@ -248,8 +248,8 @@ def test_a_plan_that_ranks_do_not_adopt(scene: Scene) -> None:
 
 
 def test_a_link_without_its_rails_and_a_rail_that_comes_and_goes(scene: Scene) -> None:
-    scene.jobs.apply(manifest("sick", stages=2, **LASTING))
-    ranks = Ranks.of(scene.jobs, "sick", scene.jobs.run("sick", 2)[0])
+    scene.jobs.apply(manifest("rail", stages=2, **LASTING))
+    ranks = Ranks.of(scene.jobs, "rail", scene.jobs.run("rail", 2)[0])
 
     def end(fallbacks: int) -> TransportSample:
         return TransportSample(
@@ -260,11 +260,11 @@ def test_a_link_without_its_rails_and_a_rail_that_comes_and_goes(scene: Scene) -
     ranks.run(2)
     assert not scene.firing("PipeMorphRailSick") and not scene.firing("PipeMorphRailFlapping")
     ranks.send(ports=2, transports=[end(1)])
-    alarm = scene.expect("PipeMorphRailSick", namespace=scene.namespace, name="sick")
+    alarm = scene.expect("PipeMorphRailSick", namespace=scene.namespace, name="rail")
     assert "rxe0 port 1: port error" in scene.follow(alarm)["kubectl describe"]
 
     def tell(fallbacks: int) -> None:
-        scene.rank.hear(
+        scene.rank.record_telemetry(
             RankTelemetry(
                 stage=1, state="training", iteration=1, applied_plan_version=0,
                 prepared_plan_version=0, transports=[end(fallbacks)],
@@ -278,7 +278,7 @@ def test_a_link_without_its_rails_and_a_rail_that_comes_and_goes(scene: Scene) -
         DEADLINE,
     )
     tell(5)
-    alarm = scene.expect("PipeMorphRailFlapping", namespace=scene.namespace, name="sick", link="0")
+    alarm = scene.expect("PipeMorphRailFlapping", namespace=scene.namespace, name="rail", link="0")
     assert "Fallen Links" in scene.follow(alarm)["kubectl describe"]
 
 
@@ -298,7 +298,7 @@ def test_somebody_with_tokens_of_others(scene: Scene) -> None:
     forged = ranks.token[:-4] + ("AAAA" if not ranks.token.endswith("AAAA") else "BBBB")
     assert ranks.post(b"{}", token=forged)[0] == 401
     scene.follow(scene.expect("PipeMorphTokensMisused", reason="review"))
-    # As it says: after "refused", with the address.
+    # The log line has the address after "refused".
     log = scene.installation.ingest.process.log.read_text()
     assert re.search(rf"refused POST for job {scene.namespace}/stuck from 127\.0\.0\.1", log)
 
@@ -347,12 +347,12 @@ def test_a_node_that_links_of_several_jobs_accuse(scene: Scene, accused: str) ->
 def test_a_process_that_does_not_hear_from_the_api_server(scene: Scene) -> None:
     edits = itertools.count()
 
-    def heard() -> bool:
-        """Each change of a job is told to the ingest."""
+    def confirmed() -> bool:
+        """The ingest receives each change of a job."""
         scene.jobs.patch("stuck", {"activeDeadlineSeconds": 7200 + next(edits)})
         return not scene.firing("PipeMorphWatchSilent", kind="PipeMorphJob")
 
-    wait_for("the watch to be confirmed", heard, DEADLINE, interval=0.5)
+    wait_for("the watch to be confirmed", confirmed, DEADLINE, interval=0.5)
     scene.cluster.control_plane.stop_apiserver()
     try:
         alarm = scene.expect("PipeMorphWatchSilent", kind="PipeMorphJob")

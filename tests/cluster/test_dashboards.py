@@ -1,5 +1,5 @@
-"""The chart's dashboards: every query of theirs, asked of a real Prometheus that has scraped what
-the operator, the ingest and the ranks of this release export. Grafana itself does not run here."""
+"""The chart's dashboards: a real Prometheus that has scraped the exports of the operator, the
+ingest and the ranks of this release answers all their queries. Grafana itself does not run here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rendered_chart import rendered
 from testbed import TestbedError
 from testbed.prometheus import Server, Target
 
-from pipemorph.api.status import AdaptationSummary, TrainingStatus
-from pipemorph.api.status_links import FallenLink, SlowLink
 from pipemorph.control import Health, LinkState
 from pipemorph.planning import Op, OpKind, Route, Schedule
-from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
+from pipemorph.protocol import LinkSample, RailSample, StageProfile, TransportSample, WireTime
+from pipemorph.spec.job_status import AdaptationSummary, TrainingStatus
+from pipemorph.spec.status_links import FallenLinkStatus, SlowLink
 from pipemorph_operator import metrics
-from pipemorph_operator.ingest import figures
+from pipemorph_operator.ingest import job_metrics
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
 from pipemorph_trainer.telemetry.metrics import RankMetrics
@@ -35,7 +35,7 @@ TESTBEDS = ("api", "prometheus")
 
 @pytest.fixture(scope="module")
 def dashboards() -> dict[str, dict[str, Any]]:
-    """As the chart makes them."""
+    """Dashboards that the chart makes."""
     return made(**{"metrics.dashboard.docs": DOCS})
 
 
@@ -59,7 +59,7 @@ def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def filled(expression: str) -> str:
-    """With the values of the dashboard's variables."""
+    """Fill in the values of the dashboard's variables."""
     return expression.replace("$namespace", JOB[0]).replace("$name", JOB[1])
 
 
@@ -80,14 +80,17 @@ def show(plan: int, recoveries: int) -> None:
         slow_links=[slow], routes=["direct", "delegated", "direct"], peak_memory=[1 << 30],
         wanted_plan_version=plan, applied_plan_version=plan, adaptations=plan, saved_seconds=9.0,
         saved_error_seconds=2.0, last_adaptation=change, fallen_link_count=1,
-        fallen_links=[FallenLink(link=2, direction="forward", agreed="rdma", transport="tcp")],
+        fallen_links=[
+            FallenLinkStatus(link=2, direction="forward", agreed="rdma", transport="tcp")
+        ],
     )  # fmt: skip
     narrow = LinkState(3, Health.SLOW, delay=0.06, transfer=0.05)
     silent = LinkState(4, Health.HEALTHY if plan == 1 else Health.UNKNOWN)
-    figures.show(JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9,
-                 links=[narrow, silent])  # fmt: skip
-    values = (("sick_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
-    metrics.set_job(*JOB, values)
+    job_metrics.update_job_metrics(
+        JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9, links=[narrow, silent]
+    )
+    values = (("faulty_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
+    metrics.set_job_gauges(*JOB, values)
 
 
 def serve_platform() -> None:
@@ -109,7 +112,7 @@ def serve_platform() -> None:
 
 
 def hear(rank: RankMetrics, turn: int) -> None:
-    """One message of a rank to its agent, which has all that a rank may tell."""
+    """Receive a message from a rank at its agent, with every field that a rank may send."""
     times = dict.fromkeys(("min", "p50", "p99", "mean"), 0.06)
     link = LinkSample(
         link=1, direction="forward", route=Route.DELEGATED if turn % 2 else Route.DIRECT,
@@ -128,7 +131,7 @@ def hear(rank: RankMetrics, turn: int) -> None:
         stage=1, forward=0.01, backward_input=0.01, backward_weight=0.01, split="emulated",
         peak_memory=1 << 30,
     )  # fmt: skip
-    rank.hear(
+    rank.record_telemetry(
         RankTelemetry(
             stage=1, state="training", iteration=turn, applied_plan_version=2,
             prepared_plan_version=2, profile=profile, links=[link], transports=[end], ports=1,
@@ -141,14 +144,14 @@ def hear(rank: RankMetrics, turn: int) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     rank = RankMetrics("gpt", 1, 0)
     order = Schedule(1, ((Op(OpKind.F, 0), Op(OpKind.B, 0), Op(OpKind.W, 0)),)).encode()[0]
-    rank.plan(
+    rank.record_plan(
         RankPlan(
             version=0, digest="0" * 8, microbatches=1, stage_count=2, ops=order,
             stages=(RankStage(stage=1),),
         )
     )  # fmt: skip
     served = [start_http_server(0, "127.0.0.1", registry) for registry in (REGISTRY, rank.registry)]
-    # As the chart's ServiceMonitor and PodMonitor label them.
+    # Labels of the chart's ServiceMonitor and PodMonitor.
     labels = {"pod": "ingest-0"}, {"namespace": JOB[0], "pod": "gpt-1"}
     targets = [Target(each.server_port, of) for (each, _), of in zip(served, labels, strict=True)]
     found = Server(tmp_path_factory.mktemp("prometheus"), targets)
@@ -169,7 +172,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for each, _ in served:
             each.shutdown()
             each.server_close()
-        metrics.forget_job(*JOB)
+        metrics.remove_job_series(*JOB)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,10 +181,10 @@ def test_every_query_finds_what_is_exported(
 ) -> None:
     empty = []
     for title, expression in queries(dashboards[name]):
-        asked = filled(expression)
-        assert "$" not in asked, f"{title}: a variable that the dashboard does not have"
-        if not server.ask(asked):
-            empty.append((title, asked))
+        query = filled(expression)
+        assert "$" not in query, f"{title}: a variable that the dashboard does not have"
+        if not server.ask(query):
+            empty.append((title, query))
     # Only these need what this job does not have.
     known = {"pipemorph_job_unknown_links", "pipemorph_job_slow_reductions"}
     assert [each for each in empty if not any(word in each[1] for word in known)] == []
@@ -208,9 +211,9 @@ def test_a_lane_per_link_with_its_state(
     (target,) = panel["targets"]
     rows = server.ask(filled(target["expr"]))
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
-    told = {row["metric"]["link"]: mapping["options"][row["value"][1]]["text"] for row in rows}
-    assert told == {"1": "slow, delegated", "2": "fell back", "3": "narrow", "4": "unknown"}
-    assert set(mapping["options"]) == {str(int(state)) for state in metrics.LinkCode}
+    states = {row["metric"]["link"]: mapping["options"][row["value"][1]]["text"] for row in rows}
+    assert states == {"1": "slow, delegated", "2": "fell back", "3": "narrow", "4": "unknown"}
+    assert set(mapping["options"]) == {str(int(state)) for state in metrics.LinkStateCode}
 
 
 @pytest.mark.parametrize("name", NAMES)

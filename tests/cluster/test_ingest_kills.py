@@ -1,5 +1,5 @@
 """The ingest is killed at its writes of a job, status and plan, from the first to the last: one
-that starts again, or the leader of two, of which the other takes over."""
+that starts again, or the leader of two, whose standby takes over."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from played_ranks import Followers
 from testbed import NotYet, wait_for
 from testbed.waiting import patience
 
-from pipemorph.wire import Loss, PodReport
+from pipemorph.protocol import PodFailure, PodReport
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -32,7 +32,7 @@ FEW = 4
 MOST_MORE = 12
 """Changes of the link at the end, until there was a kill of each kind."""
 AWAY_SECONDS = 10.0
-"""Until the standby has answered for one that was killed."""
+"""Seconds until the standby has answered for a killed one."""
 
 
 class Replica(NamedTuple):
@@ -44,21 +44,21 @@ class Replica(NamedTuple):
 
     @property
     def passed(self) -> int:
-        """Its writes that have reached the API server."""
-        return sum(_writes_job(*each) for each in self.proxy.asked)
+        """Writes that have reached the API server."""
+        return sum(_writes_job(*each) for each in self.proxy.requests)
 
 
 class Killer:
     """Kills the ingest at writes of a job: in turn the write is lost, arrives after another ingest
-    serves the job, or has arrived and nobody was told. Of two replicas the leader is killed, and
-    starts again once the other one has written in its stead. ``most``: kills; None: as
-    many as there is time for."""
+    serves the job, or has arrived unacknowledged. Of two replicas the leader is killed, and starts
+    again once the other one has written in its stead. ``most``: kills; None: as many as there is
+    time for."""
 
     def __init__(self, replicas: Sequence[Replica], seed: int, most: int | None) -> None:
         self.replicas, self.seed, self.most = replicas, seed, most
         self.kills: list[Moment] = []
         self.taken_over = 0
-        """How often another one has written after a kill."""
+        """Number of kills after which another one has written."""
         self._stop = threading.Event()
 
     @contextmanager
@@ -72,12 +72,12 @@ class Killer:
                 self._working.result()
 
     def expect_at_work(self) -> None:
-        """Raise what has ended its work, if anything has."""
+        """Raise the error that has ended its work, if any."""
         if self._working.done():
             self._working.result()
 
     def log_end(self) -> str:
-        """What the replicas said last."""
+        """Last log lines of the replicas."""
         return "\n".join(each.program.process.log_end(40) for each in self.replicas)
 
     def _work(self) -> None:
@@ -117,7 +117,7 @@ class Killer:
             each.proxy.open()
 
     def _until(self, holds: Callable[[], bool]) -> bool:
-        """Whether it holds before this is stopped."""
+        """Return true if it holds before this is stopped."""
         while not holds():
             if self._stop.wait(0.005):
                 return False
@@ -136,25 +136,25 @@ def _has_written(replicas: Sequence[Replica], before: Sequence[int]) -> bool:
 
 
 class _First:
-    """The first write of a job that is asked."""
+    """Matches the first write of a job."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._requested = False
 
     def __call__(self, method: str, path: str) -> bool:
-        if self._asked or not _writes_job(method, path):
+        if self._requested or not _writes_job(method, path):
             return False
-        self._asked = True
+        self._requested = True
         return True
 
 
 def _writes_job(method: str, path: str) -> bool:
-    """Whether it writes the status of a job."""
+    """True if it writes the status of a job."""
     return method != "GET" and "/pipemorphjobs/" in path
 
 
 class Launchers:
-    """Those of a job's pods, which tell of their ranks' ends, again until they are answered."""
+    """Launchers of a job's pods, which report their ranks' ends, again until they are answered."""
 
     def __init__(self, jobs: Jobs, name: str, pods: list[Object], ports: Sequence[int]) -> None:
         self.jobs, self.name, self.ports = jobs, name, list(ports)
@@ -162,7 +162,7 @@ class Launchers:
 
     def fail(self, generation: int, finished: int) -> None:
         """A rank of pod 0 fails in this generation; the next one follows."""
-        loss = Loss(reason="rank 0 was killed by SIGKILL", at=1.0, rank=0)
+        loss = PodFailure(reason="rank 0 was killed by SIGKILL", at=1.0, rank=0)
         self._tell(generation, 0, "failed", loss, finished)
         for pod in range(len(self.tokens)):
             self._tell(generation, pod, "gone", loss if pod == 0 else None, finished)
@@ -178,7 +178,7 @@ class Launchers:
             wait_for(f"generation {generation + 1} at pod {pod} of {self.name}", follows, DEADLINE)
 
     def _tell(
-        self, generation: int, pod: int, event: str, loss: Loss | None, finished: int
+        self, generation: int, pod: int, event: str, loss: PodFailure | None, finished: int
     ) -> Object:
         report = PodReport.model_validate(
             {
@@ -189,7 +189,7 @@ class Launchers:
         path = f"/v1/jobs/{self.jobs.namespace}/{self.name}/generation"
         body = report.model_dump_json().encode()
 
-        def told() -> Object:
+        def read_answer() -> Object:
             try:
                 status, answer = self.jobs.installation.request(
                     "POST", path, token=self.tokens[pod], body=body, port=self.ports[0]
@@ -202,7 +202,7 @@ class Launchers:
                 raise NotYet(f"it answered {status}: {answer}")
             return answer
 
-        return wait_for(f"the ingest to hear that pod {pod} {event}", told, DEADLINE)
+        return wait_for(f"the ingest to hear that pod {pod} {event}", read_answer, DEADLINE)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ class Launchers:
 def test_killed_at_writes_of_every_transition(
     jobs: Jobs, tmp_path: Path, number: int, seed: int, most: int | None
 ) -> None:
-    """No version is two plans, also not over attempts; each change of a link is answered with a
-    newer plan; a failure is one generation, counted once; the last word is right."""
+    """Versions name one plan each, also over attempts; each change of a link is answered with a
+    newer plan; a failure is one generation, counted once; the final status is right."""
     jobs.installation.ingest.process.stop()
     with (
         _replicas(jobs, tmp_path, number) as replicas,
@@ -274,7 +274,7 @@ def _live(jobs: Jobs, ports: list[int], killer: Killer) -> float:
     before, plans, waits = ranks.observed, ranks.plans, ranks.delivered
     jobs.patch(name, {"suspend": True})
     jobs.wait(name, "Suspended")
-    jobs.expect_none_left(name)
+    jobs.expect_all_gone(name)
     jobs.patch(name, {"suspend": False})
     pods = jobs.run(name, STAGES, attempt=1)
     ranks = Followers(jobs, name, ports, pods[0], attempt=1)
@@ -283,7 +283,7 @@ def _live(jobs: Jobs, ports: list[int], killer: Killer) -> float:
     for delay in islice(cycle((0.06, 0.0)), MOST_MORE):
         _adapt(ranks, killer, (delay,))
         if set(killer.kills) == set(MOMENTS):
-            break  # On a busy machine who was killed is back late, and the next kill is as late.
+            break  # On a busy machine a killed replica is back late, and the next kill is as late.
     assert ranks.observed > before, "an attempt begins with versions that the one before it had"
     jobs.succeed(pods)
     jobs.wait(name, "Complete")
@@ -291,7 +291,7 @@ def _live(jobs: Jobs, ports: list[int], killer: Killer) -> float:
 
 
 def _adapt(ranks: Followers, killer: Killer, delays: tuple[float, ...]) -> None:
-    """Each delay of the link is answered with a plan that is newer than all before."""
+    """Change the delay of the link; each change is answered with a plan newer than all before."""
     for delay in delays:
         before, ranks.delays[0] = ranks.observed, delay
 

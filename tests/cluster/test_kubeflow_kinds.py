@@ -30,7 +30,7 @@ def take(cluster: Cluster, path: Path, namespace: str) -> None:
 
 
 def job_set() -> Object:
-    """As Kubeflow Trainer makes it of the runtime."""
+    """The JobSet that Kubeflow Trainer makes of the runtime."""
     runtime = yaml.safe_load((FOLDER / "runtime.yaml").read_text())
     template = runtime["spec"]["template"]
     about = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}

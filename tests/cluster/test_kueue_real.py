@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.kueue]
 
 API = f"{GROUP}/v1beta2"
 FLAVOR = {"pool": "spot"}
-"""What Kueue puts into the pods of a job that it admits: where its quota is."""
+"""Selector that Kueue puts into the pods of a job that it admits: where its quota is."""
 RACK, HOST = "testbed.pipemorph.io/rack", "kubernetes.io/hostname"
 
 Object = dict[str, Any]
@@ -68,8 +68,8 @@ def queue(cluster: Cluster, jobs: Jobs) -> Iterator[str]:
 
 
 class Racks:
-    """Nodes of one CPU each in racks, of which Kueue knows; their names are ``RACK-NUMBER``, after
-    that of the namespace."""
+    """Nodes of one CPU each in racks that Kueue knows; their names are ``RACK-NUMBER``, after that
+    of the namespace."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._cluster, self._namespace = jobs.cluster, jobs.namespace
@@ -81,7 +81,7 @@ class Racks:
             self._cluster.fake_node(name, labels, {"cpu": "1"})
 
     def of(self, pods: list[Object]) -> list[str]:
-        """The racks of pods, each of which has to have a node of its own."""
+        """The racks of pods, which must be on a node each."""
         nodes = [pod["spec"]["nodeSelector"][HOST] for pod in pods]
         assert len(set(nodes)) == len(nodes), nodes
         return [node.removeprefix(f"{self._namespace}-").partition("-")[0] for node in nodes]
@@ -89,7 +89,7 @@ class Racks:
 
 @pytest.fixture
 def racks(cluster: Cluster, jobs: Jobs) -> Iterator[Racks]:
-    """Two racks of three nodes, and a queue whose quota is all of them."""
+    """Racks: two of three nodes each, and a queue whose quota is all of them."""
     name = jobs.namespace
     levels = [{"nodeLabel": RACK}, {"nodeLabel": HOST}]
     topology = {"apiVersion": API, "kind": "Topology", "metadata": {"name": name}}
@@ -106,7 +106,7 @@ def racks(cluster: Cluster, jobs: Jobs) -> Iterator[Racks]:
 
 
 def queued(name: str, queue: str, priority: str | None = None, **spec: Any) -> Object:
-    """Two ranks of one CPU each, unless ``spec`` says otherwise."""
+    """Create a job of two ranks with one CPU each, unless ``spec`` says otherwise."""
     gang = {"queue": queue} | ({"priorityClass": priority} if priority else {})
     container = {
         "name": "trainer",
@@ -114,12 +114,12 @@ def queued(name: str, queue: str, priority: str | None = None, **spec: Any) -> O
         "resources": {"requests": {"cpu": "1"}},
     }
     placement = {"gang": {"kueue": gang}} | spec.pop("placement", {})
-    template = {"spec": {"schedulerName": "nobody", "containers": [container]}}
+    template = {"spec": {"schedulerName": "absent", "containers": [container]}}
     return manifest(name, spec.pop("stages", 2), placement=placement, template=template, **spec)
 
 
 def of_pipelines(name: str, stages: int, replicas: int) -> Object:
-    """A job that asks for one rack for each of its pipelines."""
+    """A job that requires one rack for each of its pipelines."""
     cut = {"stages": stages, "replicas": replicas, "order": ["dp_replicate", "pp"]}
     topology = {"key": RACK, "per": "pipeline", "required": True}
     placement = {"topology": topology}
@@ -159,7 +159,7 @@ def test_the_next_job_is_admitted_when_there_is_room(jobs: Jobs, queue: str) -> 
     jobs.apply(queued("first", queue))
     pods = jobs.run("first", 2)
     assert [pod["spec"]["nodeSelector"] for pod in pods] == [FLAVOR] * 2
-    # The operator looks again, and leaves alone what Kueue has set.
+    # The operator reconciles again, and does not change what Kueue has set.
     jobs.installation.operator.restart()
     jobs.patch("first", {"activeDeadlineSeconds": 7200})
     jobs.wait("first", lambda job: job["status"]["observedGeneration"] == 2)
@@ -187,7 +187,7 @@ def test_preempted_by_a_more_important_job_and_admitted_again(jobs: Jobs, queue:
     jobs.run("patient", 2)
     jobs.apply(queued("urgent", queue, "high"))
     important = jobs.run("urgent", 2)
-    # Nothing was given back by the other one's ranks: they were stopped.
+    # Ranks of the other job gave nothing back: they were stopped.
     jobs.wait("patient", "Queued")
     status = jobs.get("patient")["status"]
     assert [(a["reason"], a["counted"]) for a in status["attempts"]] == [("Evicted", False)]
@@ -201,7 +201,7 @@ def test_preempted_by_a_more_important_job_and_admitted_again(jobs: Jobs, queue:
 
 
 def ungated(jobs: Jobs, name: str, count: int) -> list[Object]:
-    """The pods of a job's first attempt, once Kueue has told each of them its node."""
+    """The pods of a job's first attempt, once Kueue has assigned a node to each of them."""
 
     def look() -> list[Object]:
         pods = jobs.pods(name, count)
@@ -216,21 +216,21 @@ def ungated(jobs: Jobs, name: str, count: int) -> list[Object]:
 
 
 def test_each_pipeline_is_given_a_rack(jobs: Jobs, racks: Racks) -> None:
-    """Two racks of three nodes: four pods of which one rack is filled cut a pipeline in two."""
+    """Racks are two of three nodes: four pods of which one rack is filled cut a pipeline in two."""
     jobs.apply(of_pipelines("near", stages=2, replicas=2))
     pods = ungated(jobs, "near", 4)
     first, second = racks.of(pods[:2]), racks.of(pods[2:])
     assert {*first} != {*second} and len({*first}) == len({*second}) == 1, (first, second)
     workload = workload_of(jobs, the_job(jobs, "near", 0))
-    (asked,) = workload["spec"]["podSets"]
+    (pod_set,) = workload["spec"]["podSets"]
     slices = {"podSetSliceRequiredTopology": RACK, "podSetSliceSize": 2}
-    assert slices.items() <= asked["topologyRequest"].items()
+    assert slices.items() <= pod_set["topologyRequest"].items()
     jobs.succeed(jobs.run("near", 4))
     jobs.wait("near", "Complete")
 
 
 def test_a_pipeline_that_fits_in_no_rack_waits_for_one(jobs: Jobs, racks: Racks) -> None:
-    """There are six nodes for its four pods, and no rack has as many."""
+    """The six nodes would hold its four pods, but no rack does."""
     jobs.apply(of_pipelines("wide", stages=4, replicas=1))
     waits = jobs.wait("wide", "Queued")
     assert condition(waits, "PodsReady") == ("False", "WaitingForAdmission")

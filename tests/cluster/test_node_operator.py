@@ -24,13 +24,13 @@ from node_support import (
     Jobs,
     Witness,
     addresses,
-    all_told,
     at_iteration,
     condition,
+    final_status_written,
     follows,
     manifest,
-    told,
     training_of,
+    training_status,
 )
 from testbed import wait_for
 from testbed.api import Object
@@ -75,9 +75,9 @@ def test_the_first_example_adapts_and_completes(release: NodeCluster, node_jobs:
     example = ROOT / "examples/kubernetes/one-link.yaml"
     release.kubectl("apply", f"--namespace={node_jobs.namespace}", "-f", str(example))
     with Witness(node_jobs, "one-link") as witness:
-        done = node_jobs.wait("one-link", all_told, 240.0)
+        done = node_jobs.wait("one-link", final_status_written, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
-    assert follows(witness.conditions("ScheduleAdapted"), "True"), told(done)
+    assert follows(witness.conditions("ScheduleAdapted"), "True"), training_status(done)
     assert done["status"]["training"]["slowLinkCount"] == 0
     assert done["status"]["training"]["state"] == "finished"
     text = release.kubectl("get", f"--namespace={node_jobs.namespace}", "pipemorphjobs")
@@ -88,8 +88,7 @@ def test_the_first_example_adapts_and_completes(release: NodeCluster, node_jobs:
 def test_ranks_train_on_while_the_operator_is_replaced(
     release: NodeCluster, node_jobs: Jobs, tmp_path: Path
 ) -> None:
-    """A limit on a real link, of which a user is told; both processes die, and are upgraded, in the
-    middle of training."""
+    """A real link is limited, and shown so; both processes die, and are upgraded, meanwhile."""
     before = [len(addresses(node)) for node in release.nodes]
     node_jobs.apply(manifest("real", iterations=100_000))
     with Witness(node_jobs, "real") as witness:
@@ -129,7 +128,7 @@ def test_ranks_train_on_while_the_operator_is_replaced(
     assert [p["metadata"]["uid"] for p in now] == [p["metadata"]["uid"] for p in ranks]
     assert [p["status"]["containerStatuses"][0]["restartCount"] for p in now] == [0] * 4
     node_jobs.delete("real")
-    # Not the same ones: both processes have new pods.
+    # Both processes have new pods.
     assert [len(addresses(node)) for node in release.nodes] == before
 
 
@@ -138,22 +137,22 @@ def test_a_gpt_trains_to_completion(release: NodeCluster, node_jobs: Jobs) -> No
     job["spec"]["trainer"]["iterations"] = 20
     job["spec"]["schedule"]["microbatches"] = 4
     node_jobs.apply(job)
-    done = node_jobs.wait("gpt", all_told, 180.0)
+    done = node_jobs.wait("gpt", final_status_written, 180.0)
     training = done["status"]["training"]
     assert training["iteration"] >= 18
     # 5.5 nats per byte is what knowing nothing costs.
-    assert training["loss"] < 4.5, told(done)
+    assert training["loss"] < 4.5, training_status(done)
     node_jobs.delete("gpt")
 
 
 def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) -> None:
-    """All ranks save, in both pods, though one alone is deleted; so they do when all are."""
+    """Ranks save, in both pods, whether one pod is deleted or all are."""
     folder = f"/mnt/{node_jobs.namespace}"
     mounts = [{"name": "node", "mountPath": "/mnt"}]
     template = {
         "spec": {
             "containers": [{"name": "trainer", "volumeMounts": mounts}],
-            # Writable by any user, and left to the next attempt.
+            # Writable by any user, and stays for the next attempt.
             "volumes": [{"name": "node", "hostPath": {"path": "/tmp", "type": "Directory"}}],
         }
     }
@@ -188,20 +187,20 @@ def test_a_deleted_pod_and_a_suspended_job_lose_no_iteration(node_jobs: Jobs) ->
     node_jobs.delete("saves")
 
 
-def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) -> None:
+def test_uninstalling_removes_all_but_the_definition(release: NodeCluster) -> None:
     release.helm("uninstall", RELEASE, "--namespace", SYSTEM)
-    # The authority that jobs trust is kept for the next installation.
-    kept = f"secrets/{RELEASE}-pipemorph-operator-ingest-tls"
+    # The authority that jobs trust stays for the next installation.
+    secret = f"secrets/{RELEASE}-pipemorph-operator-ingest-tls"
     kinds = ("deployments", "pods", "services", "secrets", "serviceaccounts", "configmaps")
 
-    def left() -> set[str]:
+    def rest() -> set[str]:
         return {
             f"{kind}/{found['metadata']['name']}"
             for kind in kinds
             for found in release.client.list(kind, SYSTEM)
-        } - {"serviceaccounts/default", "configmaps/kube-root-ca.crt", kept}
+        } - {"serviceaccounts/default", "configmaps/kube-root-ca.crt", secret}
 
-    wait_for("all of the chart to go", lambda: not left(), 120.0, details=lambda: f"found {left()}")
+    wait_for("all of the chart to go", lambda: not rest(), 120.0, details=lambda: f"found {rest()}")
     for kind in ("clusterroles", "clusterrolebindings"):
         names = [found["metadata"]["name"] for found in release.client.list(kind)]
         assert not [name for name in names if name.startswith(RELEASE)]
@@ -209,7 +208,7 @@ def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) ->
 
 
 def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) -> None:
-    """What kubectl's plugin tells who may view the namespace of a job whose link 2 is slow, and for
+    """Check kubectl's plugin for a viewer of the namespace of a job whose link 2 is slow, and for
     which there is a plan: which link, since when, what was done, and what it saved."""
     namespace = node_jobs.namespace
     shell, job = Shell(viewer(nodes, namespace), folder), f"{namespace}/{name}"
@@ -217,12 +216,12 @@ def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) 
     (row,) = shell.run(f"kubectl pipemorph top -n {namespace}").splitlines()[1:]
     assert re.match(rf"{name} +Running +4/4 .* link 2 \+\d+ ms", row), row
 
-    told = shell.run(f"kubectl pipemorph top {job}")
-    assert re.search(rf"^{namespace} +{name} +Running +4/4 ", told, re.MULTILINE), told
-    assert re.search(r"^outcome  ", told, re.MULTILINE), told
+    output = shell.run(f"kubectl pipemorph top {job}")
+    assert re.search(rf"^{namespace} +{name} +Running +4/4 ", output, re.MULTILINE), output
+    assert re.search(r"^outcome  ", output, re.MULTILINE), output
 
-    told = shell.run(f"kubectl pipemorph explain {job}")
-    assert len(told.splitlines()) <= 10, told
+    output = shell.run(f"kubectl pipemorph explain {job}")
+    assert len(output.splitlines()) <= 10, output
     for expected in (
         rf"^outcome  {job} is Running; 4 stages, 4/4 pods ready; iteration ",
         r"^seen     .*link 2 \(\+.*since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC",
@@ -230,13 +229,13 @@ def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) 
         r"^worth    ",
         r"^to do    ",
     ):
-        assert re.search(expected, told, re.MULTILINE), f"no {expected} in\n{told}"
+        assert re.search(expected, output, re.MULTILINE), f"no {expected} in\n{output}"
 
-    told = shell.run(f"kubectl pipemorph timeline {job} --seconds 3 --out trace.json")
-    assert re.fullmatch(r"timeline: trace.json: \d+ iterations\n", told), told
+    output = shell.run(f"kubectl pipemorph timeline {job} --seconds 3 --out trace.json")
+    assert re.fullmatch(r"timeline: trace.json: \d+ iterations\n", output), output
     trace = json.loads((folder / "trace.json").read_text())
     ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    # As Perfetto wants it: https://perfetto.dev/docs/concepts/ui-legacy-json-formats
+    # Perfetto's format: https://perfetto.dev/docs/concepts/ui-legacy-json-formats
     assert all(event["dur"] > 0 and event["ts"] >= 0 and event["name"] for event in ops)
     assert {(event["pid"], event["tid"]) for event in ops} == {(0, stage) for stage in range(4)}
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
@@ -247,7 +246,7 @@ def _check_plugin(nodes: NodeCluster, node_jobs: Jobs, name: str, folder: Path) 
 
 
 def _check_ranks(nodes: NodeCluster, node_jobs: Jobs, name: str) -> None:
-    """Each has its device, and none is root."""
+    """Check that each rank has its device, and none is root."""
     pods = node_jobs.pods(name)
     assert len(pods) == 4
     given = set()
@@ -271,7 +270,7 @@ def _attempt_at_iteration(attempt: int, number: int) -> Callable[[Object], bool]
 
 
 def _adapted_to(link: int, *, since: int = 0) -> Callable[[Object], bool]:
-    """A plan for what was found of a link is in effect, at iteration `since` or later."""
+    """Check for a plan in effect for the state of a link, at iteration `since` or later."""
 
     def adapted(job: Object) -> bool:
         change = training_of(job).get("lastAdaptation") or {}

@@ -1,5 +1,5 @@
-"""Who reaches whom under the NetworkPolicies of a job and of the chart: pods connect to each other
-on a node whose network enforces them."""
+"""Access under the NetworkPolicies of a job and of the chart: pods connect to each other on a node
+whose network enforces them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,22 +16,22 @@ from testbed.controlplane import SERVICE_IP_OF_API
 from testbed.images import BASE
 from testbed.node_cluster import NodeCluster
 
-from pipemorph_operator.children import Attempt
-from pipemorph_operator.children.objects import network_policy
-from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.kube.job_object import read_job
+from pipemorph_operator.resources import Attempt
+from pipemorph_operator.resources.attempt_objects import build_network_policy
 
 pytestmark = pytest.mark.node
 
 RENDEZVOUS, ENGINE, METRICS = 29500, 7000, 9400
-"""Of a rank; the metrics of its pod's other rank are one above."""
+"""Ports of a rank; the metrics of its pod's other rank are one above."""
 HTTPS, INGEST_METRICS, OPERATOR_METRICS = 8443, 8081, 8080
 DATA = 9000
 DEADLINE = 120.0
 
 
 class Door(NamedTuple):
-    """Where somebody may be let in; ``at``: a pod, or an address."""
+    """Ports that may let a client in; ``at``: a pod, or an address."""
 
     at: str
     port: int
@@ -40,7 +40,7 @@ class Door(NamedTuple):
 RANK = {Door("rank-1", port) for port in (RENDEZVOUS, ENGINE)}
 RANK_METRICS = {Door("rank-1", METRICS), Door("rank-1", METRICS + 1)}
 BEYOND = {Door("rank-1", METRICS + 2)}
-"""Beside the metrics."""
+"""Next to the ports of metrics."""
 REPORTS = {Door("ingest", HTTPS)}
 METRICS_OF_BOTH = {Door("ingest", INGEST_METRICS), Door("operator", OPERATOR_METRICS)}
 ANYWHERE = {Door("data", DATA)}
@@ -60,7 +60,7 @@ MAY: dict[str, set[Door]] = {
     "ingest": CLUSTER,
     "helm-test": REPORTS | ANYWHERE | CLUSTER,
 }
-"""Who reaches what. Nobody is asked about doors of its own."""
+"""Doors that each pod reaches, without its own."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Site:
     addresses: Mapping[str, str]
 
     def reached(self, who: str) -> set[Door]:
-        """The doors at which a pod is let in. All are tried at a time: who is dropped waits."""
+        """The doors at which a pod is let in. All are tried at once: a dropped connection waits."""
         doors = sorted(door for door in ALL if door.at != who)
         tries = "".join(
             f"(timeout 3 bash -c 'exec 3<>/dev/tcp/{self.addresses.get(door.at, door.at)}"
@@ -85,7 +85,7 @@ class Site:
         return {doors[int(number)] for number in said.split()}
 
     def expect(self, what: str, who: str, doors: set[Door]) -> None:
-        """Until it is so: a policy takes a moment to be known."""
+        """Wait until it is so: a policy takes a moment to be known."""
         wanted = {door for door in doors if door.at != who}
 
         def look() -> bool:
@@ -98,7 +98,7 @@ class Site:
 
 
 def pod(name: str, node: str, labels: Mapping[str, str], ports: Mapping[int, str]) -> Object:
-    """One that answers at ``ports``, whose names policies may use; empty: it has none."""
+    """A pod that answers at ``ports``, whose names policies may use; empty: it has none."""
     serve = "".join(f"httpd -p {port} -h /tmp/w; " for port in ports)
     container = {
         "name": "main",
@@ -160,10 +160,10 @@ def site(node_cluster: NodeCluster) -> Iterator[tuple[Site, list[Object]]]:
         metrics = range(METRICS, METRICS + 3)
         rank_ports = dict.fromkeys((RENDEZVOUS, ENGINE, *metrics), "")
         pods = {
-            "rank-0": (training, one.labels(), {}),
-            "rank-1": (training, one.labels(), rank_ports),
-            "other-job": (training, other.labels(), {}),
-            "labelled-elsewhere": (elsewhere, one.labels(), {}),
+            "rank-0": (training, one.build_labels(), {}),
+            "rank-1": (training, one.build_labels(), rank_ports),
+            "other-job": (training, other.build_labels(), {}),
+            "labelled-elsewhere": (elsewhere, one.build_labels(), {}),
             "stranger": (training, {}, {}),
             "data": (elsewhere, {}, {DATA: ""}),
             "prometheus": (monitoring, {}, {}),
@@ -180,9 +180,9 @@ def site(node_cluster: NodeCluster) -> Iterator[tuple[Site, list[Object]]]:
         config = OperatorConfig(
             ingest_url="https://ingest", network_policies=True, metrics_from=tuple(scrapes)
         )
-        policies = [network_policy(each, config) for each in (one, other)]
+        policies = [build_network_policy(each, config) for each in (one, other)]
         for policy in policies:
-            del policy["metadata"]["ownerReferences"]  # Who has no owner here would be removed.
+            del policy["metadata"]["ownerReferences"]  # Objects of a missing owner would go.
         policies += [each for each in made if each["kind"] == "NetworkPolicy"]
         namespaces = {name: namespace for name, (namespace, *_) in pods.items()}
         yield Site(nodes, namespaces, addresses), policies

@@ -1,4 +1,4 @@
-"""What is lost of a job whose ranks are real pods, and how it goes on: ranks, pods, and a node."""
+"""Losses of a job whose ranks are real pods, and its recovery: ranks, pods, and a node."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from node_support import (
     START,
     Jobs,
     Object,
-    all_told,
     at_attempt,
     at_iteration,
     condition,
+    final_status_written,
     kill_process,
     manifest,
-    told,
     training_of,
+    training_status,
 )
 from testbed import NotYet, wait_for
 from testbed.kueue import GROUP, kueue
@@ -42,7 +42,7 @@ SNAPSHOTS = 4
 
 
 def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Jobs) -> None:
-    """Its kubelet stops: its rank trains on for a while, and nobody can say when it ends."""
+    """The kubelet stops: its rank trains on for a while, and its end cannot be observed."""
     second = release.add_node()
     template = {
         "spec": {
@@ -62,7 +62,7 @@ def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Job
     assert ended["status"]["restarts"] == 0, "the program did nothing wrong"
     assert ended["status"]["disruptions"] == 1
     assert second.name in ended["status"]["attempts"][0]["message"]
-    # As the cloud's controller does with a machine that is no more.
+    # The cloud's controller does so with a machine that no longer exists.
     release.remove_node(second)
 
     def on_the_other(job: Object) -> bool:
@@ -80,9 +80,8 @@ def test_a_node_is_lost_under_a_running_job(release: NodeCluster, node_jobs: Job
 def test_the_pod_of_a_lost_node_is_replaced_in_its_job(
     release: NodeCluster, node_jobs: Jobs
 ) -> None:
-    """As by a power cut, and nobody takes the node away. One of two pods with a stage each is on
-    it; the state of its rank is in the memory of the other one. The job is in a queue of a real
-    Kueue."""
+    """The node stays listed, as after a power cut. One of two pods with a stage each is on it; the
+    state of its rank is in the memory of the other one. The job is in a queue of a real Kueue."""
     well = _gpt_of_two_pods("node-well", restarts=0, ranks=1)
     lost = _gpt_of_two_pods("node-lost", restarts=1, ranks=1)
     for job in (well, lost):
@@ -93,11 +92,11 @@ def test_the_pod_of_a_lost_node_is_replaced_in_its_job(
     (trainer,) = pod["containers"]
     trainer["resources"] = {"requests": {"cpu": "250m"}}
     pod |= {"tolerations": GONE, "terminationGracePeriodSeconds": 1}
-    # Which node gets which pod is the test's to say.
-    pod["schedulerName"] = "nobody"
+    # The test binds pods to nodes.
+    pod["schedulerName"] = "absent"
 
     node_jobs.apply(well)
-    undisturbed = node_jobs.wait("node-well", all_told, 180.0)
+    undisturbed = node_jobs.wait("node-well", final_status_written, 180.0)
     node_jobs.delete("node-well")
 
     first, second = release.nodes[0], release.add_node()
@@ -124,24 +123,24 @@ def test_the_pod_of_a_lost_node_is_replaced_in_its_job(
         )
         assert record["replaced"] == [1], record
         assert record["state"] == "neighbour" and record["repeated"] <= SNAPSHOTS, record
-        # Of a machine that nothing else uses. Of the node only whole seconds are known.
+        # For an otherwise idle machine. The node's time is in whole seconds.
         assert seconds < 30.0 * patience() + 1.0
 
-        done = node_jobs.wait("node-lost", all_told, 180.0)
+        done = node_jobs.wait("node-lost", final_status_written, 180.0)
         for field in ("jobUid", "attempt", "restarts", "disruptions"):
-            assert done["status"].get(field) == before["status"].get(field), told(done)
+            assert done["status"].get(field) == before["status"].get(field), training_status(done)
         assert _batch_job(node_jobs, done)["metadata"]["uid"] == batch["metadata"]["uid"]
         now = _workload_of(node_jobs, batch)
         assert now["metadata"]["uid"] == workload["metadata"]["uid"]
         assert condition(now, "Evicted") == {}, now["status"]
-        assert training_of(done)["loss"] == training_of(undisturbed)["loss"], told(done)
+        assert training_of(done)["loss"] == training_of(undisturbed)["loss"], training_status(done)
         release.remove_node(second)
         node_jobs.delete("node-lost")
 
 
 @contextmanager
 def _in_a_queue(nodes: NodeCluster, namespace: str) -> Iterator[None]:
-    """A real Kueue, of which the namespace has the queue ``training``."""
+    """A real Kueue, and the queue ``training`` in the namespace."""
     api = f"{GROUP}/v1beta2"
     quota = {"name": namespace, "resources": [{"name": "cpu", "nominalQuota": "4"}]}
     groups = [{"coveredResources": ["cpu"], "flavors": [quota]}]
@@ -203,11 +202,11 @@ def _workload_of(node_jobs: Jobs, batch: Object) -> Object:
 
 
 def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
-    """One of a pod with two: the job is the same, its pods are, and so is the last loss."""
+    """Ranks of a pod with two are killed: job and pods stay, and the last loss is right."""
     well = _gpt_of_two_pods("well", restarts=0)
     lost = _gpt_of_two_pods("gpt-lost", restarts=1)
     node_jobs.apply(well)
-    undisturbed = node_jobs.wait("well", all_told, 180.0)
+    undisturbed = node_jobs.wait("well", final_status_written, 180.0)
     node_jobs.delete("well")
 
     node_jobs.apply(lost)
@@ -215,21 +214,21 @@ def test_killed_ranks_start_again_in_their_pods(node_jobs: Jobs) -> None:
     pods = node_jobs.pods("gpt-lost")
     assert len(pods) == 2
     _kill_rank(node_jobs, pods[1], 3)
-    told_of = node_jobs.wait("gpt-lost", _recovered(1), 90.0)
-    (record,) = told_of["status"]["recoveries"]["last"]
+    recovered = node_jobs.wait("gpt-lost", _recovered(1), 90.0)
+    (record,) = recovered["status"]["recoveries"]["last"]
     assert record["cause"] == "rank 3 (stage 1, replica 1) was killed by SIGKILL"
     assert (record["pod"], record["rank"], record["generation"]) == (1, 3, 1)
-    assert (record["repeated"], record["state"]) == (0, "kept"), told(told_of)
-    done = node_jobs.wait("gpt-lost", all_told, 180.0)
+    assert (record["repeated"], record["state"]) == (0, "kept"), training_status(recovered)
+    done = node_jobs.wait("gpt-lost", final_status_written, 180.0)
     print(f"from the loss to the next finished iteration: {record['seconds']} s")
     # A limit for a busy machine: on an idle one it takes a few seconds.
     assert record["seconds"] < 30.0 * patience()
     for field in ("jobUid", "attempt", "restarts", "disruptions"):
-        assert done["status"][field] == before["status"][field], told(done)
+        assert done["status"][field] == before["status"][field], training_status(done)
     assert [pod["metadata"]["uid"] for pod in node_jobs.pods("gpt-lost")] == [
         pod["metadata"]["uid"] for pod in pods
     ]
-    assert training_of(done)["loss"] == training_of(undisturbed)["loss"], told(done)
+    assert training_of(done)["loss"] == training_of(undisturbed)["loss"], training_status(done)
     reasons = _events(node_jobs, "gpt-lost")
     assert {"RanksRestarted", "Recovered"} <= reasons, reasons
     node_jobs.delete("gpt-lost")
@@ -244,7 +243,7 @@ def test_a_killed_and_a_deleted_pod_are_replaced_in_their_job(node_jobs: Jobs) -
         # A replica in each pod: the other one has its state.
         job["spec"]["parallelism"]["order"] = ["dp_replicate", "pp"]
     node_jobs.apply(well)
-    undisturbed = node_jobs.wait("pods-well", all_told, 240.0)
+    undisturbed = node_jobs.wait("pods-well", final_status_written, 240.0)
     node_jobs.delete("pods-well")
 
     node_jobs.apply(lost)
@@ -269,16 +268,16 @@ def test_a_killed_and_a_deleted_pod_are_replaced_in_their_job(node_jobs: Jobs) -
     print(f"deleted: {record['seconds']} s, {_since_running(third[0], record)} s after it ran")
     assert (record["repeated"], record["state"]) == (0, "replica"), record
 
-    done = node_jobs.wait("pods-lost", all_told, 240.0)
+    done = node_jobs.wait("pods-lost", final_status_written, 240.0)
     for field in ("jobUid", "attempt", "restarts", "disruptions"):
-        assert done["status"][field] == before["status"][field], told(done)
+        assert done["status"][field] == before["status"][field], training_status(done)
     uids = [[pod["metadata"]["uid"] for pod in pods] for pods in (first, second, third)]
     assert uids[0][0] == uids[1][0] and uids[1][1] == uids[2][1], "the other pod stays"
     assert len({uid for pods in uids for uid in pods}) == 4
     now = node_jobs.nodes.client.get("jobs", before["status"]["jobName"], node_jobs.namespace)
     assert now["metadata"]["uid"] == job["metadata"]["uid"]
     assert not now["status"].get("failed"), "the Job controller has counted none"
-    assert training_of(done)["loss"] == training_of(undisturbed)["loss"], told(done)
+    assert training_of(done)["loss"] == training_of(undisturbed)["loss"], training_status(done)
     assert {"PodReplaced", "RanksRestarted", "Recovered"} <= _events(node_jobs, "pods-lost")
     node_jobs.delete("pods-lost")
 
@@ -296,7 +295,7 @@ def _since_running(pod: Object, record: Object) -> float:
 
 
 def _gpt_of_two_pods(name: str, *, restarts: int, ranks: int = 2) -> Object:
-    """As many replicas of two stages as a pod has ``ranks``."""
+    """Job with as many replicas of two stages as a pod has ``ranks``."""
     job: Object = yaml.safe_load((ROOT / "examples/kubernetes/gpt.yaml").read_text())
     job["metadata"]["name"] = name
     job["spec"]["parallelism"] = {
@@ -311,7 +310,7 @@ def _gpt_of_two_pods(name: str, *, restarts: int, ranks: int = 2) -> Object:
 
 
 def _kill_rank(node_jobs: Jobs, pod: Object, rank: int) -> None:
-    # Its data loaders would inherit the name.
+    # Data loaders would inherit the name.
     kill_process(node_jobs, pod, f"grep -qsx rank-{rank} $p/comm")
 
 

@@ -1,4 +1,4 @@
-"""What users meet first: the chart, `kubectl explain`, good manifests taken, bad ones refused."""
+"""First contact of users: the chart, `kubectl explain`, good manifests taken, bad ones refused."""
 
 import asyncio
 import base64
@@ -27,12 +27,12 @@ from rendered_chart import rendered
 from testbed import ApiError, TestbedError, wait_for
 
 from pipemorph.planning.problem import MAX_CELLS
-from pipemorph_operator.children import Attempt, objects
-from pipemorph_operator.cluster.client import METADATA_ONLY, Cluster
-from pipemorph_operator.cluster.client import path as api_path
-from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.kube.client import METADATA_ONLY, KubeClient
+from pipemorph_operator.kube.client import build_path as api_path
+from pipemorph_operator.kube.job_object import read_job
 from pipemorph_operator.names import LABEL_LEADER
+from pipemorph_operator.resources import Attempt, build_objects
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -66,7 +66,7 @@ BAD = [
     ("schedule.warmup", [99, 3, 2, 1], "spec.schedule.warmup"),
     ("schedule.inFlightLimit", 0, "spec.schedule.inFlightLimit"),
     ("trainer.module", "no module", "spec.trainer.module"),
-    ("trainer.command", ["python", "x.py"], "give one of module and command"),
+    ("trainer.command", ["python", "x.py"], "set one of module and command"),
     ("adaptation.minGian", 0.5, "spec.adaptation.minGian"),
     ("adaptation.relayout", True, "adaptation.relayout needs failurePolicy.maxRestarts"),
     ("adaptation.relayout", True, "adaptation.relayout needs parallelism.layers"),
@@ -123,16 +123,16 @@ def test_a_job_that_is_too_large_to_plan_is_refused(jobs: Jobs) -> None:
 def test_jobs_are_listed_without_what_makes_them_large(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the operator's own client: pages of metadata, and no more."""
+    """The operator's own client requests pages of metadata, and no more."""
     jobs.apply(manifest("one", stages=1, suspend=True))
     jobs.apply(manifest("two", stages=1, suspend=True))
     monkeypatch.setenv("KUBECONFIG", str(jobs.cluster.admin))
     url = api_path("PipeMorphJob", jobs.namespace)
 
     async def ask() -> tuple[list[Any], list[Any]]:
-        async with await Cluster.configured() as api:
-            pages = [p async for p in api.pages(url, limit=1, accept=METADATA_ONLY)]
-            return [m async for m in api.metadata(url)], pages
+        async with await KubeClient.from_environment() as api:
+            pages = [p async for p in api.list_pages(url, limit=1, accept=METADATA_ONLY)]
+            return [m async for m in api.list_metadata(url)], pages
 
     listed, pages = asyncio.run(ask())
     assert [found["name"] for found in listed] == ["one", "two"]
@@ -201,7 +201,7 @@ def test_an_attempt_that_avoids_nodes_is_taken(jobs: Jobs) -> None:
     body = manifest("avoids")
     body["metadata"] |= {"namespace": jobs.namespace, "uid": "0b7c9d2e-0000-0000-0000-444455556666"}
     attempt = Attempt(read_job(body), body["metadata"]["uid"], 0, ("a", "b"), ("c", "d"))
-    made = objects(attempt, OperatorConfig(ingest_url="https://none.invalid"))
+    made = build_objects(attempt, OperatorConfig(ingest_url="https://none.invalid"))
     affinity = made[-1]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
     assert all(len(str(terms)) > 2 for terms in affinity.values())
     assert len(affinity) == 2, "both kinds are to be judged"
@@ -234,7 +234,7 @@ def test_the_chart_is_upgraded_with_its_crd_and_keeps_its_authority(jobs: Jobs) 
     crd["spec"]["versions"][0]["additionalPrinterColumns"] = columns[:1]
     edit = {"spec": {"versions": crd["spec"]["versions"]}}
     cluster.client.patch("crds", "pipemorphjobs.pipemorph.io", edit)
-    # An edit by hand is a conflict under server-side apply; the chart's word holds.
+    # An edit by hand is a conflict under server-side apply; the chart's value holds.
     cluster.helm("upgrade", RELEASE, str(CHART), "--namespace", SYSTEM, "--force-conflicts")
     after = cluster.client.get("secrets", f"{FULL_NAME}-ingest-tls", SYSTEM)["data"]
     assert after == before, "running ranks would no longer trust the ingest"
@@ -242,7 +242,7 @@ def test_the_chart_is_upgraded_with_its_crd_and_keeps_its_authority(jobs: Jobs) 
     assert len(crd["spec"]["versions"][0]["additionalPrinterColumns"]) == len(columns)
 
 
-def test_the_authority_is_rotated_without_a_moment_in_which_ranks_trust_nobody(jobs: Jobs) -> None:
+def test_ranks_trust_an_authority_at_every_moment_of_its_rotation(jobs: Jobs) -> None:
     def upgrade(rotation: str) -> dict[str, str]:
         value = f"--set=ingest.tls.rotation={rotation}"
         jobs.cluster.helm("upgrade", RELEASE, str(CHART), "--namespace", SYSTEM, value)
@@ -258,7 +258,7 @@ def test_the_authority_is_rotated_without_a_moment_in_which_ranks_trust_nobody(j
             return None  # The definition was changed just now: its storage is not there yet.
         return [job for job in found if "deletionTimestamp" not in job["metadata"]]
 
-    # Those of other tests go with their namespaces.
+    # Objects of other tests go with their namespaces.
     wait_for("no other job to be there", lambda: others() == [], 120.0)
     before = upgrade("")
     with pytest.raises(TestbedError, match="no new authority to switch to"):
@@ -269,7 +269,7 @@ def test_the_authority_is_rotated_without_a_moment_in_which_ranks_trust_nobody(j
     assert begun["tls.crt"] == before["tls.crt"]
     assert is_issued_by(before["tls.crt"], begun["ca.crt"])
     assert upgrade("begin") == begun, "a second authority was made"
-    with pytest.raises(TestbedError, match=f"ranks of {jobs.namespace}/early trust the old"):
+    with pytest.raises(TestbedError, match=f"ranks of {jobs.namespace}/early trust only the old"):
         upgrade("switch")
     jobs.patch("early", {"suspend": True})
     jobs.wait("early", "Suspended")
@@ -311,7 +311,7 @@ def test_both_processes_are_replaced_within_seconds_of_their_nodes_loss() -> Non
         assert [s["labelSelector"]["matchLabels"] for s in spread] == [labels] * 2
         budget = by_kind["PodDisruptionBudget", name]["spec"]
         assert (budget["maxUnavailable"], budget["selector"]["matchLabels"]) == (1, labels)
-    # The ingest labels its pod that leads, and the Service selects the label beside all others.
+    # The ingest labels its pod that leads, and the Service selects this label, too.
     (container,) = pod["containers"]
     selector = ",".join(f"{key}={value}" for key, value in labels.items())
     assert {f"--pods={selector}", "--identity=$(POD_NAME)"} < {*container["args"]}
@@ -359,7 +359,7 @@ def test_without_network_policies_of_jobs_there_is_no_right_to_make_any() -> Non
         assert passed == ([peers] if enabled else [])
 
 
-def test_nobody_has_rights_to_nodes() -> None:
+def test_no_account_has_rights_to_nodes() -> None:
     made = rendered()
     rules = [rule for document in made for rule in document.get("rules") or ()]
     assert not [rule for rule in rules if {"nodes", "nodes/status"} & {*rule["resources"]}]
@@ -400,8 +400,8 @@ def test_a_namespaced_installation_has_no_rights_elsewhere() -> None:
 
 
 def test_events_may_be_written_where_there_are_jobs_and_of_nodes() -> None:
-    """And, of both Leases, where the release is: by nobody anywhere else, and read by the operator
-    alone, of its jobs."""
+    """Events of jobs, and of both Leases where the release is, may be written; no one else may
+    write elsewhere, and the operator alone reads those of its jobs."""
 
     def granted(**values: Any) -> set[tuple[str, str, str]]:
         return {
@@ -447,7 +447,7 @@ def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path
         [
             "--ingest-url=https://ingest:8443",
             f"--namespace={jobs.namespace}",
-            "--namespace=gone",  # Its Roles have gone with it.
+            "--namespace=gone",  # The namespace's Roles have gone with it.
             lease,
         ],
         tmp_path,
@@ -490,8 +490,8 @@ def test_the_image_may_be_named_by_its_digest(image: dict[str, str], expected: s
     assert [c["image"] for pod in pods for c in pod["containers"]] == [expected] * 3
 
 
-def test_an_image_with_a_digest_takes_no_tag_beside_it() -> None:
-    with pytest.raises(TestbedError, match=r"has a digest; leave image\.tag"):
+def test_an_image_with_a_digest_takes_no_tag() -> None:
+    with pytest.raises(TestbedError, match=r"which has a digest; expected empty image\.tag"):
         rendered(**{"image.repository": f"op@{DIGEST}", "image.tag": "1.2"})
 
 
@@ -506,7 +506,7 @@ def test_two_installations_of_one_name_share_nothing_in_the_cluster() -> None:
     assert not found[0] & found[1]
 
 
-def test_the_pod_of_helm_test_runs_under_quotas_and_beside_meshes(jobs: Jobs) -> None:
+def test_the_pod_of_helm_test_runs_under_quotas_and_with_meshes(jobs: Jobs) -> None:
     values = {"podLabels.team": "a", "podAnnotations.note": "b", "test.labels.mesh": "off"}
     made = rendered(**values)
     (pod,) = [each for each in made if each["kind"] == "Pod"]
@@ -541,7 +541,7 @@ def test_the_chart_is_a_dependency_with_a_condition(jobs: Jobs, tmp_path: Path) 
 
 
 def test_what_running_jobs_need_outlives_the_chart() -> None:
-    def kept(**values: Any) -> set[str]:
+    def retained(**values: Any) -> set[str]:
         keep = "helm.sh/resource-policy"
         return {
             each["kind"]
@@ -549,8 +549,8 @@ def test_what_running_jobs_need_outlives_the_chart() -> None:
             if (each["metadata"].get("annotations") or {}).get(keep) == "keep"
         }
 
-    assert kept() == {"CustomResourceDefinition", "Secret"}
-    assert kept(**{"crds.keep": False}) == set()
+    assert retained() == {"CustomResourceDefinition", "Secret"}
+    assert retained(**{"crds.keep": False}) == set()
     budgets = [e for e in rendered() if e["kind"] == "PodDisruptionBudget"]
     assert [e["spec"]["unhealthyPodEvictionPolicy"] for e in budgets] == ["AlwaysAllow"] * 2
 
@@ -566,7 +566,7 @@ def test_the_authority_is_the_same_after_an_uninstallation(jobs: Jobs) -> None:
         found.append(jobs.cluster.client.get("secrets", secret, jobs.namespace)["data"])
         jobs.cluster.helm("uninstall", release, *where)
     assert found[0] == found[1]
-    # One under another name has another one.
+    # A release under another name has another authority.
     jobs.cluster.helm("install", f"other-{jobs.namespace}", str(CHART), *where, *values)
     secret = f"other-{jobs.namespace}-pipemorph-operator-ingest-tls"
     other = jobs.cluster.client.get("secrets", secret, jobs.namespace)["data"]
@@ -584,7 +584,7 @@ def test_an_installation_without_a_trainer_image_says_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("value", "kept"),
+    ("value", "retained"),
     [
         ("crds.keep=true", {"crd", "secret"}),
         ("crds.keep=false", set()),
@@ -592,23 +592,23 @@ def test_an_installation_without_a_trainer_image_says_what_is_missing(
         ("ingest.tls.existingSecret=mine", {"crd"}),
     ],
 )
-def test_nobody_is_told_to_delete_what_the_chart_has_not_made(
-    jobs: Jobs, value: str, kept: set[str]
+def test_notes_name_only_objects_of_the_chart_for_deletion(
+    jobs: Jobs, value: str, retained: set[str]
 ) -> None:
     where = ("--namespace", "sys", "--dry-run=client", f"--set={value}")
     said = jobs.cluster.helm("install", "x", str(CHART), *where)
-    assert {kind for kind in ("crd", "secret") if f"kubectl delete {kind} " in said} == kept
+    assert {kind for kind in ("crd", "secret") if f"kubectl delete {kind} " in said} == retained
 
 
 def added(said: Any, live: Any) -> list[str]:
-    """What a diff shows of a manifest: Argo CD compares maps by the keys in it, and whole lists."""
+    """Additions that a diff shows of a manifest: Argo CD compares maps by keys, and whole lists."""
     if isinstance(said, dict) and isinstance(live, dict):
         return [f"{k}.{each}" for k in said for each in added(said[k], live.get(k))]
     return [] if said == live else [f" is {live}, and not {said}"]
 
 
 def test_two_server_side_managers_apply_one_manifest(jobs: Jobs) -> None:
-    """As Argo CD does beside a person: the API server must not add to what both say."""
+    """Argo CD and a person apply one manifest: the API server must not add to what both say."""
     for path in EXAMPLES:
         (manifest,) = yaml.safe_load_all(path.read_text())
         where = ("-n", jobs.namespace, "-f", str(path))
@@ -629,7 +629,7 @@ def test_values_that_do_not_exist_are_refused() -> None:
 
 
 def test_monitors_find_the_ports_and_pods_there_are(jobs: Jobs) -> None:
-    """Their kinds are the Prometheus operator's, which is not here to judge them."""
+    """Kinds of the Prometheus operator, which does not run here to judge them."""
     on = {"metrics.serviceMonitor.enabled": True, "metrics.podMonitor.enabled": True}
     made = rendered(**on, watchNamespaces=["a", "b"])
     by_kind = {document["kind"]: document for document in made}

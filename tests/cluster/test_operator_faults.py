@@ -1,4 +1,4 @@
-"""The operator is killed in the middle of everything; the API server goes away and comes back."""
+"""The operator is killed at any moment; the API server goes away and comes back."""
 
 import random
 import time
@@ -40,7 +40,7 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     jobs.patch(name, {"suspend": True})
     killer.strike()  # suspending
     jobs.wait(name, "Suspended")
-    jobs.expect_none_left(name)
+    jobs.expect_all_gone(name)
     jobs.patch(name, {"suspend": False})
     killer.strike()  # resuming
     pods = jobs.run(name, 2, attempt=1)
@@ -57,7 +57,7 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     jobs.cluster.client.delete("pipemorphjobs", name, jobs.namespace)
     killer.strike()  # deleting
     jobs.wait(name, "deleted")
-    jobs.expect_none_left(name)
+    jobs.expect_all_gone(name)
     jobs.apply(manifest("fails", stages=2))
     pods = jobs.run("fails", 2)
     jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)

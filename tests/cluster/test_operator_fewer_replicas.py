@@ -9,9 +9,9 @@ from operator_support import DEADLINE, Jobs, Object, condition, manifest, said
 from played_ranks import Ranks
 from testbed import NotYet, wait_for
 
-from pipemorph.api.running import Running
-from pipemorph.api.spec import JobSpec
-from pipemorph.wire import PodReport
+from pipemorph.protocol import PodReport
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.running_subset import RunningSubset
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -22,14 +22,14 @@ STEP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 
 
 class Launcher:
-    """That of one pod."""
+    """Launcher of one pod."""
 
     def __init__(self, jobs: Jobs, index: int, pod: Object, born: int = 0) -> None:
         self.jobs, self.index, self.pod = jobs, index, pod
         self._token, self._name = jobs.token(NAME, pod), f"{index} born {born}"
 
     def tell(self, event: str, generation: int, **fields: Any) -> Object:
-        """What is answered at once."""
+        """Send a report and return the immediate answer."""
         report = PodReport(
             attempt=0, generation=generation, pod=self.index, launcher=self._name, event=event,
             **fields,
@@ -37,31 +37,31 @@ class Launcher:
         path = f"/v1/jobs/{self.jobs.namespace}/{NAME}/generation?wait=0"
         body = report.model_dump_json().encode()
 
-        def told() -> Object:
+        def read_answer() -> Object:
             status, answer = self.jobs.installation.request(
                 "POST", path, token=self._token, body=body
             )
             if status in (401, 403, 404):
-                raise NotYet(f"it answered {status}: {answer}")  # It has not heard of the pod.
+                raise NotYet(f"it answered {status}: {answer}")  # The pod is unknown yet.
             assert status == 200, answer
             return answer
 
-        return wait_for(f"an answer to pod {self.index}", told, DEADLINE)
+        return wait_for(f"an answer to pod {self.index}", read_answer, DEADLINE)
 
     def until(self, event: str, generation: int, wanted: int, **fields: Any) -> Object:
-        """Tell it until the answer is of generation ``wanted``, which its ranks may begin."""
+        """Repeat a report until its ranks may begin generation ``wanted``."""
 
         def begins() -> Object:
-            told = self.tell(event, generation, **fields)
-            if told["generation"] != wanted or told["over"]:
-                raise NotYet(f"it is told {told}")
-            return told
+            answer = self.tell(event, generation, **fields)
+            if answer["generation"] != wanted or answer["over"]:
+                raise NotYet(f"it got {answer}")
+            return answer
 
         return wait_for(f"generation {wanted} at pod {self.index}", begins, DEADLINE)
 
 
 def lose(jobs: Jobs, launchers: list[Launcher], generation: int, finished: int) -> None:
-    """Pod 3 is deleted, and its replica left out of the next generation."""
+    """Delete pod 3, whose replica is omitted from the next generation."""
     jobs.cluster.client.delete("pods", launchers[3].pod["metadata"]["name"], jobs.namespace)
     jobs.wait(NAME, lambda job: len(job["status"].get("replacements", [])) > generation // 2)
     loss = {"reason": "rank 1 lost rank 3", "at": 1.0, "rank": 1, "lost_peer": True}
@@ -70,12 +70,12 @@ def lose(jobs: Jobs, launchers: list[Launcher], generation: int, finished: int) 
     for each in (launchers[0], launchers[2]):
         each.tell("gone", generation, **gone)
     for each in (launchers[0], launchers[2]):
-        told = each.until("gone", generation, generation + 1, **gone)
-        assert told["left_out"] == [1], told
+        answer = each.until("gone", generation, generation + 1, **gone)
+        assert answer["excluded_replicas"] == [1], answer
 
 
 def trains(before: Ranks, spec: JobSpec) -> Ranks:
-    """The ranks of what runs now go on."""
+    """Train on with the present ranks; returns them."""
     ranks = Ranks(before.jobs, NAME, spec, before.token, before.attempt)
     ranks.iteration, ranks.sequence = before.iteration, before.sequence
     ranks.run(3)
@@ -93,7 +93,7 @@ def test_fewer_replicas_train_on_with_the_whole_batch_and_the_job_ends_without_t
     jobs.apply(job)
     pods = jobs.run(NAME, 4)
     whole = JobSpec.model_validate(jobs.get(NAME)["spec"])
-    half = Running(whole.parallelism, (1,)).spec(whole)
+    half = RunningSubset(whole.parallelism, (1,)).build_reduced_spec(whole)
     assert half.schedule.microbatches == 2 * MICROBATCHES
     launchers = [Launcher(jobs, index, pod) for index, pod in enumerate(pods)]
     for each in launchers:
@@ -104,11 +104,11 @@ def test_fewer_replicas_train_on_with_the_whole_batch_and_the_job_ends_without_t
     lose(jobs, launchers, 0, ranks.iteration)
     ranks = trains(ranks, half)
     found = jobs.wait(NAME, lambda job: condition(job, "ReplicasComplete")[0] == "False")
-    assert found["status"]["recoveries"]["leftOut"] == [1]
+    assert found["status"]["recoveries"]["excludedReplicas"] == [1]
     assert said(found, "ReplicasComplete").startswith("1 of 2 replicas train")
     ranks.delays = [0.06]
     ranks.until("ScheduleAdapted=True")
-    planned = ranks.newest.plan.plan().schedule
+    planned = ranks.newest.plan.to_plan().schedule
     assert planned.microbatches == 2 * MICROBATCHES, "the batch of both replicas"
     ranks.delays = [0.0]
     ranks.run(3)
@@ -117,7 +117,7 @@ def test_fewer_replicas_train_on_with_the_whole_batch_and_the_job_ends_without_t
     pods = jobs.pods(NAME, 4)
     jobs.cluster.fake_pod_running(jobs.namespace, pods[3]["metadata"]["name"])
     launchers[3] = Launcher(jobs, 3, pods[3], born=1)
-    waits = {"left_out": [1]}
+    waits = {"excluded_replicas": [1]}
     launchers[3].tell("joined", 0)
     launchers[1].tell("gone", 1, **waits)
 
@@ -125,13 +125,13 @@ def test_fewer_replicas_train_on_with_the_whole_batch_and_the_job_ends_without_t
         launchers[3].tell("gone", 1, **waits)
         return bool(launchers[0].tell("resumed", 1, **waits)["leave"])
 
-    wait_for("replica 0 to be told to leave", leave, DEADLINE)
-    left = waits | {"finished": ranks.iteration, "reached": ranks.iteration, "left_for": {}}
+    wait_for("a request to replica 0 to depart", leave, DEADLINE)
+    departed = waits | {"finished": ranks.iteration, "reached": ranks.iteration, "left_for": {}}
     for each in (launchers[0], launchers[2]):
-        each.tell("gone", 1, **left)
+        each.tell("gone", 1, **departed)
     for each in launchers:
-        told = each.until("gone", 1, 2, **left)
-        assert told["left_out"] == []
+        answer = each.until("gone", 1, 2, **departed)
+        assert answer["excluded_replicas"] == []
     ranks = trains(ranks, whole)
     jobs.wait(NAME, lambda job: condition(job, "ReplicasComplete")[0] == "True")
 
@@ -152,4 +152,4 @@ def test_fewer_replicas_train_on_with_the_whole_batch_and_the_job_ends_without_t
     recoveries = done["status"]["recoveries"]
     assert (recoveries["counted"], recoveries["completed"]) == (0, True), recoveries
     assert [each["replicas"] for each in recoveries["last"]] == [1, 2, 1]
-    jobs.expect_none_left(NAME)
+    jobs.expect_all_gone(NAME)

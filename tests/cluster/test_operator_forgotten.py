@@ -1,4 +1,4 @@
-"""What goes while watches are down, and the API server then has forgotten, leaves no ghost."""
+"""Objects deleted while watches are down, with history that is dropped, leave no ghost."""
 
 import json
 from functools import partial
@@ -30,7 +30,7 @@ def test_what_goes_while_the_watches_are_down_leaves_no_ghost(
         ingest, port = installation.ingest_replica("behind-ingest", ingests.kubeconfig)
 
         def answer(name: str) -> int:
-            """Of the ingest to a stranger: 403 for a job that it does not know, 401 for others."""
+            """The ingest answers a stranger: 403 for a job that it does not know, else 401."""
             url = f"/v1/jobs/{jobs.namespace}/{name}/reports"
             return installation.request("POST", url, token="a.b.c", body=b"{}", port=port)[0]
 
@@ -51,8 +51,8 @@ def test_what_goes_while_the_watches_are_down_leaves_no_ghost(
             cluster.client.delete("pipemorphjobs", "goes", jobs.namespace)
             (child,) = jobs.batch_jobs("stays")
             cluster.client.delete("jobs", child["metadata"]["name"], jobs.namespace)
-            jobs.expect_none_left("goes")
-            jobs.expect_none_left("stays")
+            jobs.expect_all_gone("goes")
+            jobs.expect_all_gone("stays")
             plane.forget()
             assert answers(jobs, page) == [(410, "Expired"), ("ERROR", 410, "Expired"), None]
             operators.open()
@@ -71,7 +71,7 @@ def test_what_goes_while_the_watches_are_down_leaves_no_ghost(
 
 
 def first_page(jobs: Jobs) -> dict[str, Any]:
-    """The metadata of a list of the namespace's two jobs, of which one page was read."""
+    """First page of the metadata of a list of the namespace's two jobs."""
     client = jobs.cluster.client
     found = client.request(
         "GET", client.path("pipemorphjobs", jobs.namespace), query={"limit": "1"}
@@ -82,8 +82,8 @@ def first_page(jobs: Jobs) -> dict[str, Any]:
 
 
 def answers(jobs: Jobs, page: dict[str, Any]) -> list[tuple[Any, ...] | None]:
-    """What is said of the next page, of what happened since, and of what will happen after a
-    version that is not reached yet. tests/support/fake_api.py says the same."""
+    """Answers about the next page, past events, and a version that is not reached yet.
+    tests/support/fake_api.py gives the same."""
     client = jobs.cluster.client
     path = client.path("pipemorphjobs", jobs.namespace)
     code, said = client.raw("GET", path, query={"limit": "1", "continue": page["continue"]})
@@ -97,8 +97,8 @@ def answers(jobs: Jobs, page: dict[str, Any]) -> list[tuple[Any, ...] | None]:
         )
         assert ok == 200, text
         events = [json.loads(line) for line in text.splitlines()]
-        told = [(e["type"], e["object"]["code"], e["object"]["reason"]) for e in events]
-        found.append(told[0] if told else None)
+        errors = [(e["type"], e["object"]["code"], e["object"]["reason"]) for e in events]
+        found.append(errors[0] if errors else None)
     return found
 
 

@@ -1,4 +1,4 @@
-"""PodGroups of the coscheduling plugin, with its own CRD; no scheduler looks at them here."""
+"""PodGroups of the coscheduling plugin, with its own CRD; no scheduler handles them here."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def pod_groups(cluster: Cluster) -> Iterator[None]:
         cluster.kubectl("delete", "clusterrolebinding,clusterrole", "groups")
 
 
-@pytest.mark.timeout(900)  # The garbage collector hears of a new kind every 30 s.
+@pytest.mark.timeout(900)  # The garbage collector reads new kinds every 30 s.
 def test_a_pod_group_goes_when_its_attempt_is_over(jobs: Jobs) -> None:
     jobs.apply(manifest("gang", stages=2, placement={"gang": {"coscheduling": {}}}))
     pods = jobs.pods("gang", 2)

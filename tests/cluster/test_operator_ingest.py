@@ -1,20 +1,23 @@
-"""The ingest on a real API server: whom it believes, what it takes, what it never forgets."""
+"""The ingest on a real API server: accepted tokens and reports, and its durable state."""
 
 import json
 import re
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from statistics import median, quantiles
 
 import pytest
 from operator_support import DEADLINE, Jobs, condition, manifest
 from played_ranks import Ranks
-from testbed import ApiError, wait_for
+from strangers import connect_strangers, raised_file_limit, read_resident_kib
+from testbed import ApiError, NotYet, wait_for
 from testbed.api import Object
 
-from pipemorph.explain import explain_job
-from pipemorph.terminal import render
+from pipemorph.terminal import render_parts
+from pipemorph.views.explanation import explain_job
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -23,12 +26,16 @@ SLOW = 0.06
 FLOODS, TURNS, ITERATIONS = 8, 3, 25
 """Connections of a flood; turns; iterations of each, without it and under it."""
 MOST_TIMES = 2.0
-"""What an attack on one job may cost another, times its waits without."""
+"""Limit of another job's waits under an attack, times its waits without."""
 STALL = 0.25
 """Seconds that a tenth of them may take."""
+STRANGERS, STRANGERS_TLS = 1250, 100
+"""Connections without a token, of each kind; of those that complete a handshake."""
+MOST_SECONDS, MOST_KIB = 3.0, 60 << 10
+"""Until a report is answered among them, and memory that they may cost the ingest."""
 
 
-def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
+def test_a_slow_link_is_reported_adapted_to_and_reported_recovered(jobs: Jobs) -> None:
     jobs.apply(manifest("story"))
     pods = jobs.run("story", 4)
     assert condition(
@@ -51,19 +58,19 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert abs(training["slowLinks"][0]["delayMs"] - 60) < 10
     assert training["appliedPlanVersion"] == training["wantedPlanVersion"] >= 1
     ranks.run(8)
-    told = jobs.wait(
+    effect = jobs.wait(
         "story",
         lambda job: (
             {"bubbleAfter", "measured"} <= job["status"]["training"]["lastAdaptation"].keys()
         ),
     )["status"]["training"]["lastAdaptation"]
-    assert told["iterationSecondsAfter"] < told["iterationSecondsBefore"]
-    assert told["warmupAfter"] != told["warmupBefore"] or told["kind"] == "adapt"
-    # More in flight takes more memory, and both figures say so.
-    assert (told["peakMemoryBefore"], told["peakMemoryAfter"]) == (lean, ranks.peak_memory)
+    assert effect["iterationSecondsAfter"] < effect["iterationSecondsBefore"]
+    assert effect["warmupAfter"] != effect["warmupBefore"] or effect["kind"] == "adapt"
+    # More microbatches in flight take more memory, which both figures show.
+    assert (effect["peakMemoryBefore"], effect["peakMemoryAfter"]) == (lean, ranks.peak_memory)
     assert sum(lean) < sum(ranks.peak_memory)
     printed = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace, "-o", "json")
-    lines = render(explain_job(json.loads(printed)).page()).splitlines()
+    lines = render_parts(explain_job(json.loads(printed)).to_table()).splitlines()
     assert "link 1 (+60 ms" in lines[1]
     assert "the plan changes saved" in lines[-2]
     assert "check the network between the hosts of the slow link" in lines[-1]
@@ -93,25 +100,25 @@ IN_PERCENT = {
 
 
 def expect_a_story(described: str) -> None:
-    """What ``kubectl describe`` prints of a job with a slow link that was adapted to."""
-    told = {
+    """Expect the output of ``kubectl describe`` for a job with a slow link that was adapted to."""
+    columns = {
         key: value.strip()
         for line in described.splitlines()
         for key, _, value in [line.strip().partition(":")]
     }
-    assert told["Name"] == "link 1 (stage 1 to 2)", "that of the slow link is the last one"
-    assert re.fullmatch(r"\d+ of 100 iterations \(\d+%\); [\d.]+ s each, .*", told["Progress"])
-    assert "s became" in told["Effect"] and told["Done"] in told["Progress"]
-    for key, value in told.items():
+    assert columns["Name"] == "link 1 (stage 1 to 2)", "that of the slow link is the last one"
+    assert re.fullmatch(r"\d+ of 100 iterations \(\d+%\); [\d.]+ s each, .*", columns["Progress"])
+    assert "s became" in columns["Effect"] and columns["Done"] in columns["Progress"]
+    for key, value in columns.items():
         # Such a name has its unit.
         if re.fullmatch(r"-?0\.\d+", value) and not re.search(r"Seconds|\bMs\b", key):
             if key == "Confidence":
                 continue  # A probability.
-            assert f"{float(value):.0%}" in told[IN_PERCENT[key]], f"{key}: {value}"
+            assert f"{float(value):.0%}" in columns[IN_PERCENT[key]], f"{key}: {value}"
 
 
 def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
-    """As one that was killed while its write was on its way, or is cut off."""
+    """A replica falls behind when it is killed while its write is on its way, or is cut off."""
     jobs.apply(manifest("behind", stages=1, managedBy="somebody.else/here"))
     client = jobs.cluster.client
 
@@ -149,8 +156,7 @@ def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(70.0, marks=pytest.mark.soak)])
 def test_jobs_adapt_while_the_api_server_is_away(jobs: Jobs, seconds: float) -> None:
-    """``seconds``: how long it is away before a link turns slow: longer than a token is kept
-    without a review."""
+    """The API server goes ``seconds`` before a link turns slow: longer than tokens are valid."""
     cluster = jobs.cluster
     trainer = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
     jobs.apply(manifest("away", trainer=trainer))
@@ -180,7 +186,7 @@ def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
     stranger = {
         "metadata": {"name": "stranger"},
         "spec": {
-            "schedulerName": "nobody",
+            "schedulerName": "absent",
             "containers": [{"name": "a", "image": "none.invalid/a"}],
         },
     }
@@ -218,7 +224,7 @@ def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
     counted = metric("pipemorph_ingest_requests_total", kind="report", code="401")
     assert ranks.post(good, token="")[0] == 401
     assert metric("pipemorph_ingest_requests_total", kind="report", code="401") == counted + 1
-    # None of it left a trace: the good one is still news.
+    # None of it had an effect: the good one is still news.
     assert ranks.post(good)[0] == 200
 
 
@@ -260,12 +266,51 @@ def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:
     assert flooded[1] < max(MOST_TIMES * alone[1], STALL), found
 
 
-def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
+def test_strangers_do_not_keep_a_rank_out(jobs: Jobs) -> None:
+    """5,000 connections from two addresses, one of them the rank's own: silent, within a handshake,
+    without TLS, and some that send a forged token."""
+    jobs.apply(manifest("calm", stages=2))
+    calm = Ranks.of(jobs, "calm", jobs.run("calm", 2)[0])
+    calm.run(3)
+    installation = jobs.installation
+    pid, port = installation.ingest.process.pid, installation.port
+    hello = ssl.MemoryBIO()
+    client = installation.trust.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="ingest")
+    with suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    first = hello.read()
+    before = read_resident_kib(pid)
+    with raised_file_limit(4 * STRANGERS + STRANGERS_TLS + 1024), ExitStack() as stack:
+        for sent in (b"", first[:40], first, b"GET /v1/job HTTP/1.1\r\nHost: x\r\n"):
+            connect_strangers(stack, port, STRANGERS, sent)
+        forged = {"Authorization": "Bearer a.b.c"}
+        for _ in range(STRANGERS_TLS):
+            stranger = stack.enter_context(closing(installation.connection()))
+            with suppress(OSError):
+                stranger.request("GET", "/v1/jobs/default/calm", headers=forged)
+
+        def report() -> bool:
+            # Connections of an address are limited in rate. Agents try again, too.
+            try:
+                calm.run(1)
+            except OSError as error:
+                raise NotYet(str(error)) from error
+            return True
+
+        began = time.monotonic()
+        wait_for("a report is answered", report, MOST_SECONDS, interval=0.05)
+        took = time.monotonic() - began
+        grown = read_resident_kib(pid) - before
+    print(f"strangers: a report was answered in {took:.2f} s, {grown / 1024:.1f} MiB more")
+    assert grown < MOST_KIB, f"{grown / 1024:.1f} MiB"
+
+
+def test_nodes_whose_links_stay_slow_are_avoided(jobs: Jobs) -> None:
     placement = {"excludeNodes": ["no-1", "no-2"]}
-    # What is slow at the end must still be so when the operator gets to it.
+    # A link that is slow at the end must still be slow when the operator reads it.
     lasting = {"staleAfterSeconds": 600.0}
     jobs.apply(
-        manifest("sick", failurePolicy={"maxRestarts": 3}, placement=placement, adaptation=lasting)
+        manifest("slow", failurePolicy={"maxRestarts": 3}, placement=placement, adaptation=lasting)
     )
     cluster = jobs.cluster
     nodes = [f"{jobs.namespace}-{i}" for i in range(6)]
@@ -273,17 +318,17 @@ def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
         cluster.fake_node(node)
     seats = {0: [0, 1, 2, 3], 1: [4, 1, 5, 3]}  # link 1 is slow: ranks 1 and 2; node 1 stays
     for attempt, seat in seats.items():
-        pods = jobs.pods("sick", 4, attempt)
+        pods = jobs.pods("slow", 4, attempt)
         for pod, node in zip(pods, seat, strict=True):
             cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"], node=nodes[node])
-        jobs.wait("sick", "Running")
-        ranks = Ranks.of(jobs, "sick", pods[0], attempt)
+        jobs.wait("slow", "Running")
+        ranks = Ranks.of(jobs, "slow", pods[0], attempt)
         ranks.run(4)
         ranks.delays[1] = SLOW
         ranks.until("LinksHealthy=False")
         # Meanwhile they train. The operator reads where the pods of a slow link run.
         jobs.wait(
-            "sick",
+            "slow",
             lambda job, a=attempt, r=ranks: (
                 (
                     job["status"]["training"]["attempt"] == a
@@ -304,7 +349,7 @@ def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
                 DEADLINE,
             )
             cluster.fake_pod_gone(jobs.namespace, pod["metadata"]["name"])
-    third = jobs.pods("sick", 4, attempt=2)[0]
+    third = jobs.pods("slow", 4, attempt=2)[0]
     terms = third["spec"]["affinity"]["nodeAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"
     ]["nodeSelectorTerms"]
@@ -312,4 +357,4 @@ def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
         {"key": "metadata.name", "operator": "NotIn", "values": [node]}
         for node in sorted(["no-1", "no-2", nodes[1]])
     ]
-    jobs.expect_event("sick", "Warning NodeExcluded")
+    jobs.expect_event("slow", "Warning NodeExcluded")

@@ -1,4 +1,4 @@
-"""Two replicas of each process: one acts, and the other takes over, however the first one ends."""
+"""Replicas of each process, two: one acts, and the other takes over, however the first one ends."""
 
 import os
 import random
@@ -26,7 +26,7 @@ def leads(program: Program) -> bool:
 
 
 def wait_leads(program: Program) -> float:
-    """Until it leads; the seconds that took."""
+    """Wait until it leads; return the seconds that took."""
     began = time.monotonic()
     wait_for(
         f"{program.process.name} to lead",
@@ -47,8 +47,8 @@ def lease(jobs: Jobs) -> Object:
 def two(
     jobs: Jobs, *, lease_seconds: int = SHORT, through: Path | None = None
 ) -> Iterator[tuple[Program, Program]]:
-    """Replicas that run in place of the installation's one, of which the first leads; ``through``:
-    its way to the API server, if not the usual one."""
+    """Replicas in place of the installation's one; the first leads. ``through``: its way to the API
+    server, if not the usual one."""
     jobs.installation.operator.process.stop()
     kube = jobs.installation.account()
     both = (
@@ -66,7 +66,7 @@ def two(
 
 
 def test_another_leads_when_the_leader_is_killed_in_the_middle_of_something(jobs: Jobs) -> None:
-    """As of a node that is lost: nobody says a word. With the duration that the chart sets."""
+    """The leader ends without notice, as on a lost node. The Lease has the chart's duration."""
     with two(jobs, lease_seconds=6) as (first, second):
         assert second.says() == "ok\nsecond stands by; first leads\n"
         jobs.apply(manifest("handed", stages=2, failurePolicy={"maxRestarts": 1}))
@@ -87,7 +87,7 @@ def test_another_leads_when_the_leader_is_killed_in_the_middle_of_something(jobs
 def test_a_leader_that_slept_over_the_end_of_its_lease_writes_nothing(
     jobs: Jobs, tmp_path: Path
 ) -> None:
-    """Stopped between what it read and what it would have made of it."""
+    """Leader stopped between a read and the write that would have followed."""
     kube = jobs.installation.account()
     with (
         api_proxy(jobs.cluster, kube, tmp_path / "kubeconfig") as proxy,
@@ -95,7 +95,7 @@ def test_a_leader_that_slept_over_the_end_of_its_lease_writes_nothing(
     ):
         proxy.hold(lambda method, path: path.endswith("/pipemorphjobs/asleep"))
         jobs.apply(manifest("asleep", stages=1))
-        proxy.wait_held()  # It has been asked for the job, to create what belongs to it.
+        proxy.wait_held()  # It has read the job, to create what belongs to it.
         os.kill(first.process.pid, signal.SIGSTOP)
         try:
             wait_leads(second)
@@ -116,9 +116,9 @@ def test_a_leader_that_slept_over_the_end_of_its_lease_writes_nothing(
         )
         assert proxy.writes() == written
         assert ("GET", jobs.cluster.client.path("pipemorphjobs", jobs.namespace, "asleep")) in (
-            proxy.asked
+            proxy.requests
         )
-        # It still follows: as soon as it leads again, it goes on from there.
+        # The replica still follows: once it leads again, it goes on from there.
         second.process.stop()
         wait_leads(first)
         jobs.succeed(pods)

@@ -13,15 +13,15 @@ pytestmark = pytest.mark.cluster
 
 
 def children(jobs: Jobs) -> list[str]:
-    """Everything that is left of jobs in the namespace."""
+    """Remaining children of jobs in the namespace."""
     kinds = "jobs,pods,services,secrets,configmaps,pipemorphjobs"
     found = jobs.cluster.kubectl("get", kinds, "-n", jobs.namespace, "-o", "name").split()
     return [name for name in found if name != "configmap/kube-root-ca.crt"]
 
 
-def expect_nothing_left(jobs: Jobs) -> None:
+def expect_all_gone(jobs: Jobs) -> None:
     wait_for(
-        "nothing to be left",
+        "all objects to go",
         lambda: not children(jobs),
         DEADLINE,
         details=lambda: f"found {children(jobs)}",
@@ -51,7 +51,7 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
     for reason in ("AttemptStarted", "Running", "Complete"):
         jobs.expect_event("one", f"Normal {reason}:")
     jobs.cluster.kubectl("delete", "pmj", "one", "-n", jobs.namespace)
-    expect_nothing_left(jobs)
+    expect_all_gone(jobs)
 
 
 def test_a_failed_pod_restarts_all_ranks_once_under_another_number(jobs: Jobs) -> None:
@@ -61,7 +61,7 @@ def test_a_failed_pod_restarts_all_ranks_once_under_another_number(jobs: Jobs) -
     new = jobs.run("lost", 2, attempt=1)
     job = jobs.get("lost")
     status, metadata = job["status"], job["metadata"]
-    assert "finalizers" not in metadata, "kopf left one"
+    assert "finalizers" not in metadata, "one of kopf remains"
     assert not [key for key in metadata.get("annotations", {}) if "kopf" in key]
     assert (status["attempt"], status["restarts"]) == (1, 1)
     assert status["attempts"][0]["reason"] == "RankFailed"
@@ -123,7 +123,7 @@ def test_metrics_count_what_became_of_jobs_and_forget_those_that_are_gone(jobs: 
     )
     assert operator.metric("pipemorph_operator_reconcile_seconds_count", result="ok") > 0
     assert operator.metric("pipemorph_api_requests_total", verb="PATCH", code="200") > 0
-    # The ingest hears of the end apart from the operator.
+    # The ingest learns of the end apart from the operator.
     wait_for(
         "the job's series to be gone",
         lambda: not any(sample.labels.get("name") == name for sample in ingest.samples()),
@@ -135,13 +135,13 @@ def test_a_job_deleted_while_it_is_created_leaves_nothing(jobs: Jobs) -> None:
     for i in range(5):
         jobs.apply(manifest(f"gone-{i}", stages=2))
         jobs.cluster.client.delete("pipemorphjobs", f"gone-{i}", jobs.namespace)
-    # And again under the same names: the old ones' remains must not be taken for the new ones'.
+    # Again under the same names: the old ones' remains must not be taken for the new ones'.
     for i in range(5):
         jobs.apply(manifest(f"gone-{i}", stages=2))
     for i in range(5):
         jobs.run(f"gone-{i}", 2)
         jobs.cluster.client.delete("pipemorphjobs", f"gone-{i}", jobs.namespace)
-    expect_nothing_left(jobs)
+    expect_all_gone(jobs)
 
 
 def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:

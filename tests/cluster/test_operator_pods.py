@@ -1,5 +1,5 @@
 """Pods that end, or do not start, otherwise than by their trainer's exit code, under the real Job
-controller; what `kubectl get`, `describe` and events say of them. The test plays the kubelet."""
+controller; output of `kubectl get` and `describe`, and events. The test plays the kubelet."""
 
 import time
 from typing import Any
@@ -37,7 +37,7 @@ def report(jobs: Jobs, pod: Object, **status: Any) -> None:
 
 @pytest.mark.parametrize("ended", ["rejected", "init"])
 def test_pods_that_never_train_are_named_and_few(jobs: Jobs, ended: str) -> None:
-    """They were one a second, without a reason."""
+    """Failing pods are few and have a reason; they were once made every second without one."""
     job = manifest("few", stages=2, failurePolicy={"maxRestarts": 2})
     init = {"name": "fetch", "image": "none.invalid/f"}
     job["spec"]["template"]["spec"]["initContainers"] = [init]

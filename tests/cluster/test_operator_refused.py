@@ -1,11 +1,11 @@
-"""What a real API server refuses of a job, its Jobs or its pods is said in status, in its words."""
+"""Refusals by a real API server of a job, its Jobs or its pods are quoted in status."""
 
 import pytest
 from operator_support import Jobs, Object, condition, manifest, said
 
-from pipemorph_operator.children import Attempt, objects
-from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.kube.job_object import read_job
+from pipemorph_operator.resources import Attempt, build_objects
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -47,7 +47,7 @@ def test_a_wrong_template_is_explained_and_the_job_runs_once_it_is_edited(jobs: 
         assert words in said(held, "PodsReady")
         jobs.expect_event(name, f"Warning {reason}: ")
     for name, _, more, *_ in WRONG_TEMPLATES:
-        # A merge: what is not named stays, and null goes.
+        # A merge patch: absent fields stay, and null ones go.
         fixed = dict.fromkeys(more) | {"containers": good["containers"]}
         jobs.patch(name, {"template": {"spec": fixed}})
     for name, *_ in WRONG_TEMPLATES:
@@ -55,7 +55,7 @@ def test_a_wrong_template_is_explained_and_the_job_runs_once_it_is_edited(jobs: 
 
 
 def refused_pods(jobs: Jobs, name: str) -> str:
-    """What is said of pods that cannot be made, in status and in an event."""
+    """Refusals of pods that cannot be made, in status and in an event."""
     refused = ("False", "PodsRefused")
     held = jobs.wait(name, lambda job: condition(job, "PodsReady") == refused)
     assert held["status"]["state"] == "Starting"
@@ -93,7 +93,7 @@ def test_a_container_of_the_operators_own_passes_the_strictest_policy(jobs: Jobs
     body["metadata"] |= {"namespace": jobs.namespace, "uid": "0b7c9d2e-0000-0000-0000-444455556666"}
     attempt = Attempt(read_job(body), body["metadata"]["uid"], 0)
     config = OperatorConfig(ingest_url="https://none.invalid", trainer_image="none.invalid/a")
-    template = objects(attempt, config)[-1]["spec"]["template"]
+    template = build_objects(attempt, config)[-1]["spec"]["template"]
     pod = {"apiVersion": "v1", "kind": "Pod", **template}
     pod["metadata"] = pod["metadata"] | {"name": "own"}
     jobs.cluster.client.create("pods", pod, jobs.namespace)

@@ -1,4 +1,4 @@
-"""What people and pods of a namespace try with another's job; docs/security.md has the list."""
+"""Attacks in a namespace on another's job; docs/reference/attacks.md lists them."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ DEADLINE = 120.0
 
 
 def editor(jobs: Jobs) -> ApiClient:
-    """Somebody who may edit the namespace, and nothing else."""
+    """User with the right to edit the namespace, and no other."""
     name = f"editor-of-{jobs.namespace}"
     arguments = ["--clusterrole=edit", f"--user={name}", f"--namespace={jobs.namespace}"]
     jobs.cluster.kubectl("create", "rolebinding", "editor", *arguments)
@@ -61,12 +61,12 @@ def test_people_of_a_namespace_may_not_do_more_than_they_need(jobs: Jobs) -> Non
 
 def pod(name: str, **labels: str) -> Object:
     container = {"name": "a", "image": "none.invalid/a"}
-    spec = {"schedulerName": "nobody", "containers": [container]}
+    spec = {"schedulerName": "absent", "containers": [container]}
     return {"metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
-def test_nobody_elses_pods_pass_as_ranks(jobs: Jobs) -> None:
-    """Or they would be in the job's Service, and its NetworkPolicy would let them in."""
+def test_pods_of_other_users_do_not_pass_as_ranks(jobs: Jobs) -> None:
+    """Pods of others must not be in the job's Service, whose NetworkPolicy would let them in."""
     jobs.apply(manifest("guarded", stages=1))
     rank = jobs.pods("guarded", 1)[0]
     label = {JOB_UID: rank["metadata"]["labels"][JOB_UID]}
@@ -85,7 +85,7 @@ def test_nobody_elses_pods_pass_as_ranks(jobs: Jobs) -> None:
     for attempt in tries:
         refused = error_of(attempt)
         assert (refused.code, JOB_UID in str(refused)) == (403, True)
-    # What has the label keeps it, whoever edits it, and what has none is nobody's business.
+    # Labelled objects keep the label in all edits; the policy ignores those without one.
     client.patch(
         "pods", rank["metadata"]["name"], {"metadata": {"labels": {"seen": "yes"}}}, namespace
     )
@@ -121,20 +121,20 @@ def test_what_neither_process_may_do_in_a_namespace(
     jobs: Jobs, verb: str, group: str, resource: str
 ) -> None:
     resource, _, sub = resource.partition("/")
-    asked = {"verb": verb, "group": group, "resource": resource, "subresource": sub}
+    request = {"verb": verb, "group": group, "resource": resource, "subresource": sub}
     for account in (FULL_NAME, f"{FULL_NAME}-ingest"):
-        assert not may(jobs, account, asked | {"namespace": jobs.namespace}), account
+        assert not may(jobs, account, request | {"namespace": jobs.namespace}), account
 
 
 def test_each_process_may_touch_its_own_lease_only(jobs: Jobs) -> None:
-    asked = {"group": "coordination.k8s.io", "resource": "leases", "namespace": SYSTEM}
+    request = {"group": "coordination.k8s.io", "resource": "leases", "namespace": SYSTEM}
     accounts = (FULL_NAME, f"{FULL_NAME}-ingest")
     allowed = {
         (account, verb, lease)
         for account in accounts
         for verb in ("get", "update", "patch", "delete", "list")
         for lease in (*accounts, "another", "")
-        if may(jobs, account, asked | {"verb": verb, "name": lease})
+        if may(jobs, account, request | {"verb": verb, "name": lease})
     }
     assert allowed == {
         (account, verb, account) for account in accounts for verb in ("get", "update")
@@ -142,12 +142,12 @@ def test_each_process_may_touch_its_own_lease_only(jobs: Jobs) -> None:
 
 
 def test_the_ingest_labels_its_own_pods_and_changes_nothing_else(jobs: Jobs) -> None:
-    """It may patch pods of its namespace only, and there an admission policy lets labels pass."""
+    """Pods of its namespace may be patched; an admission policy lets labels pass only."""
     ingest = f"{FULL_NAME}-ingest"
-    asked = {"group": "", "resource": "pods"}
-    assert may(jobs, ingest, asked | {"verb": "patch", "namespace": SYSTEM})
+    request = {"group": "", "resource": "pods"}
+    assert may(jobs, ingest, request | {"verb": "patch", "namespace": SYSTEM})
     for verb in ("watch", "patch", "delete"):
-        assert not may(jobs, ingest, asked | {"verb": verb, "namespace": jobs.namespace})
+        assert not may(jobs, ingest, request | {"verb": verb, "namespace": jobs.namespace})
     client = ApiClient(jobs.installation.account(ingest))
     label = {"metadata": {"labels": {"pipemorph.io/leader": "true"}}}
     image = {"spec": {"containers": [{"name": "c", "image": "none.invalid/other"}]}}
@@ -157,29 +157,29 @@ def test_the_ingest_labels_its_own_pods_and_changes_nothing_else(jobs: Jobs) -> 
         containers = [{"name": "c", "image": "none.invalid/image"}]
         # Without a mounted token a merge patch of the containers changes the image only.
         spec = {
-            "schedulerName": "nobody",
+            "schedulerName": "absent",
             "automountServiceAccountToken": False,
             "containers": containers,
         }
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
         jobs.cluster.apply(pod, f"--namespace={SYSTEM}")
         try:
-            with pytest.raises(ApiError, match="labels of its own pods only"):
+            with pytest.raises(ApiError, match="only the labels of its own pods"):
                 client.patch("pods", name, image, SYSTEM)
             if component == "ingest":
                 client.patch("pods", name, label, SYSTEM)
             else:
-                with pytest.raises(ApiError, match="labels of its own pods only"):
+                with pytest.raises(ApiError, match="only the labels of its own pods"):
                     client.patch("pods", name, label, SYSTEM)
         finally:
             jobs.cluster.client.delete("pods", name, SYSTEM)
 
 
 def test_the_operator_changes_objects_of_its_jobs_and_no_others(jobs: Jobs) -> None:
-    """Its rights are to all of a kind; an admission policy limits them to those with a label."""
+    """Rights to all of a kind are limited by an admission policy to those with a label."""
     client, there = jobs.cluster.client, jobs.namespace
     operator = ApiClient(jobs.installation.account())
-    spec = {"containers": [{"name": "a", "image": "none.invalid/i"}], "schedulerName": "nobody"}
+    spec = {"containers": [{"name": "a", "image": "none.invalid/i"}], "schedulerName": "absent"}
     template = {"spec": spec | {"restartPolicy": "Never"}}
     made: dict[str, Object] = {
         "pods": {"spec": spec},
@@ -189,14 +189,14 @@ def test_the_operator_changes_objects_of_its_jobs_and_no_others(jobs: Jobs) -> N
     }
     for kind, extra in made.items():
         client.create(kind, {"metadata": {"name": "users"}} | extra, there)
-        with pytest.raises(ApiError, match="objects of its jobs only"):
+        with pytest.raises(ApiError, match="only objects of its jobs"):
             operator.delete(kind, "users", there)
         if kind != "pods":  # Only the Job controller makes such pods.
             ours = {"name": "ours", "labels": {JOB_UID: "u"}}
             client.create(kind, {"metadata": ours} | extra, there)
             operator.delete(kind, "ours", there)
     label = {"metadata": {"labels": {"a": "b"}}}
-    with pytest.raises(ApiError, match="objects of its jobs only"):
+    with pytest.raises(ApiError, match="only objects of its jobs"):
         operator.patch("pods", "users", label, there)
     jobs.apply(manifest("own", stages=1))
     (pod,) = jobs.pods("own", 1)
@@ -204,6 +204,6 @@ def test_the_operator_changes_objects_of_its_jobs_and_no_others(jobs: Jobs) -> N
     operator.patch("pods", name, label, there)
     containers = copy.deepcopy(pod["spec"]["containers"])
     containers[0]["image"] = "none.invalid/other"
-    with pytest.raises(ApiError, match="labels and finalizers of pods only"):
+    with pytest.raises(ApiError, match="only labels and finalizers of pods"):
         operator.patch("pods", name, {"spec": {"containers": containers}}, there)
     operator.delete("pods", name, there)

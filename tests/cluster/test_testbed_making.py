@@ -1,4 +1,4 @@
-"""What `make testbeds` builds, installs and says, and how a test session finds out what is missing.
+"""Builds, installs and messages of `make testbeds`, and how a session finds out what is missing.
 
 The testbeds here are made up: their parts are files, and nothing is built or installed.
 """
@@ -119,7 +119,7 @@ def test_a_machine_that_cannot_have_a_testbed_builds_the_others(bench: Bench) ->
 
 
 class Item:
-    """A test as the plugin looks at it."""
+    """Test item with the attributes that the plugin reads."""
 
     def __init__(
         self, *markers: str, fixtures: tuple[str, ...] = (), module: object = None

@@ -1,4 +1,4 @@
-"""What other tests on nodes do not show of the testbed: what it leaves behind."""
+"""Leftovers of the testbed, which other tests on nodes do not check."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
     remove_leftovers()
     assert not [*Path("/sys/class/net").glob(f"{bridge}*")]
-    # Not below them: other cgroups of the machine come and go while they are walked through.
+    # Top level only: other cgroups of the machine come and go during a walk.
     ours = f"{CGROUP_PREFIX}{child.pid}-*"
     assert not [folder for root in cgroup_roots() for folder in root.glob(ours)]
 

@@ -1,4 +1,4 @@
-"""Where programs of a test cluster come from, how they are built, and how they run."""
+"""Programs of a test cluster: where they come from, how they are built, and how they run."""
 
 import os
 import shutil
@@ -109,7 +109,7 @@ def test_a_process_that_ends_early_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_process_outlives_the_thread_that_started_it_and_not_its_process(tmp_path: Path) -> None:
-    """The kernel kills it with the thread that forked it, so that has to be one that stays."""
+    """The kernel kills it with the thread that forked it, so that thread must stay."""
     command = "trap 'echo alive' USR1; echo started; while :; do sleep 600 & wait; done"
     log = tmp_path / "log"
     process = Process("probe", ["sh", "-c", command], log)
@@ -140,7 +140,7 @@ def test_a_process_outlives_the_thread_that_started_it_and_not_its_process(tmp_p
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there and has not ended."""
+    """True if the process is there and has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except FileNotFoundError:

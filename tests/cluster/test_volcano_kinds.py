@@ -1,4 +1,4 @@
-"""PodGroups for Volcano, checked by its own kind; no scheduler looks at them here."""
+"""PodGroups for Volcano, checked by its own kind; no scheduler handles them here."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +11,9 @@ from testbed import Cluster
 from testbed.errors import TestbedError
 from testbed.manifests import installed, kinds
 
-from pipemorph_operator.children import Attempt, objects
-from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.kube.job_object import read_job
+from pipemorph_operator.resources import Attempt, build_objects
 
 pytestmark = pytest.mark.cluster
 
@@ -38,7 +38,7 @@ def made_of(namespace: str, **placement: Any) -> Object:
     config = OperatorConfig(ingest_url="https://ingest:8443", ca_pem="PEM", trainer_image="t")
     found: Object = next(
         each
-        for each in objects(Attempt(read_job(job), "u", 0, ()), config)
+        for each in build_objects(Attempt(read_job(job), "u", 0, ()), config)
         if each["kind"] == "PodGroup"
     )
     return found

@@ -1,4 +1,4 @@
-"""Who may watch the jobs of a namespace, at a shell: kubectl, and pipemorph as its plugin."""
+"""Users who may watch the jobs of a namespace, at a shell: kubectl, and pipemorph as its plugin."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ DEADLINE = 120.0
 
 
 def viewer(cluster: Cluster, namespace: str) -> Path:
-    """A kubeconfig, with a certificate, of somebody who may view the namespace and watch its jobs,
-    and no more."""
+    """A kubeconfig, with a certificate, of a user who may only view and watch the namespace."""
     name = f"watcher-of-{namespace}"
     who = [f"--user={name}", f"--namespace={namespace}"]
     cluster.kubectl("create", "rolebinding", "watcher", "--clusterrole=view", *who)
@@ -42,14 +41,14 @@ def viewer(cluster: Cluster, namespace: str) -> Path:
 
 
 class Shell:
-    """Of somebody with a kubeconfig, in a folder: kubectl and this release's programs on PATH."""
+    """Shell of a user with a kubeconfig, in a folder: kubectl and this release's programs."""
 
     def __init__(self, kube: Path, folder: Path) -> None:
         programs = folder / "bin"
         programs.mkdir(exist_ok=True)
         if not (programs / "kubectl").exists():
             (programs / "kubectl").symlink_to(tools.find("kubectl"))
-        # Not resolved: the environment's own programs are beside its python.
+        # Not resolved: the environment's own programs are in the folder of its python.
         own = Path(sys.executable).parent
         self.folder = folder
         self.environment = {
@@ -60,7 +59,7 @@ class Shell:
         }
 
     def run(self, line: str) -> str:
-        """What a command prints; it fails with what the command complains of."""
+        """Output of a command; it fails with what the command complains of."""
         ran = subprocess.run(
             line.split(),
             env=self.environment,

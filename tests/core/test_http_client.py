@@ -15,13 +15,20 @@ from played_ingest import PlayedIngest, certificate
 from tenacity import Retrying
 
 from pipemorph.errors import InputError
-from pipemorph.http_client import Answer, HttpClient, NoAnswer, NoToken, checked_url, retries
+from pipemorph.http_client import (
+    HttpClient,
+    HttpResponse,
+    NoResponseError,
+    TokenUnreadableError,
+    make_retry_options,
+    validate_url,
+)
 
 
 def answers(
-    handler: Callable[[web.Request], Any], asks: Callable[[HttpClient], Answer], **fields: Any
-) -> Answer:
-    """What ``asks`` returns, in a thread, of a server with this handler."""
+    handler: Callable[[web.Request], Any], asks: Callable[[HttpClient], HttpResponse], **fields: Any
+) -> HttpResponse:
+    """Returns the result of ``asks``, in a thread, on a server with this handler."""
 
     @asynccontextmanager
     async def running() -> AsyncIterator[str]:
@@ -35,7 +42,7 @@ def answers(
         finally:
             await runner.cleanup()
 
-    async def work() -> Answer:
+    async def work() -> HttpResponse:
         async with running() as url:
             return await asyncio.to_thread(asks, HttpClient(url, **fields))
 
@@ -56,14 +63,16 @@ async def test_the_token_goes_to_no_server_without_the_certificate_of_the_author
 
     async with ingest.running(), strangers[0].running(), strangers[1].running():
         for each, untrusted in zip(strangers, (True, False), strict=True):
-            with pytest.raises(NoAnswer) as caught:
-                await asyncio.to_thread(client(each.port).ask, "/x", seconds=5.0)
+            with pytest.raises(NoResponseError) as caught:
+                await asyncio.to_thread(client(each.port).request_blocking, "/x", seconds=5.0)
             assert caught.value.untrusted == untrusted and "\n" not in str(caught.value)
-            assert each.asked == []
-        assert (await asyncio.to_thread(client(ingest.port).ask, seconds=5.0)).status == 200
-        async with client(ingest.port) as kept:
-            assert (await kept.request("/x", body=b"{}", seconds=5.0)).status == 200
-        assert ingest.asked == ["Bearer secret"] * 2
+            assert each.tokens == []
+        assert (
+            await asyncio.to_thread(client(ingest.port).request_blocking, seconds=5.0)
+        ).status == 200
+        async with client(ingest.port) as connection:
+            assert (await connection.request("/x", body=b"{}", seconds=5.0)).status == 200
+        assert ingest.tokens == ["Bearer secret"] * 2
 
 
 def test_redirects_and_proxies_are_not_followed(
@@ -79,7 +88,9 @@ def test_redirects_and_proxies_are_not_followed(
         return web.Response(status=307, headers={"Location": "/elsewhere"}, text="moved")
 
     answer = answers(
-        handler, lambda client: client.ask("/here", seconds=5.0), token_file=tmp_path / "token"
+        handler,
+        lambda client: client.request_blocking("/here", seconds=5.0),
+        token_file=tmp_path / "token",
     )
     assert (answer.status, answer.reason, came) == (307, "moved", ["/here"])
 
@@ -93,8 +104,8 @@ def test_an_answer_has_a_limit(compressed: bool) -> None:
             await answer.write(bytes(1 << 16))
         return answer
 
-    with pytest.raises(NoAnswer, match="more than 4096 bytes"):
-        answers(handler, lambda client: client.ask(seconds=30.0, most_bytes=4096))
+    with pytest.raises(NoResponseError, match="more than 4096 bytes"):
+        answers(handler, lambda client: client.request_blocking(seconds=30.0, most_bytes=4096))
 
 
 def test_a_server_that_dawdles_is_given_up() -> None:
@@ -106,28 +117,28 @@ def test_a_server_that_dawdles_is_given_up() -> None:
             await asyncio.sleep(0.01)
 
     began = time.monotonic()
-    with pytest.raises(NoAnswer, match=r"no answer within 0\.3 s"):
-        answers(handler, lambda client: client.ask(seconds=0.3))
+    with pytest.raises(NoResponseError, match=r"no answer within 0\.3 s"):
+        answers(handler, lambda client: client.request_blocking(seconds=0.3))
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("text", [None, "", "two\nlines", "ütf", b"\xff\xfe"])
-def test_what_is_no_token_is_named_by_its_file_alone(
+def test_an_invalid_token_is_named_by_its_file_alone(
     tmp_path: Path, text: str | bytes | None
 ) -> None:
     file = tmp_path / "token"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(NoToken) as caught:
-        HttpClient("http://127.0.0.1:1", file).ask(seconds=1.0)
+    with pytest.raises(TokenUnreadableError) as caught:
+        HttpClient("http://127.0.0.1:1", file).request_blocking(seconds=1.0)
     said = str(caught.value)
     assert said.startswith(f"{file}: ") and "lines" not in said and "ü" not in said
 
 
 def test_an_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     client = HttpClient("https://127.0.0.1:1", authority=str(tmp_path / "ca"))
-    with pytest.raises(NoAnswer, match="ca: cannot be read: No such file") as caught:
-        client.ask(seconds=1.0)
+    with pytest.raises(NoResponseError, match="ca: cannot be read: No such file") as caught:
+        client.request_blocking(seconds=1.0)
     assert caught.value.untrusted
 
 
@@ -143,7 +154,7 @@ def test_an_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (500, "1", None),
     ],
 )
-def test_only_a_standby_says_when_to_try_again(
+def test_only_a_standby_sends_a_time_to_retry(
     status: int, header: str, pause: float | None
 ) -> None:
     async def handler(_: web.Request) -> web.Response:
@@ -151,36 +162,36 @@ def test_only_a_standby_says_when_to_try_again(
             {"error": "stands\nby"}, status=status, headers={"Retry-After": header}
         )
 
-    answer = answers(handler, lambda client: client.ask(seconds=5.0))
-    assert answer.retry_after == pause == answer.failed().pause
-    assert str(answer.failed()) == f"the ingest answered {status}: stands by"
+    answer = answers(handler, lambda client: client.request_blocking(seconds=5.0))
+    assert answer.retry_after == pause == answer.to_error().pause
+    assert str(answer.to_error()) == f"the ingest answered {status}: stands by"
 
 
 def test_tries_end_with_their_time_or_when_they_are_stopped() -> None:
     paused: list[float] = []
-    told: list[str] = []
+    errors: list[str] = []
 
     def fail() -> None:
-        raise NoAnswer(f"try {len(paused)}", pause=9.0 if len(paused) == 2 else None)
+        raise NoResponseError(f"try {len(paused)}", pause=9.0 if len(paused) == 2 else None)
 
-    policy = retries(
+    policy = make_retry_options(
         sleep=paused.append, stopped=lambda: len(paused) == 8,
-        before=lambda error, pause: told.append(str(error)),
+        before=lambda error, pause: errors.append(str(error)),
     )  # fmt: skip
-    with pytest.raises(NoAnswer, match="try 8"):
+    with pytest.raises(NoResponseError, match="try 8"):
         Retrying(**policy)(fail)
-    assert told == [f"try {i}" for i in range(8)]
+    assert errors == [f"try {i}" for i in range(8)]
     wanted = [0.1, 0.2, 9.0, 0.8, 1.0, 1.0, 1.0, 1.0]
     assert all(0.75 <= a / b <= 1.25 for a, b in zip(paused, wanted, strict=True)), paused
-    with pytest.raises(NoAnswer, match="try 8"):
-        Retrying(**retries(seconds=0.0, sleep=paused.append))(fail)
+    with pytest.raises(NoResponseError, match="try 8"):
+        Retrying(**make_retry_options(seconds=0.0, sleep=paused.append))(fail)
     assert len(paused) == 8
 
 
 @pytest.mark.parametrize(
     "text", ["", "nowhere:7", "ftp://h", "http://", "http://h:0", "http://h:x"]
 )
-def test_what_is_no_server_is_refused_by_the_name_of_its_variable(text: str) -> None:
+def test_an_invalid_server_is_refused_by_the_name_of_its_variable(text: str) -> None:
     with pytest.raises(InputError, match=r"^URL is .*; expected http\(s\)://HOST:PORT$"):
-        checked_url(text, "URL")
-    assert checked_url("https://h:1/a/", "URL") == "https://h:1/a"
+        validate_url(text, "URL")
+    assert validate_url("https://h:1/a/", "URL") == "https://h:1/a"

@@ -1,4 +1,4 @@
-"""What was removed is refused by its name, with what to use instead."""
+"""Removed names are refused, with what to use instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from pipemorph import cli, manifest, removed
 from pipemorph.errors import InputError
 from pipemorph.planning import problem
-from pipemorph_operator.crd.generate import job_definition
+from pipemorph_operator.crd.generate import build_job_definition
 
 MANIFEST = """
 apiVersion: pipemorph.io/v1alpha1
@@ -84,7 +84,7 @@ def test_the_crd_keeps_a_removed_field_for_the_operator_to_refuse() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "FIELDS", {"spec.faults.shape": "use delayMs"})
-        schema = job_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        schema = build_job_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     shape = schema["properties"]["spec"]["properties"]["faults"]["items"]["properties"]["shape"]
     assert shape == {
         "description": "Removed; use delayMs.",

@@ -125,16 +125,16 @@ TEST(aes_gcm_does_not_depend_on_how_it_is_fed) {
 
 // One sentence that says what was found, and what to install.
 TEST(crypto_library_that_is_not_there_or_another_is_named) {
-    const auto trouble = [](std::vector<CryptoLibrary> libraries) {
+    const auto last_error = [](std::vector<CryptoLibrary> libraries) {
         std::string why;
         CHECK(!load_crypto(libraries, why));
         CHECK(why.ends_with("OpenSSL 3 or 1.1.1 (Debian: libssl3)"));
         return why;
     };
-    const std::string none = trouble({{"libnone.so.1", 0, 1}, {"libnone.so.2", 0, 1}});
+    const std::string none = last_error({{"libnone.so.1", 0, 1}, {"libnone.so.2", 0, 1}});
     CHECK(none.starts_with("OpenSSL's libcrypto cannot be loaded (libnone.so.1: "));
     CHECK(none.find("libnone.so.2: ") != std::string::npos);
-    CHECK(trouble({{"libm.so.6", 0, 1}}).starts_with("libm.so.6 has no OpenSSL_version_num"));
+    CHECK(last_error({{"libm.so.6", 0, 1}}).starts_with("libm.so.6 has no OpenSSL_version_num"));
     std::string why;
     const CryptoLibrary libraries[] = {{"libcrypto.so.3", 0x30000000, 0x40000000},
                                        {"libcrypto.so.1.1", 0x10101000, 0x10200000}};
@@ -148,7 +148,7 @@ TEST(crypto_library_that_is_not_there_or_another_is_named) {
         CHECK(!load_crypto({&other, 1}, said));
         // A machine has one of the two.
         if (!said.starts_with("OpenSSL's"))
-            CHECK(said.find("whose interface is another than its name says") != std::string::npos);
+            CHECK(said.find("whose interface does not match its name") != std::string::npos);
     }
     CHECK(crypto().version == found->version);
 }

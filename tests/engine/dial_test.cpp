@@ -15,7 +15,7 @@ using namespace pipemorph;
 
 namespace {
 
-// A listener that lets nobody in: with as many as it lets wait, it drops what comes after them.
+// A listener that accepts no one: its queue is full, so it drops what comes later.
 struct FullListener {
     FullListener() : fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
         sockaddr_in name{};
@@ -39,19 +39,19 @@ struct FullListener {
 }  // namespace
 
 TEST(dial_gives_an_address_that_does_not_answer_up_before_its_limit) {
-    const FullListener nobody;
+    const FullListener listener;
     Config config;
     config.secret = {'k', 'e', 'y'};
     Runtime runtime(config);
     std::promise<DialResult> said;
     const int64_t start = steady_ns();
     runtime.control.post([&] {
-        dial(runtime, nobody.address, Hello{}, 120 * kSecond,
+        dial(runtime, listener.address, Hello{}, 120 * kSecond,
              [&](DialResult result) { said.set_value(std::move(result)); });
     });
     auto result = said.get_future();
     CHECK(result.wait_for(std::chrono::seconds(30)) == std::future_status::ready);
     CHECK(steady_ns() - start >= kSecond);  // a packet may get lost
-    CHECK(result.get().error == "cannot connect to " + nobody.address.text() + ": no answer");
+    CHECK(result.get().error == "cannot connect to " + listener.address.text() + ": no answer");
     runtime.stop();
 }

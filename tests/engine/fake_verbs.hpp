@@ -1,7 +1,7 @@
 // RDMA cards of a test's own, in place of libibverbs and what is behind it: reliable connections
 // between queue pairs of one process, and the faults of real cards that no test can cause.
 //
-// No clock and no thread: what is posted is carried out by whoever posts it, or, while the fabric
+// No clock and no thread: what is posted is carried out by its caller, or, while the fabric
 // is held, when the test says so. The cards' timers run by `elapse` alone.
 #pragma once
 
@@ -46,11 +46,11 @@ class Fabric {
     // Before anything is opened. The devices are listed in this order.
     Device& add(const char* name, std::vector<bool> ports = {true});
 
-    // Asked before reg_mr, create_qp, modify_qp and destroy_qp, and may block. What it returns is
+    // Called before reg_mr, create_qp, modify_qp and destroy_qp, and may block. What it returns is
     // the error that the call fails with, having done nothing; 0: the call is carried out.
     void intercept(std::function<int(const Call&)> before);
 
-    // Packets that are posted from now on are under way until they are told to land.
+    // Packets that are posted from now on are under way until the test lets them land.
     void hold();
     // Lands the oldest packet that can; false if there is none.
     bool land();

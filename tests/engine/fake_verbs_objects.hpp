@@ -45,7 +45,7 @@ struct Fabric::Pair : abi::Qp {
     std::deque<Sent> sent;
     std::deque<Posted> receives;
     uint64_t next_send = 0;
-    int64_t blocked_since_ns = -1;  // nobody answers, or the receiver is not ready
+    int64_t blocked_since_ns = -1;  // no answer, or the receiver is not ready
     uint32_t blocked_status = 0;
 
     Fabric::Queue& queue() { return *static_cast<Fabric::Queue*>(recv_cq); }

@@ -102,7 +102,7 @@ void hello(Bytes input) {
     require(listener.needs_decision() == good, "a hello is taken if and only if it makes sense");
     if (!good) return;
     require(encode_hello(listener.hello()) == std::vector<uint8_t>(input.begin(), input.end()),
-            "a hello is kept as it was said");
+            "a hello is stored as it was sent");
     listener.refuse(Verdict::refused, said->job);
     require(listener.done() && !listener.take_output().empty(), "a refusal is said");
 }
@@ -116,7 +116,7 @@ void listener_says(Bytes input) {
             ListenerHandshake listener(secret_key());
             feed(listener, opening);
             feed(dialler, listener.take_output());
-            require(!dialler.failed(), "an opening of this version is heard");
+            require(!dialler.failed(), "an opening of this version is taken");
         }
         feed(dialler, input);
         require(!dialler.done(), "an impostor is not believed");
@@ -124,7 +124,7 @@ void listener_says(Bytes input) {
     }
     if (const auto reply = decode_reply(input))
         require(encode_reply(*reply) == std::vector<uint8_t>(input.begin(), input.end()),
-                "a reply is kept as it was said");
+                "a reply is stored as it was sent");
 }
 
 // The frames of one connection, as LinkControl::read takes them apart.

@@ -85,7 +85,7 @@ TEST(handshakes_make_keys_that_no_other_has) {
     CHECK(keys.size() == 6);
 }
 
-// Magic and version, too: nobody can talk the two ends into an older version.
+// Magic and version, too: an attacker cannot force an older version on the two ends.
 TEST(every_tampered_byte_of_an_opening_is_noticed) {
     const Digest key = key_of("secret");
     for (const bool of_dialler : {true, false}) {

@@ -16,18 +16,18 @@ struct Reserved {
     Inbox in;
     uint64_t bytes = 0;
     size_t segments = 0;
-    std::vector<uint64_t> asked;  // the most of each place
+    std::vector<uint64_t> peaks;  // the most of each place
 
     void reserve(uint32_t slots, uint64_t each) {
-        if (asked.size() < slots) asked.resize(slots);
-        for (uint32_t i = 0; i < slots; ++i) asked[i] = std::max(asked[i], each);
+        if (peaks.size() < slots) peaks.resize(slots);
+        for (uint32_t i = 0; i < slots; ++i) peaks[i] = std::max(peaks[i], each);
         for (const Inbox::Room& room : in.missing(0, slots, each)) {
             in.add_segment(0, room, memory);
             bytes += room.slots * room.bytes;
             ++segments;
         }
         CHECK(in.missing(0, slots, each).empty());
-        CHECK(bytes < 4 * std::accumulate(asked.begin(), asked.end(), uint64_t{0}));
+        CHECK(bytes < 4 * std::accumulate(peaks.begin(), peaks.end(), uint64_t{0}));
     }
     // Only counted: nothing is written there.
     std::shared_ptr<Memory> memory = Memory::anonymous(4096);

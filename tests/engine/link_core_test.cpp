@@ -157,7 +157,7 @@ TEST(rails_do_not_wait_for_one_that_has_no_room) {
             any = false;
             for (uint32_t path = 0; path < 2; ++path) {
                 if ((path == 0 && sent[0] == most_of_first) || !paths.has_room(path, now)) continue;
-                paths.entrusted(path, kChunk, now);
+                paths.chunk_assigned(path, kChunk, now);
                 ++sent[path];
                 any = true;
             }

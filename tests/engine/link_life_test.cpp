@@ -54,7 +54,7 @@ TEST(link_a_silent_stranger_is_shown_the_door) {
     char byte;
     CHECK(::recv(fd.get(), &byte, 1, 0) == 0);  // closed, and not a byte said
     until("refused", [&] { return engine.refused().size() == 1; });
-    CHECK(engine.refused()[0].find("said nothing") != std::string::npos);
+    CHECK(engine.refused()[0].find("sent nothing") != std::string::npos);
 }
 
 // Its dialler's last word may still come and say that the paths are of another kind.
@@ -76,7 +76,7 @@ TEST(link_takes_no_data_connection_before_it_is_confirmed) {
     const DialResult control = dialled(Purpose::control);
     const DialResult early = dialled(Purpose::data);
     std::vector<uint8_t> confirm;
-    Sealer says(control.keys.ours);
+    FrameMac says(control.keys.ours);
     append_frame(confirm, encode_frame(ConfirmFrame{Transport::tcp}), 0, 0, &says);
     const bool confirmed = ::send(control.fd.get(), confirm.data(), confirm.size(), MSG_NOSIGNAL) ==
                            static_cast<ssize_t>(confirm.size());
@@ -98,8 +98,8 @@ struct Answering {
     explicit Answering(HelloReply reply)
         : runtime(config(1, Transport::tcp)),
           listener(runtime, refusals, resolve("127.0.0.1", 0, true).front(),
-                   [this, reply](const std::shared_ptr<Greeting>& greeting) {
-                       accepted.push_back(greeting->accept(reply));
+                   [this, reply](const std::shared_ptr<PendingConnection>& pending) {
+                       accepted.push_back(pending->accept(reply));
                    }) {
         runtime.control.post([this] { listener.start(); });
     }
@@ -130,7 +130,7 @@ TEST(link_without_a_path_is_refused_by_its_dialler) {
 TEST(link_uses_tcp_where_shared_memory_cannot_be_reached) {
     HelloReply reply;
     reply.transport = Transport::shm;
-    reply.unix_name = "nobody listens here";
+    reply.unix_name = "no listener is here";
     reply.sockets = 1;
     Answering peer(reply);
     Engine engine(config(0, Transport::any));
@@ -157,34 +157,36 @@ TEST(link_that_its_dialler_closes_at_once_is_accepted_all_the_same) {
 TEST(link_that_its_dialler_leaves_before_it_is_confirmed_ends_accept_in_words) {
     Engine high(config(1, Transport::tcp));
     Engine low(config(0, Transport::tcp));
-    // The connection waits there for accept(), and comes up for nobody.
+    // The connection waits there for accept(), and never comes up.
     THROWS(EngineError, low.connect(1, 7, "127.0.0.1", high.port(), 30.0,
                                     [] { throw EngineError("interrupted"); }));
     const std::string why = THROWS(EngineError, high.accept(0, 7, 30.0, [] {}));
     CHECK(why ==
-          "link 7 (rank 0 <-> 1) is dead: rank 0 gave it up: connect() was left before it came up");
+          "link 7 (rank 0 <-> 1) is dead: rank 0 gave it up: connect() had returned before it came "
+          "up");
 }
 
-// Killed between its hello and its last word: nobody can say so, and nobody listens there any more.
+// Killed between its hello and its last frame: no process reports it, and none listens there.
 TEST(link_of_a_dialler_that_is_gone_before_it_is_confirmed_ends_accept) {
     Config c = config(1, Transport::tcp);
     c.peer_deadline = 1.0;
     Engine engine(c);
     auto accepted = std::async(
         std::launch::async, [&] { return THROWS(EngineError, engine.accept(0, 7, 30.0, [] {})); });
-    const Fd nobody(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const Fd closed(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const auto address = resolve("127.0.0.1", 0, false).front();
-    CHECK(::bind(nobody.get(), address.get(), address.size) == 0);
+    CHECK(::bind(closed.get(), address.get(), address.size) == 0);
     Runtime runtime(config(0, Transport::tcp));
     Hello hello = hello_by_hand(Transport::tcp);
-    hello.listen_port = local_port(nobody);
+    hello.listen_port = local_port(closed);
     DialResult control = dial_by_hand(runtime, engine.port(), std::move(hello));
     runtime.stop();
     CHECK(control.fd);
     const int64_t start = steady_ns();
     control.fd.reset();
     const std::string why = accepted.get();
-    CHECK(why.find("is dead: rank 0 is gone: nobody listens at 127.0.0.1:") != std::string::npos);
+    CHECK(why.find("is dead: rank 0 is gone: no process listens at 127.0.0.1:") !=
+          std::string::npos);
     CHECK(steady_ns() - start < 10 * kSecond);
 }
 
@@ -201,21 +203,21 @@ TEST(link_that_has_ended_gives_its_memory_back_when_nobody_has_it) {
         CHECK(memory.size() == (transport == Transport::shm ? 2 : 1));
         two.accepted->die("it is over");
         until("dead", [&] { return !two.accepted->alive() && !two.dialled->alive(); });
-        const auto left = [&memory] {
+        const auto alive = [&memory] {
             return std::count_if(memory.begin(), memory.end(),
                                  [](const auto& each) { return !each.expired(); });
         };
         std::this_thread::sleep_for(std::chrono::milliseconds(150));  // a few ticks
-        CHECK(left() == static_cast<ptrdiff_t>(memory.size()));
+        CHECK(alive() == static_cast<ptrdiff_t>(memory.size()));
         two.accepted.reset();
         two.dialled.reset();
-        until("only what is shown is left", [&] { return left() == 1; });
+        until("only what is shown remains", [&] { return alive() == 1; });
         const auto expected = payload(0, 4096);
         CHECK(std::equal(expected.begin(), expected.end(), message.data));
         message = {};
-        until("nothing is left", [&] { return left() == 0; });
+        until("nothing remains", [&] { return alive() == 0; });
         const std::string why = THROWS(EngineTimeout, two.high.accept(0, 7, 0.01, [] {}));
-        CHECK(why.ends_with("last that came: it is over"));
+        CHECK(why.ends_with("the last connection failed: it is over"));
     }
 }
 
@@ -257,7 +259,7 @@ TEST(link_tells_its_end_when_no_path_can_write_any_more) {
             CHECK(two.accepted->alive() && two.accepted->error().empty());
             CHECK(!two.accepted->try_receive({0, 0, 0, 0, 0}));
         }
-        until("told", [&] { return !two.accepted->alive(); });
+        until("dead", [&] { return !two.accepted->alive(); });
         CHECK(two.accepted->error() == "it is over");
     }
 }
@@ -292,7 +294,7 @@ TEST(link_one_address_cannot_take_all_the_places_of_strangers) {
     until("refused", [&] {
         const auto refused = engine.refused();
         return std::any_of(refused.begin(), refused.end(), [](const std::string& why) {
-            return why.starts_with("127.0.0.2: too many strangers at once") ||
+            return why.starts_with("127.0.0.2: too many unauthenticated connections at once") ||
                    why.starts_with("127.0.0.2: made room for others");
         });
     });

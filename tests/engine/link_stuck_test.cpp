@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kPatience = 5 * kSecond;
 
-// The dialling end of a link with one socket, and a peer of which frames are heard all the time.
+// The dialling end of a link with one socket, and a peer that sends frames all the time.
 struct Sender {
     explicit Sender(std::optional<uint32_t> thread = std::nullopt, size_t sockets = 1)
         : core({true, 1, 1, kChunk, uint64_t{512} << 20, kPatience}), local_thread(thread) {
@@ -22,15 +22,15 @@ struct Sender {
 
     void connect() {
         auto calls = core.due(now);
-        for (; calls.empty(); calls = core.due(now)) core.heard(now += 20 * kMillisecond);
+        for (; calls.empty(); calls = core.due(now)) core.frame_received(now += 20 * kMillisecond);
         for (const auto& [path, epoch] : calls) core.attach(path, epoch, local_thread, now);
     }
     // Time passes until the link ends, at most for so long. Returns why it has ended.
     std::string pass(int64_t ns) {
         for (const int64_t end = now + ns; now < end;) {
             now += 50 * kMillisecond;
-            core.heard(now);
-            if (std::string why = core.look_after_flow(now); !why.empty()) return why;
+            core.frame_received(now);
+            if (std::string why = core.check_flow(now); !why.empty()) return why;
         }
         return {};
     }
@@ -136,10 +136,10 @@ TEST(link_that_makes_progress_goes_on) {
         for (uint8_t i = 0; i <= have; ++i) bits[i / 8] |= static_cast<uint8_t>(1 << i % 8);
         sender.lose("cut", {{id, 40, bits}});
         sender.connect();
-        CHECK(sender.core.path_trouble(sender.now).find("data paths were lost") == 0);
+        CHECK(sender.core.path_errors(sender.now).find("data paths were lost") == 0);
     }
     sender.acknowledge(id);
-    CHECK(sender.pass(60 * kSecond).empty() && sender.core.path_trouble(sender.now).empty());
+    CHECK(sender.pass(60 * kSecond).empty() && sender.core.path_errors(sender.now).empty());
 }
 
 TEST(link_without_any_path_ends_in_time_if_it_is_needed) {
@@ -158,7 +158,7 @@ TEST(link_without_any_path_ends_in_time_if_it_is_needed) {
     }
 }
 
-// A peer of which nothing is heard is another's business.
+// A peer that sends nothing is a case of another test.
 TEST(link_does_not_end_of_what_happened_while_its_peer_was_stopped) {
     Sender sender;
     const uint64_t id = sender.post(7, 1);
@@ -167,7 +167,7 @@ TEST(link_does_not_end_of_what_happened_while_its_peer_was_stopped) {
         sender.now += 60 * kSecond;
         sender.lose("cut", {{id, 0, {}}});
         sender.connect();
-        CHECK(sender.core.look_after_flow(sender.now).empty());
+        CHECK(sender.core.check_flow(sender.now).empty());
     }
 }
 
@@ -180,7 +180,7 @@ TEST(sockets_are_dialled_with_smaller_segments_after_one_was_of_no_use) {
         segments.push_back(sender.core.paths().segment_bytes());
     }
     CHECK((segments == std::vector<uint32_t>{0, 1200, 536, 536, 536}));
-    CHECK(sender.core.path_trouble(sender.now).find("more than 536 bytes") != std::string::npos);
+    CHECK(sender.core.path_errors(sender.now).find("more than 536 bytes") != std::string::npos);
     // Between two processes of a host nothing can drop them.
     Sender local(0);
     local.lose_all(local.post(7, 1), 3 * kSecond);

@@ -88,7 +88,7 @@ TEST(timed_link_acknowledges_although_the_receiver_does_not_come_back) {
             check_and_release(*two.accepted, a, 4096);
             until("granted", [&] { return two.dialled->send_slots(0) == 1; });
         }
-        // Without being asked for, it would go with the next echo: every 100 ms.
+        // Without a request, it would go with the next echo: every 100 ms.
         CHECK(median(took) < 50 * kMillisecond);
     }
 }
@@ -168,10 +168,10 @@ TEST(link_is_let_go_of_although_its_reader_was_there_a_moment_ago) {
         two->accepted->reserve(0, 2, 4096);
         send(*two->dialled, {0, 0, 0, 0, 0}, 4096);
         check_and_release(*two->accepted, receive(*two->accepted, {0, 0, 0, 0, 0}), 4096);
-        const std::weak_ptr<Link> left = two->accepted;
+        const std::weak_ptr<Link> link = two->accepted;
         two->accepted->die("it is over");
         two.reset();
-        CHECK(left.expired());
+        CHECK(link.expired());
     }
 }
 

@@ -1,4 +1,4 @@
-// A name service that answers when it is told to.
+// A name service that answers when the test lets it.
 #include <dlfcn.h>
 #include <netdb.h>
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr char kHost[] = "silent.test";
 
-// What is asked of it waits, and then finds this host.
+// Its requests wait, and then find this host.
 class Silence {
   public:
     Silence() { silent(true); }

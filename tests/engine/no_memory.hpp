@@ -1,4 +1,4 @@
-// An allocator that fails when it is told to.
+// An allocator that fails on command.
 #pragma once
 
 #include <cstddef>

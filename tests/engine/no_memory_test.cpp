@@ -1,4 +1,4 @@
-// Links whose application finds no memory left on a thread of its own.
+// Links whose application finds no memory on a thread of its own.
 #include "no_memory.hpp"
 
 #include <sys/socket.h>
@@ -71,7 +71,7 @@ void go_on(Two& two, bool comes = false) {
         throw;
     } catch (const EngineError&) {
         until("ended", [&] { return !two.accepted->alive(); });
-        CHECK(two.accepted->error().find("failed: std::bad_alloc") != std::string::npos);
+        CHECK(two.accepted->error().find("failed half-way: std::bad_alloc") != std::string::npos);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Two engines for the tests: in one process, or with the peer in a process of its own."""
+"""Engines for the tests, two: in one process, or with the peer in a process of its own."""
 
 import contextlib
 import hashlib
@@ -21,10 +21,10 @@ from pipemorph_trainer._engine import Engine, Link
 SECRET = b"the job's secret"
 LINK = 3
 TIMEOUT = 30.0
-"""For whatever takes no time. Also how long a peer may be silent, so that a machine which stands
+"""Limit for what takes no time, and for the silence of a peer, so that a machine which stands
 still for some seconds breaks no link: where a test is about a peer's silence, it says how long."""
 HEAR_TIMEOUT = 3 * TIMEOUT
-"""For a process to say what it is to say, be it after it has been started from a cold disk."""
+"""Limit for the output of a process, which may be started from a cold disk."""
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -43,7 +43,7 @@ def payload(seed: int, size: int) -> bytes:
 
 
 def eventually(condition: Callable[[], bool], timeout: float = TIMEOUT) -> None:
-    """Wait on a condition that no call can wait for. Each look yields the processor."""
+    """Wait on a condition that no call can wait for. Each check yields the processor."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

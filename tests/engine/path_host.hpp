@@ -66,7 +66,7 @@ inline void on_thread(Reactor& reactor, const std::function<void()>& what) {
     done.get_future().wait();
 }
 
-// A reactor's thread, kept from doing anything.
+// A reactor's thread that is blocked.
 class HeldUp {
   public:
     explicit HeldUp(Reactor& reactor) {

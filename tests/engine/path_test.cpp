@@ -22,7 +22,7 @@ using namespace pipemorph;
 namespace {
 
 constexpr uint32_t kBytes = 1000;
-constexpr size_t kHead = kChunkHeaderSize + kSealSize;
+constexpr size_t kHead = kChunkHeaderSize + kMacSize;
 
 ConnectionKeys keys() {
     ConnectionKeys keys;
@@ -94,7 +94,7 @@ struct Wire {
     std::shared_ptr<FakeHost> host = std::make_shared<FakeHost>();
     Fd peer;
     std::shared_ptr<TcpPath> path;
-    Sealer says{keys().theirs};
+    FrameMac says{keys().theirs};
     PayloadGuard guard;
 
     explicit Wire(Integrity integrity = Integrity::crc)
@@ -113,7 +113,7 @@ struct Wire {
         encode_chunk(h, header);
         guard.begin(header);
         std::vector<uint8_t> out(header.begin(), header.end());
-        Writer(out).raw(says.seal(header));
+        Writer(out).raw(says.mac(header));
         return out;
     }
     std::vector<uint8_t> chunk(const ChunkHeader& h, uint8_t fill) {
@@ -190,7 +190,7 @@ TEST(path_refuses_payloads_without_the_mac_of_the_peer) {
             wire.say(next);
             wire.host->until([&] { return !wire.host->lost.empty(); });
             CHECK(wire.host->refusals == 1 && wire.host->intact == 1 && wire.host->broken == 1);
-            CHECK(wire.host->lost.find("its MAC is wrong") != std::string::npos);
+            CHECK(wire.host->lost.find("payload was altered") != std::string::npos);
         }
 }
 
@@ -212,7 +212,7 @@ TEST(path_drops_what_comes_after_its_fence) {
     wire.say(wire.chunk(header(), 9));
     wire.host->until([&] { return wire.host->stale == 2; });
     wire.on_reactor([] {});
-    // Not a byte of either reached the slot, and nobody was told of a loss: it had been fenced.
+    // Not a byte of either reached the slot, and no loss was reported: it had been fenced.
     CHECK(wire.host->slot == before && wire.host->taken == 1 && wire.host->intact == 0);
     CHECK(wire.host->lost.empty());
 }
@@ -229,14 +229,14 @@ TEST(path_refuses_headers_of_another_path_or_epoch) {
 }
 
 TEST(path_refuses_headers_without_the_seal_of_the_peer) {
-    for (const char* attack : {"altered", "altered seal", "repeated", "left out", "another's"}) {
+    for (const char* attack : {"altered", "altered seal", "repeated", "omitted", "another's"}) {
         const std::string how = attack;
         Wire wire;
         const auto first = wire.chunk(header(), 7);
-        const bool begins = how != "left out";
+        const bool begins = how != "omitted";
         if (begins) wire.say(first);
         wire.host->until([&] { return wire.host->intact == begins; });
-        if (how == "another's") wire.says = Sealer(keys().ours);
+        if (how == "another's") wire.says = FrameMac(keys().ours);
         auto next = how == "repeated" ? first : wire.chunk(header(), 8);
         // The checksum of the header is right: no key is needed for that.
         if (how == "altered") {
@@ -249,7 +249,7 @@ TEST(path_refuses_headers_without_the_seal_of_the_peer) {
         wire.say(next);
         wire.host->until([&] { return !wire.host->lost.empty(); });
         CHECK(wire.host->refusals == 1 && wire.host->taken == begins);
-        CHECK(wire.host->lost.find("its seal is wrong") != std::string::npos);
+        CHECK(wire.host->lost.find("header was altered") != std::string::npos);
         CHECK(wire.host->protocol.empty());
     }
 }
@@ -275,7 +275,7 @@ TEST(path_end_of_stream_lets_go_of_a_half_received_chunk) {
 TEST(path_that_meets_an_error_of_this_process_is_lost_and_says_which) {
     Wire wire;
     wire.host->throws = true;
-    wire.path->kick();
+    wire.path->notify();
     wire.host->until([&] { return wire.host->lost == "no memory"; });
     char byte;
     CHECK(::recv(wire.peer.get(), &byte, 1, 0) == 0);  // and closed
@@ -306,14 +306,14 @@ TEST(path_sends_on_the_thread_of_the_application) {
     Wire wire;
     wire.on_reactor([] {});
     HeldUp reactor(wire.reactor);
-    CHECK(!wire.path->send_here());
+    CHECK(!wire.path->send_inline());
     wire.host->to_send = {std::vector<uint8_t>(4096, 3), std::vector<uint8_t>(4096, 4)};
     for (const uint8_t fill : {3, 4}) {
-        CHECK(wire.path->send_here());
-        const auto heard = hear(wire.peer, 4096 + kAround);
-        CHECK(std::count(heard.begin() + kHead, heard.begin() + kHead + 4096, fill) == 4096);
+        CHECK(wire.path->send_inline());
+        const auto bytes = hear(wire.peer, 4096 + kAround);
+        CHECK(std::count(bytes.begin() + kHead, bytes.begin() + kHead + 4096, fill) == 4096);
     }
-    CHECK(!wire.path->send_here());
+    CHECK(!wire.path->send_inline());
 }
 
 TEST(path_that_is_full_goes_on_with_what_the_application_began) {
@@ -323,12 +323,12 @@ TEST(path_that_is_full_goes_on_with_what_the_application_began) {
     wire.host->to_send = {std::vector<uint8_t>(kLarge, 3), std::vector<uint8_t>(100, 4)};
     {
         HeldUp reactor(wire.reactor);
-        CHECK(wire.path->send_here());   // as much as there is room for
-        CHECK(!wire.path->send_here());  // and nothing in the middle of it
+        CHECK(wire.path->send_inline());   // as much as there is room for
+        CHECK(!wire.path->send_inline());  // and nothing in the middle of it
     }
-    const auto heard = hear(wire.peer, kLarge + kAround + 100 + kAround);
-    CHECK(std::count(heard.begin() + kHead, heard.begin() + kHead + kLarge, 3) == kLarge);
-    CHECK(heard.end()[-1 - static_cast<int>(kChunkTrailerSize)] == 4);
+    const auto bytes = hear(wire.peer, kLarge + kAround + 100 + kAround);
+    CHECK(std::count(bytes.begin() + kHead, bytes.begin() + kHead + kLarge, 3) == kLarge);
+    CHECK(bytes.end()[-1 - static_cast<int>(kChunkTrailerSize)] == 4);
 }
 
 TEST(path_reads_on_the_thread_of_the_application) {
@@ -341,15 +341,15 @@ TEST(path_reads_on_the_thread_of_the_application) {
         const auto second = wire.chunk(header(), 8);
         both.insert(both.end(), second.begin(), second.end());
         wire.say(Bytes(both).first(kHead + 10));
-        CHECK(wire.path->read_here(wake.get(), kLong) && wire.host->intact == 0);
+        CHECK(wire.path->read_inline(wake.get(), kLong) && wire.host->intact == 0);
         wire.say(Bytes(both).subspan(kHead + 10));
-        CHECK(wire.path->read_here(wake.get(), kLong) && wire.host->intact == 2);
+        CHECK(wire.path->read_inline(wake.get(), kLong) && wire.host->intact == 2);
         CHECK(wire.host->slot == std::vector<uint8_t>(kBytes, 8));
         reactor.go();
         wire.say(wire.chunk(header(), 9));
         wire.on_reactor([] {});
         CHECK(wire.host->intact == 2);
-        wire.path->leave_to_reactor();
+        wire.path->return_to_reactor();
         wire.host->until([&] { return wire.host->intact == 3; });
     }
 }
@@ -360,14 +360,14 @@ TEST(path_leaves_its_socket_to_who_reads_it) {
     const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     bool read = false;
     std::thread first([&] {
-        while (!wire.path->read_here(wake.get(), kLong)) std::this_thread::yield();
+        while (!wire.path->read_inline(wake.get(), kLong)) std::this_thread::yield();
         read = true;
     });
     const std::thread::id reader = first.get_id();
     // One at a time: it is refused from when the other one sleeps there.
     const int64_t end = steady_ns() + kLong;
-    while (wire.path->read_here(wake.get(), 0) && steady_ns() < end) std::this_thread::yield();
-    wire.path->leave_to_reactor();  // not while it sleeps
+    while (wire.path->read_inline(wake.get(), 0) && steady_ns() < end) std::this_thread::yield();
+    wire.path->return_to_reactor();  // not while it sleeps
     wire.say(wire.chunk(header(), 7));
     first.join();
     CHECK(read && wire.host->intact == 1 && wire.host->finished_by == reader);
@@ -378,7 +378,7 @@ TEST(path_wakes_who_reads_it_by_the_other_descriptor) {
     wire.on_reactor([] {});
     const Fd wake(eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK));
     const int64_t began = steady_ns();
-    CHECK(wire.path->read_here(wake.get(), kLong) && steady_ns() - began < kLong);
+    CHECK(wire.path->read_inline(wake.get(), kLong) && steady_ns() - began < kLong);
     CHECK(wire.host->taken == 0);
 }
 
@@ -392,27 +392,27 @@ TEST(path_reads_large_messages_beside_the_application) {
     wire.add_payload(all, std::vector<uint8_t>(1 << 20, 5));
     wire.say(Bytes(all).first(kHead + 100));
     wire.host->until([&] { return wire.host->taken == 1; });
-    CHECK(!wire.path->read_here(wake.get(), kLong));
+    CHECK(!wire.path->read_inline(wake.get(), kLong));
     for (size_t at = kHead + 100; at < all.size();) {
         const ssize_t n = ::send(wire.peer.get(), all.data() + at, all.size() - at, MSG_NOSIGNAL);
         if (n > 0) at += static_cast<size_t>(n);
     }
     wire.host->until([&] { return wire.host->intact == 1; });
     // Nor what follows: after a large one, or between the small chunks of one.
-    CHECK(!wire.path->read_here(wake.get(), kLong));
+    CHECK(!wire.path->read_inline(wake.get(), kLong));
     h.chunk_bytes = DataPath::kSmall;
     h.message.bytes = 3 * DataPath::kSmall;
     std::vector<uint8_t> chunk = wire.head(h);
     wire.add_payload(chunk, std::vector<uint8_t>(DataPath::kSmall, 6));
     wire.say(chunk);
     wire.host->until([&] { return wire.host->intact == 2; });
-    CHECK(!wire.path->read_here(wake.get(), kLong));
+    CHECK(!wire.path->read_inline(wake.get(), kLong));
     // Until a small one has come.
     wire.say(wire.chunk(header(), 7));
     wire.host->until([&] { return wire.host->intact == 3; });
     HeldUp reactor(wire.reactor);
     wire.say(wire.chunk(header(), 8));
-    CHECK(wire.path->read_here(wake.get(), kLong) && wire.host->intact == 4);
+    CHECK(wire.path->read_inline(wake.get(), kLong) && wire.host->intact == 4);
 }
 
 TEST(path_that_breaks_elsewhere_is_taken_apart_on_its_own_thread) {
@@ -427,11 +427,11 @@ TEST(path_that_breaks_elsewhere_is_taken_apart_on_its_own_thread) {
         const auto next = wire.chunk(header(), 8);
         bad.insert(bad.end(), next.begin(), next.end());
         wire.say(bad);
-        CHECK(wire.path->read_here(wake.get(), kLong));
+        CHECK(wire.path->read_inline(wake.get(), kLong));
         CHECK(wire.host->broken == 1 && wire.host->lost.empty());
         // Nothing more is read or sent meanwhile.
         wire.host->to_send = {std::vector<uint8_t>(100, 3)};
-        CHECK(!wire.path->read_here(wake.get(), kLong) && !wire.path->send_here());
+        CHECK(!wire.path->read_inline(wake.get(), kLong) && !wire.path->send_inline());
     }
     wire.host->until([&] { return !wire.host->lost.empty(); });
     CHECK(wire.host->lost.find("checksum") != std::string::npos);
@@ -453,9 +453,9 @@ TEST(path_that_breaks_elsewhere_is_taken_apart_although_there_is_no_memory) {
             if (!sends) wire.say(bad);
             const NoMemory none;
             if (sends)
-                CHECK(!wire.path->send_here());
+                CHECK(!wire.path->send_inline());
             else
-                CHECK(wire.path->read_here(wake.get(), kLong));
+                CHECK(wire.path->read_inline(wake.get(), kLong));
             CHECK(none.failures() > 0);
         }
         wire.host->until([&] { return !wire.host->lost.empty(); });
@@ -469,6 +469,6 @@ TEST(path_that_is_fenced_is_neither_read_nor_sent_to_elsewhere) {
     const Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     wire.on_reactor([&] { wire.path->retire(); });
     wire.host->to_send = {std::vector<uint8_t>(100, 3)};
-    CHECK(!wire.path->send_here() && !wire.path->read_here(wake.get(), kLong));
+    CHECK(!wire.path->send_inline() && !wire.path->read_inline(wake.get(), kLong));
     CHECK(wire.host->to_send.size() == 1);
 }

@@ -15,38 +15,38 @@ namespace {
 
 Costs random_costs(Rng& rng, bool split, bool several) {
     Costs costs;
-    const int n = costs.microbatches = 1 + rng.below(8);
-    costs.stages = 1 + rng.below(5);
+    const int n = costs.microbatches = 1 + rng.draw_below(8);
+    costs.stages = 1 + rng.draw_below(5);
     for (int i = 0; i < costs.stages; ++i) {
-        for (auto& took : costs.took) took.push_back(rng.below(8) / 2.0);
-        costs.caps.push_back(rng.below(2) ? n : 1 + rng.below(n));
-        costs.leaving.push_back(split ? 0.0 : rng.below(3));
-        costs.returning.push_back(split ? 0.0 : rng.below(3));
-        costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
-        costs.sizes.push_back(1 + rng.below(3));
+        for (auto& took : costs.took) took.push_back(rng.draw_below(8) / 2.0);
+        costs.caps.push_back(rng.draw_below(2) ? n : 1 + rng.draw_below(n));
+        costs.leaving.push_back(split ? 0.0 : rng.draw_below(3));
+        costs.returning.push_back(split ? 0.0 : rng.draw_below(3));
+        costs.device_limits.push_back(split ? 0 : rng.draw_below(n + 1));
+        costs.sizes.push_back(1 + rng.draw_below(3));
         if (!i) continue;
-        costs.delay.push_back(rng.below(10));
-        costs.transfer.push_back(rng.below(3));
-        costs.queues.push_back(rng.below(4));
-        costs.outstanding.push_back(rng.below(3));
-        costs.half_duplex.push_back(costs.queues.back() && rng.below(3) == 0);
+        costs.delay.push_back(rng.draw_below(10));
+        costs.transfer.push_back(rng.draw_below(3));
+        costs.queues.push_back(rng.draw_below(4));
+        costs.outstanding.push_back(rng.draw_below(3));
+        costs.half_duplex.push_back(costs.queues.back() && rng.draw_below(3) == 0);
     }
     // All stages on two ranks, or each on its own.
     std::vector<std::vector<int>> stages_of(costs.stages);
     for (int i = 0; i < costs.stages; ++i) stages_of[i] = {i};
-    if (several && rng.below(2) && costs.stages > 1) {
+    if (several && rng.draw_below(2) && costs.stages > 1) {
         stages_of.assign(2, {});
         for (int i = 0; i < costs.stages; ++i) stages_of[i % 2].push_back(i);
     }
     costs.place(std::move(stages_of));
-    if (split && several && rng.below(2)) {
-        costs.memory = rng.below(6);
+    if (split && several && rng.draw_below(2)) {
+        costs.memory = rng.draw_below(6);
         for (const double size : costs.sizes) costs.memory += size;
     }
     for (int rank = 0; rank < costs.ranks(); ++rank) {
-        costs.after.push_back(rng.below(3));
+        costs.after.push_back(rng.draw_below(3));
         // The search knows no such thing.
-        if (!split) costs.before.push_back(rng.below(3) ? 0.0 : rng.below(30));
+        if (!split) costs.before.push_back(rng.draw_below(3) ? 0.0 : rng.draw_below(30));
     }
     return costs;
 }
@@ -55,7 +55,7 @@ Costs random_costs(Rng& rng, bool split, bool several) {
 std::vector<unsigned char> random_ops(Rng& rng, int n, bool fused) {
     std::vector<unsigned char> ops;
     for (int f = 0, b = 0, w = 0; w < n;) {
-        const int kind = rng.below(kKinds);
+        const int kind = rng.draw_below(kKinds);
         if (kind == kForward && f < n) {
             ++f;
         } else if (kind == kBackward && b < f) {
@@ -78,7 +78,7 @@ Order random_order(Rng& rng, const Costs& costs) {
     for (const auto& stages : costs.stages_of) {
         auto& row = order.emplace_back();
         for (size_t place = 0; place < stages.size(); ++place)
-            for (const int code : random_ops(rng, costs.microbatches, rng.below(3) == 0))
+            for (const int code : random_ops(rng, costs.microbatches, rng.draw_below(3) == 0))
                 row.push_back(static_cast<unsigned char>(4 * place + code));
     }
     return order;
@@ -93,7 +93,7 @@ TEST(planner_both_ways_to_execute_an_order_agree) {
         Costs costs = random_costs(rng, false, true);
         for (size_t link = 0; link < costs.delay.size(); ++link) costs.half_duplex[link] = false;
         const Order order = random_order(rng, costs);
-        InOrder known(costs), in_time(costs);
+        OrderExecutor known(costs), in_time(costs);
         const double makespan = known.run(order);
         CHECK(in_time.run(order, [&](int link, double) { return costs.delay[link]; }) == makespan);
         for (int rank = 0; rank < known.core().ranks(); ++rank) {
@@ -112,16 +112,16 @@ TEST(planner_online_dispatch_runs_every_op) {
     Rng rng;
     for (int round = 0; round < 400; ++round) {
         const Costs costs = random_costs(rng, false, true);
-        Rules rules;
+        DispatchRules rules;
         int most = costs.microbatches;
         for (int i = 0; i < costs.stages; ++i) {
-            most = 1 + rng.below(std::min(most, costs.caps[i]));
+            most = 1 + rng.draw_below(std::min(most, costs.caps[i]));
             rules.warmup.push_back(most);
-            rules.fused.push_back(rng.below(3) == 0);
+            rules.fused.push_back(rng.draw_below(3) == 0);
         }
         rules.caps = costs.caps;
-        rules.exact_warmup = rng.below(2);
-        FirstReady execution(costs, rules);
+        rules.exact_warmup = rng.draw_below(2);
+        OnlineScheduler execution(costs, rules);
         execution.run();
         for (size_t rank = 0; rank < costs.stages_of.size(); ++rank) {
             size_t ops = 0;
@@ -140,25 +140,26 @@ TEST(planner_guided_dispatch_ends_if_its_order_does) {
         Costs costs = random_costs(rng, false, true);
         // A random order may hold more on the device than it may.
         costs.device_limits.assign(costs.stages, 0);
-        Guide guide;
+        DispatchGuide guide;
         guide.order = random_order(rng, costs);
         for (const auto& ops : guide.order) {
             guide.waits.emplace_back();
             for (size_t at = 0; at < ops.size(); ++at)
-                if (rng.below(4) == 0) guide.waits.back().push_back(static_cast<int>(at));
+                if (rng.draw_below(4) == 0) guide.waits.back().push_back(static_cast<int>(at));
         }
         guide.caps = costs.caps;
-        InOrder in_order(costs);
+        OrderExecutor in_order(costs);
         if (in_order.run(guide.order) == kNever) continue;
         ++ended;
-        Guided execution(costs, guide);
-        execution.run([&](int, double) { return rng.below(40) / 2.0; });
+        GuidedExecutor execution(costs, guide);
+        execution.run([&](int, double) { return rng.draw_below(40) / 2.0; });
         for (size_t rank = 0; rank < costs.stages_of.size(); ++rank) {
             CHECK(execution.ran()[rank].codes.size() == guide.order[rank].size());
             CHECK(execution.ran()[rank].free.size() == guide.order[rank].size());
         }
         CHECK(execution.makespan() < kNever);
-        for (const double mean : jittered(costs, guide, 5.0, 2)) CHECK(mean < kNever);
+        for (const double mean : compute_jittered_makespans(costs, guide, 5.0, 2))
+            CHECK(mean < kNever);
     }
     CHECK(ended > 50 && ended < 400);
 }
@@ -170,9 +171,9 @@ TEST(planner_search_finds_the_order_it_claims) {
         std::vector<int> paper;
         for (int i = 0, most = costs.microbatches; i < costs.stages; ++i)
             paper.push_back(most = std::max(1, std::min({most, costs.caps[i], costs.stages - i})));
-        const Found found = search(costs, paper, {}, {2000, 2000});
+        const SearchResult found = search(costs, paper, {}, {2000, 2000});
         CHECK(found.order.size() == static_cast<size_t>(costs.ranks()));
-        CHECK(InOrder(costs).run(found.order) == found.makespan);
+        CHECK(OrderExecutor(costs).run(found.order) == found.makespan);
         for (int rank = 0; rank < costs.ranks(); ++rank) {
             double held = 0.0;
             for (const unsigned char code : found.order[rank]) {
@@ -192,9 +193,10 @@ TEST(planner_no_schedule_is_below_the_windows_bound) {
         const Costs costs = random_costs(rng, true, false);
         const std::vector<int> paper(costs.stages, 1);
         const double makespan = search(costs, paper, {}, {2000, 2000}).makespan;
-        const Times head = heads(costs, costs.caps), tail = tails(costs, costs.caps);
-        const double quick = machine_bound(costs, head, tail);
-        const double bound = windows_bound(costs, head, tail, quick, makespan * 1.2, 1'000'000);
+        const Times head = compute_heads(costs, costs.caps),
+                    tail = compute_tails(costs, costs.caps);
+        const double quick = compute_machine_bound(costs, head, tail);
+        const double bound = tighten_bound(costs, head, tail, quick, makespan * 1.2, 1'000'000);
         CHECK(bound >= quick && bound <= makespan * (1 + kSame));
         tighter += bound > quick * (1 + kSame);
     }

@@ -103,7 +103,7 @@ TEST(a_queue_that_waits_does_not_hold_up_the_others) {
         order.push_back(task->message->info.key.microbatch);
         p.carry(*task);
     }
-    // Small ones first; message 2 is the only one left.
+    // Small ones first; only message 2 remains.
     CHECK((order == std::vector<int64_t>{1, 3, 0, 0, 0, 0, 0, 0, 0, 0}));
     CHECK(p.out.in_flight() == 1);
 }
@@ -228,8 +228,8 @@ TEST(only_missing_chunks_of_the_lost_path_are_sent_again) {
     CHECK(!p.carry(*p.next(0)));
     const auto lost = *p.next(0);
     const auto elsewhere = *p.next(1);  // still under way on a path that lives
-    CHECK(p.out.entrusted_to(0, 1) == std::vector<uint64_t>{1});
-    CHECK(p.out.entrusted_to(0, 2).empty());
+    CHECK(p.out.assigned_to(0, 1) == std::vector<uint64_t>{1});
+    CHECK(p.out.assigned_to(0, 2).empty());
 
     const BitmapFrame report{0, 1, p.in.report({1})};
     p.out.fenced(report);
@@ -238,7 +238,7 @@ TEST(only_missing_chunks_of_the_lost_path_are_sent_again) {
     CHECK(again.header.index == lost.header.index && p.out.chunks_resent == 1);
     CHECK(p.next(1)->header.index == 3);
     CHECK(!p.carry(again) && !p.carry(elsewhere));
-    CHECK(p.out.entrusted_to(0, 1).empty());
+    CHECK(p.out.assigned_to(0, 1).empty());
 }
 
 TEST(a_report_about_an_unknown_message_means_nothing_came) {
@@ -335,8 +335,8 @@ TEST(random_losses_still_deliver_exactly_once) {
                 case 4:
                     if (random() % 4 == 0) {  // the path breaks and loses what was on it
                         wire[path].clear();
-                        const auto asked = p.out.entrusted_to(path, epoch[path]);
-                        p.out.fenced({path, epoch[path], p.in.report(asked)});
+                        const auto assigned = p.out.assigned_to(path, epoch[path]);
+                        p.out.fenced({path, epoch[path], p.in.report(assigned)});
                         ++epoch[path];
                     }
                     break;

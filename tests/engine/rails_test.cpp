@@ -15,7 +15,7 @@ struct Host {
     Tree sys;
     fake::Fabric fabric;
     std::map<std::string, fake::Device*> devices;
-    std::string trouble;
+    std::string last_error;
 
     Host() {
         add("rxe1", {true}).put("class/infiniband/rxe1/parent", "lo");
@@ -33,15 +33,15 @@ struct Host {
     std::vector<std::string> rails(std::vector<std::string> wanted = {}) {
         RailOptions options;
         options.devices = std::move(wanted);
-        trouble.clear();
+        last_error.clear();
         std::vector<std::string> out;
-        for (const auto& rail : Rail::open_all(fabric.verbs(), options, trouble, sys.root))
+        for (const auto& rail : Rail::open_all(fabric.verbs(), options, last_error, sys.root))
             out.push_back(rail->describe());
         CHECK(fabric.open_objects() == 0);
         return out;
     }
 
-    bool said(const std::string& what) const { return trouble.find(what) != std::string::npos; }
+    bool said(const std::string& what) const { return last_error.find(what) != std::string::npos; }
 
     static inline const std::string bus = "devices/pci0000:3a/0000:3a:02.0/";
 };
@@ -65,8 +65,8 @@ TEST(rail_cards_are_pci_devices) {
 TEST(rails_are_one_active_port_of_every_card) {
     Host host;
     CHECK((host.rails() == Names{"mlx5_0 port 1", "mlx5_2 port 2", "rxe0 port 1", "rxe1 port 1"}));
-    CHECK(host.said("mlx5_0 port 2 is left out: another port of card 0000:3b:00 is used"));
-    CHECK(host.said("mlx5_1 port 1 is left out: another port of card 0000:3b:00 is used"));
+    CHECK(host.said("mlx5_0 port 2 is not used: another port of card 0000:3b:00 is"));
+    CHECK(host.said("mlx5_1 port 1 is not used: another port of card 0000:3b:00 is"));
     CHECK(host.said("mlx5_2 port 1 is not active"));
     CHECK(!host.said("rxe"));
 }
@@ -76,24 +76,24 @@ TEST(rails_of_a_card_are_had_from_the_port_that_works) {
     host.devices["mlx5_0"]->registers = false;
     CHECK((host.rails() == Names{"mlx5_1 port 1", "mlx5_2 port 2", "rxe0 port 1", "rxe1 port 1"}));
     CHECK(host.said("with mlx5_0 failed: Cannot allocate memory; the memlock limit is "));
-    CHECK(!host.said("left out"));
+    CHECK(!host.said("is not used"));
 }
 
 TEST(rails_that_are_named_may_be_of_one_card) {
     Host host;
     CHECK((host.rails({"mlx5_1", "mlx5_0:2"}) == Names{"mlx5_1 port 1", "mlx5_0 port 2"}));
-    CHECK(host.trouble.empty());
+    CHECK(host.last_error.empty());
     CHECK((host.rails({"mlx5_9", "rxe0"}) == Names{"rxe0 port 1"}));
-    CHECK(host.trouble == "there is no RDMA device mlx5_9");
+    CHECK(host.last_error == "there is no RDMA device mlx5_9");
 }
 
 // Two readers of one context would take each other's events.
 TEST(rails_of_one_device_hear_each_of_its_own_queue_pairs) {
     fake::Fabric fabric;
     fabric.add("soft0", {true, true});
-    std::string trouble;
-    const auto rails = Rail::open_all(fabric.verbs(), {}, trouble, "/nowhere");
-    CHECK(rails.size() == 2 && trouble.empty());
+    std::string last_error;
+    const auto rails = Rail::open_all(fabric.verbs(), {}, last_error, "/nowhere");
+    CHECK(rails.size() == 2 && last_error.empty());
     CHECK(rails[0]->device()->context != rails[1]->device()->context);
     for (const auto& rail : rails) rail->stop();
 }

@@ -40,12 +40,12 @@ class RankByHand {
         control_ = dial_by_hand(runtime_, port, hello);
         runtime_.stop();
         CHECK(control_.fd);
-        says_.emplace(control_.keys.ours);
+        outgoing_mac_.emplace(control_.keys.ours);
         say(ConfirmFrame{hello.transport}, 0);
     }
     void say(const Frame& frame, uint64_t sequence) {
         std::vector<uint8_t> out;
-        append_frame(out, encode_frame(frame), sequence, 0, &*says_);
+        append_frame(out, encode_frame(frame), sequence, 0, &*outgoing_mac_);
         CHECK(::send(control_.fd.get(), out.data(), out.size(), MSG_NOSIGNAL) ==
               static_cast<ssize_t>(out.size()));
     }
@@ -53,17 +53,17 @@ class RankByHand {
     template <typename F>
     F hear() {
         for (;;) {
-            const auto header = decode_frame_header(heard(kFrameHeaderSize));
+            const auto header = decode_frame_header(receive(kFrameHeaderSize));
             CHECK(header);
-            const auto frame = decode_frame(header->type, heard(header->body_bytes));
+            const auto frame = decode_frame(header->type, receive(header->body_bytes));
             CHECK(frame);
-            heard(kSealSize);
+            receive(kMacSize);
             if (const auto* found = std::get_if<F>(&*frame)) return *found;
         }
     }
 
   private:
-    std::vector<uint8_t> heard(size_t bytes) {
+    std::vector<uint8_t> receive(size_t bytes) {
         std::vector<uint8_t> in(bytes);
         for (size_t have = 0; have < bytes;) {
             pollfd readable{control_.fd.get(), POLLIN, 0};
@@ -77,7 +77,7 @@ class RankByHand {
 
     Runtime runtime_{config(0, Transport::tcp)};
     DialResult control_;
-    std::optional<Sealer> says_;
+    std::optional<FrameMac> outgoing_mac_;
 };
 
 }  // namespace pipemorph

@@ -46,7 +46,7 @@ Key key(int64_t microbatch, int64_t direction = 0) {
 // One call of the cards' that a test has stopped at: it goes on when this does.
 class Gate {
   public:
-    // To be called from where it shall stop; once open it stops nobody.
+    // To be called from where it shall stop; once open it stops no thread.
     void pass() {
         std::unique_lock lock(mu_);
         ++stopped_;
@@ -144,7 +144,7 @@ TEST(rdma_link_carries_all_sizes_both_ways) {
     CHECK(s.paths[0].chunks > 0 && s.paths[1].chunks > 0 && s.paths[2].chunks == 0);
 }
 
-// Memory comes a moment after it was first asked for.
+// Memory comes a moment after its first request.
 Link::Lease leased_in_place(Link& link, size_t bytes) {
     std::optional<Link::Lease> lease;
     until("memory to be leased", [&] {
@@ -165,7 +165,7 @@ TEST(rdma_link_copies_nothing_of_what_is_leased) {
     Pair two(2, 2, 2);
     two.linked();
     two.accepted->reserve(0, 3, kBytes);
-    CHECK(!two.dialled->lease(0, kBytes));  // it is only asked for
+    CHECK(!two.dialled->lease(0, kBytes));  // it is only requested
     const Link::Lease unsent = leased_in_place(*two.dialled, kBytes);
     CHECK(within(*two.dialled, unsent.data) && !unsent.slot);
     two.dialled->end_lease(unsent);
@@ -258,7 +258,7 @@ TEST(rdma_link_stages_what_is_leased_for_a_rail_that_cannot_reach_it) {
         });
         if (none) {
             CHECK(!two.dialled->lease(0, 1 << 20));
-            // Nobody asks for it any more, once that is known.
+            // It is no longer requested, once that is known.
             until("known", [&] {
                 return !two.dialled->lease(0, 1 << 20) && two.dialled->lease_memory().empty();
             });
@@ -361,12 +361,12 @@ TEST(rdma_link_control_does_not_wait_for_a_queue_pair_to_be_connected) {
 
 // Memory that a rail cannot take is found out while its queue pair is on the way to being up.
 TEST(rdma_link_leaves_a_rail_that_was_barred_while_it_connected) {
-    for (const char* barred : {"fake0", "fake1"}) {
+    for (const char* quarantined : {"fake0", "fake1"}) {
         Pair two;
         Gate gate;
         std::atomic<bool> registers{true};
         two.fabric.intercept([&](const fake::Call& call) {
-            if (call.device != barred) return 0;
+            if (call.device != quarantined) return 0;
             if (call.name == "reg_mr" && !registers) return ENOMEM;
             if (call.state == abi::kQpReadyToReceive) gate.pass();
             return 0;
@@ -378,8 +378,8 @@ TEST(rdma_link_leaves_a_rail_that_was_barred_while_it_connected) {
         two.link();
         gate.until_stopped();
         registers = false;
-        Link& receiver = barred == std::string("fake0") ? *two.dialled : *two.accepted;
-        Link& sender = barred == std::string("fake0") ? *two.accepted : *two.dialled;
+        Link& receiver = quarantined == std::string("fake0") ? *two.dialled : *two.accepted;
+        Link& sender = quarantined == std::string("fake0") ? *two.accepted : *two.dialled;
         const int64_t direction = &sender == &*two.accepted;
         receiver.reserve(static_cast<int>(direction), 1, kChunk);
         two.fabric.hold();
@@ -460,7 +460,7 @@ TEST(rdma_link_retires_a_queue_pair_on_the_thread_of_its_own_rail) {
     fabric.add("fake1");
     fabric.add("fake3");
     std::promise<std::string> thread;
-    std::atomic<bool> asked{false};
+    std::atomic<bool> called{false};
     Engine engine(config(1, {"fake1", "fake3"}));
     std::shared_ptr<Link> accepted;
     std::thread acceptor([&] { accepted = engine.accept(0, 7, kTimeout, [] {}); });
@@ -480,7 +480,7 @@ TEST(rdma_link_retires_a_queue_pair_on_the_thread_of_its_own_rail) {
     const AnswerFrame first = dialler.hear<AnswerFrame>();
     CHECK(first.epoch == 1 && first.error.empty());
     fabric.intercept([&](const fake::Call& call) {
-        if (!gone(call, "fake1") || asked.exchange(true)) return 0;
+        if (!gone(call, "fake1") || called.exchange(true)) return 0;
         char name[16];
         CHECK(pthread_getname_np(pthread_self(), name, sizeof name) == 0);
         thread.set_value(name);
@@ -560,15 +560,15 @@ TEST(rdma_link_that_is_ending_has_no_rail_to_be_barred) {
 TEST(rdma_link_dials_again_when_a_queue_pair_meets_an_error_of_this_process) {
     Pair two;
     // At each end one that is made, and one that is connected.
-    std::atomic<int> left[] = {1, 1, 1, 1};
+    std::atomic<int> failures[] = {1, 1, 1, 1};
     two.fabric.intercept([&](const fake::Call& call) {
         const bool connects = call.name == "modify_qp" && call.state == abi::kQpReadyToReceive;
         if (call.name != "create_qp" && !connects) return 0;
-        if (left[2 * connects + (call.device == "fake1")]-- > 0) throw std::bad_alloc();
+        if (failures[2 * connects + (call.device == "fake1")]-- > 0) throw std::bad_alloc();
         return 0;
     });
     two.linked();
-    for (const auto& each : left) CHECK(each < 0);
+    for (const auto& each : failures) CHECK(each < 0);
     two.accepted->reserve(0, 2, 3 * kChunk);
     send(*two.dialled, key(0), 3 * kChunk);
     receive_right(*two.accepted, key(0), 3 * kChunk);

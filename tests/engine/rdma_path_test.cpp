@@ -116,9 +116,9 @@ struct End {
         host->its_pace.window = window;
         RailOptions options;
         options.devices = {device};
-        std::string trouble;
-        const auto rails = Rail::open_all(fake::Fabric::verbs(), options, trouble, "/nowhere");
-        CHECK(rails.size() == 1 && trouble.empty());
+        std::string last_error;
+        const auto rails = Rail::open_all(fake::Fabric::verbs(), options, last_error, "/nowhere");
+        CHECK(rails.size() == 1 && last_error.empty());
         rail = rails.front();
         host->slot = std::make_shared<Registration>(rail->device(),
                                                     Memory::anonymous(size_t{kChunk} * kChunks),
@@ -146,7 +146,7 @@ struct End {
     }
     void send(uint32_t chunks) {
         host->note([&] { host->to_send += chunks; });
-        path->kick();
+        path->notify();
     }
 };
 
@@ -295,14 +295,14 @@ TEST(rdma_path_is_closed_when_its_queue_pair_is_gone) {
     p.fabric.intercept(
         [&](const fake::Call& call) { return lives_on && call.name == "destroy_qp" ? EIO : 0; });
     auto closed = std::make_shared<int>();
-    const std::weak_ptr<int> kept = closed;
+    const std::weak_ptr<int> held = closed;
     p.a->path->close(std::move(closed));
     for (int i = 0; i < 2; ++i) p.a->on_thread([] {});  // tasks go by the batch
-    CHECK(!kept.expired() && p.fabric.queue_pairs("fake0") == 1);
+    CHECK(!held.expired() && p.fabric.queue_pairs("fake0") == 1);
     lives_on = false;
     const int64_t deadline = steady_ns() + 20 * kSecond;
-    while (!kept.expired() && steady_ns() < deadline) p.a->on_thread([] {});
-    CHECK(kept.expired() && p.fabric.queue_pairs("fake0") == 0);
+    while (!held.expired() && steady_ns() < deadline) p.a->on_thread([] {});
+    CHECK(held.expired() && p.fabric.queue_pairs("fake0") == 0);
     p.fabric.intercept(nullptr);
 }
 
@@ -334,7 +334,7 @@ TEST(rdma_path_waits_for_a_receiver_that_is_held_up) {
     {
         const HeldUp held_up(p.b->rail->reactor());
         p.a->send(kChunks);
-        p.a->host->until("no receive left", [&] { return p.fabric.not_ready() > 0; });
+        p.a->host->until("no receive remains", [&] { return p.fabric.not_ready() > 0; });
         // Far longer than threads are held up, and shorter than a rail may be silent.
         for (int ms = 0; ms < 500; ++ms) p.fabric.elapse(kMillisecond);
         p.a->on_thread([] {});

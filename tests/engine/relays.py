@@ -1,4 +1,4 @@
-"""Somebody on the way between two engines, without the job's secret."""
+"""Attacker on the way between two engines, without the job's secret."""
 
 import contextlib
 import itertools
@@ -20,10 +20,10 @@ TRAILER = 16
 CHUNK_HEAD = 224 + SEAL
 SLOT_BYTES = 200_000
 CONTROL, DATA = 1, 2
-"""What an opening says the connection is for."""
+"""Purpose of a connection, in its opening."""
 
 Change = Callable[[int, bytes], list[bytes]]
-"""What becomes of a frame with this number: nothing, itself, others."""
+"""Replacement of a frame with this number: nothing, itself, others."""
 
 
 class Gone(Exception):
@@ -48,7 +48,7 @@ def read(source: socket.socket, size: int) -> bytes:
 
 
 class Relay:
-    """Passes on what two engines say to each other, and what it makes of that.
+    """Passes on the messages between two engines, changed or not.
 
     ``control(connection, to_acceptor)`` gives the change for the frames of one direction of one
     control connection (counted from 0), or none; ``data`` does so for the heads of chunks, and
@@ -67,8 +67,8 @@ class Relay:
         self._payload = payload
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self.heard: list[bytearray] = []
-        """All that each control connection's dialler said, handshake and frames."""
+        self.received: list[bytearray] = []
+        """Bytes from each control connection's dialler, handshake and frames."""
         self.connections = 0
         """Control connections so far."""
         self._data = itertools.count()
@@ -94,7 +94,7 @@ class Relay:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ends = (dialler, acceptor)
         try:
-            kind, heard = self._shake_hands(dialler, acceptor)
+            kind, seen = self._shake_hands(dialler, acceptor)
         except (Gone, OSError):
             self._end(*ends)
             return
@@ -102,7 +102,7 @@ class Relay:
             if kind == CONTROL:
                 number = self.connections
                 self.connections += 1
-                self.heard.append(heard)
+                self.received.append(seen)
             else:
                 number = next(self._data)
         for to_acceptor in (True, False):
@@ -112,7 +112,7 @@ class Relay:
             # The threads of one connection end together: each ends both of its sockets.
             threading.Thread(
                 target=self._frames,
-                args=(kind, source, sink, (change, payload), heard if to_acceptor else bytearray()),
+                args=(kind, source, sink, (change, payload), seen if to_acceptor else bytearray()),
                 daemon=True,
             ).start()
 
@@ -140,13 +140,13 @@ class Relay:
         source: socket.socket,
         sink: socket.socket,
         changes: tuple[Change | None, Change | None],
-        heard: bytearray,
+        seen: bytearray,
     ) -> None:
         change, payload = changes
         for number in itertools.count():
             try:
                 frame, rest = (control_frame if kind == CONTROL else chunk)(source)
-                heard += frame
+                seen += frame
                 for part in [frame] if change is None else change(number, frame):
                     sink.sendall(part)
                 for part in [rest] if payload is None else payload(number, rest):
@@ -156,7 +156,7 @@ class Relay:
                 return
             except (Gone, OSError):
                 break
-        # What is on its way in the other direction still arrives, such as the reason of an end.
+        # Data on its way in the other direction still arrives, such as the reason of an end.
         for end, how in ((source, socket.SHUT_RD), (sink, socket.SHUT_WR)):
             with contextlib.suppress(OSError):
                 end.shutdown(how)
@@ -182,7 +182,7 @@ def control_frame(source: socket.socket) -> tuple[bytes, bytes]:
 
 
 def chunk(source: socket.socket) -> tuple[bytes, bytes]:
-    """Its head; its payload and what that is proved by."""
+    """Split a chunk: its head; its payload and what that is proved by."""
     head = read(source, CHUNK_HEAD)
     index, chunk_bytes = struct.unpack_from("<II", head, 28)
     message_bytes = struct.unpack_from("<Q", head, 48)[0]

@@ -19,7 +19,7 @@ namespace {
 constexpr uint32_t kChunk = 256 << 10;
 constexpr uint32_t kPath = 2;
 constexpr uint32_t kEpoch = 5;
-constexpr size_t kHead = kChunkHeaderSize + kSealSize + kChunkTrailerSize;
+constexpr size_t kHead = kChunkHeaderSize + kMacSize + kChunkTrailerSize;
 
 ConnectionKeys keys() {
     ConnectionKeys keys;
@@ -32,7 +32,7 @@ struct FakeHost final : TestHost {
     std::shared_ptr<Memory> memory = Memory::anonymous(4 * kChunk);
     std::vector<uint8_t> source = std::vector<uint8_t>(4 * kChunk);
     std::shared_ptr<OutMessage> message = std::make_shared<OutMessage>();
-    uint64_t to_send = 0;  // bytes left of the message
+    uint64_t to_send = 0;  // remaining bytes of the message
     int finished = 0;
     int intact = 0;
     uint64_t copied = 0;  // out of its source
@@ -86,7 +86,7 @@ struct Wire {
     Fd peer;
     std::shared_ptr<ShmPath> path;
 
-    Sealer says{keys().theirs}, hears{keys().ours};
+    FrameMac says{keys().theirs}, hears{keys().ours};
     PayloadGuard guard_out, guard_in;
     Integrity integrity;
 
@@ -116,7 +116,7 @@ struct Wire {
         if (integrity == Integrity::crc) {
             CHECK(mac == Tag{});
         } else {
-            CHECK(hears.fits(head, Bytes(said).subspan(kChunkHeaderSize, kSealSize)));
+            CHECK(hears.fits(head, Bytes(said).subspan(kChunkHeaderSize, kMacSize)));
             guard_in.begin(head);
             guard_in.pass({host->memory->data() + header->offset(), header->length()});
             CHECK(guard_in.fits(mac));
@@ -133,12 +133,12 @@ struct Wire {
         encode_chunk(header, std::span(out).first<kChunkHeaderSize>());
         const Bytes head = Bytes(out).first(kChunkHeaderSize);
         if (integrity != Integrity::crc) {
-            const Seal seal = says.seal(head);
-            std::copy(seal.begin(), seal.end(), out.begin() + kChunkHeaderSize);
+            const Mac mac = says.mac(head);
+            std::copy(mac.begin(), mac.end(), out.begin() + kChunkHeaderSize);
             guard_out.begin(head);
             guard_out.pass({host->memory->data() + header.offset(), header.length()});
-            const Tag mac = guard_out.finish();
-            std::copy(mac.begin(), mac.end(), out.end() - kChunkTrailerSize);
+            const Tag payload_mac = guard_out.finish();
+            std::copy(payload_mac.begin(), payload_mac.end(), out.end() - kChunkTrailerSize);
         }
         before();
         if (change >= 0) out[static_cast<size_t>(change)] ^= 1;
@@ -170,7 +170,7 @@ TEST(shm_path_puts_chunks_into_the_slot_before_it_tells_of_them) {
         for (size_t i = 0; i < wire.host->source.size(); ++i)
             wire.host->source[i] = static_cast<uint8_t>(i * i >> 7);
         wire.host->send(bytes);
-        wire.path->kick();
+        wire.path->notify();
         for (uint64_t at = 0; at < bytes;) {
             const ChunkHeader h = wire.hear();
             CHECK(h.offset() == at && h.message.bytes == bytes);
@@ -190,7 +190,7 @@ TEST(shm_path_writes_nothing_outside_of_what_is_mapped_for_a_slot) {
          {uint64_t{kChunk} * 2, uint64_t{kChunk} * 4, ~uint64_t{0} - kChunk + 1, ~uint64_t{0}}) {
         Wire wire;
         wire.host->send(uint64_t{3} * kChunk, at);
-        wire.path->kick();
+        wire.path->notify();
         wire.host->until("refused", [&] { return !wire.host->protocol.empty(); });
         CHECK(wire.host->protocol.find("outside of the memory that is mapped") !=
               std::string::npos);
@@ -213,7 +213,7 @@ TEST(shm_path_refuses_headers_and_payloads_without_the_mac_of_the_peer) {
         CHECK(wire.host->intact == 1 && wire.host->refusals == 1);
         const bool header = change == 8 || change == int{kChunkHeaderSize};
         CHECK(wire.host->finished == (header ? 1 : 2));
-        CHECK(wire.host->lost.find(header ? "its seal is wrong" : "its MAC is wrong") !=
+        CHECK(wire.host->lost.find(header ? "header was altered" : "payload was altered") !=
               std::string::npos);
     }
 }

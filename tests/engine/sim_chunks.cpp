@@ -63,7 +63,7 @@ void World::look_after_rail(int side, const ConnectionPointer& c) {
 
 bool World::carries(int side, const Connection& c) const {
     return c.held[side] && c.up[side] && !c.suspected[side] && !c.given_up[side] &&
-           !c.fenced[side] && !ends_[size_t(side)].barred.contains(c.path) &&
+           !c.fenced[side] && !ends_[size_t(side)].quarantined.contains(c.path) &&
            ends_[size_t(side)].core.paths().is_current(c.path, c.epoch);
 }
 
@@ -148,21 +148,21 @@ void World::land(int side, const ConnectionPointer& c) {
         return;
     }
     if (!c->started[side]) return;
-    const Flight told = std::move(*f);
+    const Flight flight = std::move(*f);
     flights.erase(f);
-    if (told.repeated) {
-        flights.push_back(told);
+    if (flight.repeated) {
+        flights.push_back(flight);
         flights.back().repeated = false;
         flights.back().copy = true;
     }
-    const ChunkSink sink = begin(side, told);
+    const ChunkSink sink = begin(side, flight);
     if (sink.verdict != ChunkSink::Verdict::take) return;
-    if (told.damaged) {  // it cannot know; its sender gets a completion error instead
+    if (flight.damaged) {  // it cannot know; its sender gets a completion error instead
         e.core.finish_chunk(sink, false, 3);
         path_lost(1 - side, c);
         return;
     }
-    finish(side, sink, told);
+    finish(side, sink, flight);
 }
 
 void World::read(int side, const ConnectionPointer& c) {

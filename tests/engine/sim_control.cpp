@@ -4,24 +4,24 @@
 namespace sim {
 
 // Link::reserve, while messages are on their way to smaller slots.
-void World::reserve(int side, uint32_t slots, uint64_t bytes, std::optional<uint32_t> barred) {
+void World::reserve(int side, uint32_t slots, uint64_t bytes, std::optional<uint32_t> quarantined) {
     End& e = end(side);
     const int direction = side == kLow ? 1 : 0;
     e.largest = bytes = std::min(bytes, uint64_t{kSlotBytes});
-    if (e.asked.size() < slots) e.asked.resize(slots);
-    for (uint32_t i = 0; i < slots; ++i) e.asked[i] = std::max(e.asked[i], bytes);
+    if (e.peaks.size() < slots) e.peaks.resize(slots);
+    for (uint32_t i = 0; i < slots; ++i) e.peaks[i] = std::max(e.peaks[i], bytes);
     for (const Inbox::Room& room : e.core.in().missing(direction, slots, bytes)) {
         tally_.grown += !e.slots.empty();
         e.slot_bytes += room.slots * room.bytes;
-        add_slots(side, room, barred);
+        add_slots(side, room, quarantined);
     }
-    uint64_t asked = 0;
-    for (const uint64_t most : e.asked) asked += most;
-    require(e.slot_bytes < 4 * asked, "slots have four times the memory that was asked for");
+    uint64_t requested = 0;
+    for (const uint64_t peak : e.peaks) requested += peak;
+    require(e.slot_bytes < 4 * requested, "slots have four times the requested memory");
 }
 
 // LinkPaths::make_room
-void World::add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> barred) {
+void World::add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> quarantined) {
     End& e = end(side);
     const bool shared = kinds_.front() == Transport::shm;
     const size_t number = e.core.in().segments().size() * 2 + static_cast<size_t>(side);
@@ -30,8 +30,8 @@ void World::add_slots(int side, const Inbox::Room& room, std::optional<uint32_t>
     const uint32_t segment = e.core.add_room(side == kLow ? 1 : 0, room, std::move(memory), shared);
     e.slots.resize(e.slots.size() + room.slots);
     for (uint32_t rail = 0; rail < rails_; ++rail)
-        e.core.add_region({rail, segment, 0, barred == rail ? 0 : size, 0}, "no memory", now_);
-    if (barred) e.barred.insert(*barred);
+        e.core.add_region({rail, segment, 0, quarantined == rail ? 0 : size, 0}, "no memory", now_);
+    if (quarantined) e.quarantined.insert(*quarantined);
     if (!shared) e.core.grant_room(segment);
     act(side);
 }
@@ -80,7 +80,7 @@ void World::post(int side, Sent m, const std::optional<SlotGrant>& leased) {
         const uint8_t* data = slot_of(1 - side, *leased);
         m.id = e.core.post(info, data, nullptr, 2, now_, leased)->info.id;
     } else {
-        // Its own copy, scribbled over when the engine lets go of it: whoever still reads it then
+        // Its own copy, scribbled over when the engine lets go of it: a thread that still reads it
         // sends rubbish.
         auto payload = std::shared_ptr<std::vector<uint8_t>>(
             new std::vector<uint8_t>(m.content), [](std::vector<uint8_t>* p) {
@@ -189,7 +189,7 @@ void World::deliver_control(int side) {
     if (to.control == 0 || to.control != from.control || from.outgoing.empty()) return;
     const auto size = static_cast<uint32_t>(from.outgoing.size());
     const uint32_t n = random_(3) == 0 ? 1 + random_(size) : size;
-    to.core.heard(now_);
+    to.core.frame_received(now_);
     to.incoming.insert(to.incoming.end(), from.outgoing.begin(), from.outgoing.begin() + n);
     from.outgoing.erase(from.outgoing.begin(), from.outgoing.begin() + n);
     read_control(side);
@@ -232,11 +232,11 @@ void World::handle(int side, Frame& frame) {
         for (const ConnectionPointer& c : connections_)
             if (c->path == fence->path && c->epoch <= fence->epoch) c->fenced[side] = true;
     } else if (const auto* region = std::get_if<RegionFrame>(&frame)) {
-        if (region->bytes == 0) e.barred.insert(region->rail);
+        if (region->bytes == 0) e.quarantined.insert(region->rail);
     }
     if (LinkCore::handles(frame)) {
-        const std::string trouble = e.core.handle(frame, 3, now_);
-        if (!trouble.empty()) fail("the protocol was broken: " + trouble);
+        const std::string last_error = e.core.handle(frame, 3, now_);
+        if (!last_error.empty()) fail("the protocol was broken: " + last_error);
     } else if (const auto* mapped = std::get_if<MappedFrame>(&frame)) {
         e.core.mapped(mapped->segment);
     } else if (const auto* offer = std::get_if<OfferFrame>(&frame)) {
@@ -296,7 +296,7 @@ bool World::resume_control(bool half) {
     high.control = number;
     const uint64_t high_received = high.core.stream().last_received();  // in the reply
     require(high.core.stream().resume(low_received), "the acceptor cannot resume");
-    // It writes at once. On a half resume nobody will ever read that.
+    // It writes at once. On a half resume no end will ever read that.
     high.core.collect();
     high.core.stream().write(high.outgoing, 4096);
     if (half) return true;

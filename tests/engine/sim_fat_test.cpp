@@ -97,7 +97,7 @@ class FatLink {
     }
 
     void add_slots(uint32_t place, uint32_t slots) {
-        // Nobody writes there.
+        // No end writes there.
         const uint32_t segment =
             high().add_room(0, {place, slots, kMessage}, Memory::anonymous(4096), false);
         for (uint32_t rail = 0; rail < rails_; ++rail)
@@ -128,7 +128,7 @@ class FatLink {
         core.stream().write(bytes, size_t{1} << 30);
         LinkCore& to = &core == &low() ? high() : low();
         after(wire.round_trip_ns / 2, [this, &to, bytes = std::move(bytes)] {
-            to.heard(now_);
+            to.frame_received(now_);
             for (Bytes rest(bytes); !rest.empty();) {
                 const auto h = decode_frame_header(rest.first(kFrameHeaderSize)).value();
                 auto frame =
@@ -143,9 +143,9 @@ class FatLink {
 
     void tick() {
         for (LinkCore& core : ends_) {
-            core.heard(now_);
+            core.frame_received(now_);
             core.echoed(wire.round_trip_ns, now_);
-            core.look_after_flow(now_);
+            core.check_flow(now_);
         }
         after(50 * kMillisecond, [this] { tick(); });
     }
@@ -156,7 +156,7 @@ class FatLink {
             MessageInfo info;
             info.key.microbatch = posted_++;
             info.bytes = kMessage;
-            // Nobody reads there.
+            // No end reads there.
             low().post(info, reinterpret_cast<const uint8_t*>(uintptr_t{1} << 40), nullptr, 0,
                        now_);
         }

@@ -52,9 +52,9 @@ inline uint64_t hash(const uint8_t* data, size_t n) {
 
 // A slot segment costs four system calls; thousands of schedules share theirs.
 inline std::shared_ptr<Memory> slot_memory(size_t number) {
-    thread_local std::vector<std::shared_ptr<Memory>> kept;
-    while (kept.size() <= number) kept.push_back(Memory::anonymous(4096));
-    return kept[number];
+    thread_local std::vector<std::shared_ptr<Memory>> pool;
+    while (pool.size() <= number) pool.push_back(Memory::anonymous(4096));
+    return pool[number];
 }
 
 // A chunk on its way. Holding the task keeps the payload alive, as a posted work request does.
@@ -118,8 +118,8 @@ struct Sent {
 
 struct End {
     LinkCore core;
-    std::vector<Threads> threads;  // by path
-    std::set<uint32_t> barred;     // rails that are known not to reach all slots of both ends
+    std::vector<Threads> threads;    // by path
+    std::set<uint32_t> quarantined;  // rails that are known not to reach all slots of both ends
     // The control connection: a number says which; 0 is none.
     uint64_t control = 0;
     std::vector<uint8_t> outgoing;  // written, on its way to the peer
@@ -131,9 +131,9 @@ struct End {
     std::vector<Use> slots;  // what the fabric may write into
     // What was reserved: last, the most in each place, and what there is in all.
     uint64_t largest = 0;
-    std::vector<uint64_t> asked;
+    std::vector<uint64_t> peaks;
     uint64_t slot_bytes = 0;
-    uint64_t added_bytes = 0;  // what was added beside
+    uint64_t added_bytes = 0;  // what was added later
     std::map<uint64_t, Sent> sent;
     uint64_t to_send = 0;
     struct Held {
@@ -170,10 +170,10 @@ class World {
     }
 
     // --- The application ---
-    // One of the rails cannot register the memory: `barred`.
+    // One of the rails cannot register the memory: `quarantined`.
     void reserve(int side, uint32_t slots, uint64_t bytes,
-                 std::optional<uint32_t> barred = std::nullopt);
-    void add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> barred);
+                 std::optional<uint32_t> quarantined = std::nullopt);
+    void add_slots(int side, const Inbox::Room& room, std::optional<uint32_t> quarantined);
     void grow(int side, const Actions::Grow& what);  // LinkPaths::grow
     void post(int side);
     void post(int side, Sent m, const std::optional<SlotGrant>& leased);

@@ -26,7 +26,7 @@ void World::act(int side) {
         threads(side, what.path).data.push_back([this, side, what] { retire_up_to(side, what); });
     for (const Actions::Grow& what : actions.grow)
         threads(side, 0).setup.push_back([this, side, what] { grow(side, what); });
-    // Whoever reads may put it off until it has done what it read for.
+    // A reader may put it off until it has done what it read for.
     if (actions.flush && random_(4) != 0) flush(side);
 }
 
@@ -109,7 +109,7 @@ void World::offer(const ConnectionPointer& c, bool half) {
 
 void World::answer_offer(const OfferFrame& offer) {
     const ConnectionPointer c = find(offer.path, offer.epoch);
-    require(c != nullptr, "an offer that nobody made");
+    require(c != nullptr, "an offer that was not made");
     if (now_ < c->stalled_until_ns)
         return threads(1, c->path).setup.push_back([this, offer] { answer_offer(offer); });
     const bool made = random_(8) != 0;
@@ -123,7 +123,7 @@ void World::answer_offer(const OfferFrame& offer) {
 
 void World::connect_offered(const AnswerFrame& answer) {
     const ConnectionPointer c = find(answer.path, answer.epoch);
-    require(c != nullptr, "an answer to an offer that nobody made");
+    require(c != nullptr, "an answer to an offer that was not made");
     c->attached[kLow] = !c->half;
     trace("rail %u epoch %u is connected", c->path, c->epoch);
     if (core(kLow).connected(c->path, c->epoch, c->half ? "no route" : "", now_))

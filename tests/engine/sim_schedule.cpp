@@ -70,7 +70,7 @@ uint64_t World::run() {
     }
     if (persists_) {
         ++tally_.over_in_time;
-        return steps;  // what nobody waits for may be under way for ever
+        return steps;  // what no end waits for may be under way for ever
     }
     settle();
     return steps;
@@ -133,26 +133,26 @@ void World::tick() {
     const bool echoes = end(kLow).control != 0 && end(kLow).control == end(1).control;
     for (int side = 0; side < 2; ++side) {
         if (echoes) {
-            core(side).heard(now_);
+            core(side).frame_received(now_);
             core(side).echoed(rtt_, now_);
         }
-        const std::string stuck = core(side).look_after_flow(now_);
+        const std::string stuck = core(side).check_flow(now_);
         if (!stuck.empty() && !options_.persistent)
             fail("no progress, says the link, of faults that pass: " + stuck);
         if (!stuck.empty()) dead_ = stuck;
         check_patience(side);
-        core(side).look_after_rails(random_(16) == 0, now_);
+        core(side).check_rails(random_(16) == 0, now_);
         act(side);
         for (const PathSet::Path& p : core(side).paths())
             require(!p.offered || now_ - p.offered_ns < PathSet::kConnectLimitNs,
-                    "an offer stands although nobody has answered it");
+                    "an offer stands although it has no answer");
     }
 }
 
 // Until a thread is run and a frame is read, seconds pass here.
 constexpr int64_t kSlow = 60 * kSecond;
 
-// Dead or delivered: nobody waits for ever.
+// Dead or delivered: no end waits for ever.
 void World::check_patience(int side) {
     if (!persists_ || !dead_.empty()) return;
     constexpr int64_t kRoundTrips = 8;  // the watchdog's
@@ -264,7 +264,7 @@ bool World::happen(Fault fault, int side, uint32_t path) {
             core(side).path_suspect(path, c->epoch, true, now_);
             act(side);
             return !std::exchange(c->suspected[side], true);
-        case Fault::bar_rail:
+        case Fault::quarantine_rail:
             return bar_a_rail(side);
     }
     return false;
@@ -273,12 +273,13 @@ bool World::happen(Fault fault, int side, uint32_t path) {
 // Not the last thing that carries.
 bool World::bar_a_rail(int side) {
     End& e = end(side);
-    std::set<uint32_t> barred = e.barred;
-    barred.insert(end(1 - side).barred.begin(), end(1 - side).barred.end());
-    const uint32_t left = static_cast<uint32_t>(kinds_.size() - barred.size());
+    std::set<uint32_t> quarantined = e.quarantined;
+    quarantined.insert(end(1 - side).quarantined.begin(), end(1 - side).quarantined.end());
+    const uint32_t rest = static_cast<uint32_t>(kinds_.size() - quarantined.size());
     const uint32_t rail = chaos_(std::max(rails_, 1u));
-    if (rails_ == 0 || left < 2 || barred.contains(rail) || e.largest >= kSlotBytes) return false;
-    const auto slots = static_cast<uint32_t>(e.asked.size());
+    if (rails_ == 0 || rest < 2 || quarantined.contains(rail) || e.largest >= kSlotBytes)
+        return false;
+    const auto slots = static_cast<uint32_t>(e.peaks.size());
     const size_t before = e.slots.size();
     reserve(side, slots, e.largest + 1, rail);
     require(e.core.paths().without_rail_since() != 0 ||
@@ -342,14 +343,14 @@ void World::count() {
         tally_.failbacks += e.core.paths().failbacks();
         require(e.core.in().slots_in_use(direction) == 0, "a slot is still in use");
         for (uint32_t i = 0; i < rails_; ++i)
-            require(!e.core.paths()[i].current || !e.core.paths().barred(i),
+            require(!e.core.paths()[i].current || !e.core.paths().quarantined(i),
                     "a barred rail is still connected");
         if (core(1 - side).out().credits(direction) != e.slots.size())
             fail("of " + std::to_string(e.slots.size()) + " credits, " +
-                 std::to_string(core(1 - side).out().credits(direction)) + " are left");
+                 std::to_string(core(1 - side).out().credits(direction)) + " remain");
         for (const auto& [_, m] : e.sent)
             require(!core(1 - side).in().has(m.key), "a message was delivered once more");
-        require(!e.core.out().has_chunks(), "chunks are left to send");
+        require(!e.core.out().has_chunks(), "chunks wait to be sent");
     }
 }
 

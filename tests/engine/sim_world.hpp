@@ -35,7 +35,7 @@ enum class Fault {
     control,              // the control connection breaks, in mid-frame or between two
     half_resume,          // the acceptor resumes on a connection that the dialler never gets
     suspect,              // a rail goes quiet; it comes back, or it is lost
-    bar_rail,             // a larger slot that a rail cannot register: it carries nothing any more
+    quarantine_rail,      // a larger slot that a rail cannot register: it carries nothing any more
     swallow,              // one chunk does not arrive, and its path looks as if it had
 };
 constexpr int kFaults = 12;
@@ -54,7 +54,7 @@ struct Options {
     int random_faults = 0;
     // From some step on, in one direction or in both. The link has to end in time, or deliver all.
     std::optional<Persistent> persistent;
-    // One fault at one step, beside the random ones; the steps before it do not depend on it.
+    // One fault at one step, besides the random ones; the steps before it do not depend on it.
     std::optional<std::pair<uint64_t, Fault>> planned;
     bool trace = false;
 };

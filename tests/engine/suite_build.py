@@ -89,11 +89,11 @@ def build(name: str, *targets: str) -> pathlib.Path:
 
 
 def build_and_run(name: str, *chosen: str, least: int = 1, **more: str) -> None:
-    """Runs the tests of a build whose names contain each of ``chosen``, and of -TEXT not the TEXT;
-    fails if they are fewer than ``least``. ``more``: variables, which those of this process
+    """Runs the tests of a build whose names contain each of ``chosen``, without the TEXT of each
+    -TEXT; fails if they are fewer than ``least``. ``more``: variables, which those of this process
     override."""
     folder = build(name)
-    # From where it was compiled: through ccache the tests find their files by relative paths.
+    # Run where it was compiled: through ccache the tests find their files by relative paths.
     env = more | os.environ | ENVIRONMENT
     said = run(folder / "engine_tests", *chosen, env=env, cwd=folder)
     ran = re.search(r"^(\d+) ran, 0 failed$", said, re.MULTILINE)

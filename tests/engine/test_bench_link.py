@@ -1,4 +1,4 @@
-"""`pipemorph bench link`: both ends here, two ends that meet, and what it refuses."""
+"""`pipemorph bench link`: both ends here, two ends that meet, and refusals."""
 
 import argparse
 import json
@@ -13,8 +13,8 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.commands import bench as command
-from pipemorph.discovery import host
-from pipemorph.terminal import render
+from pipemorph.doctor import host
+from pipemorph.terminal import render_parts
 from pipemorph_trainer.bench import link as bench
 from pipemorph_trainer.bench import transfers
 
@@ -24,7 +24,7 @@ QUICK = ["--sizes", "4K,1M", "--rounds", "1", "--volume", "4M", "--pings", "50"]
 
 
 def shown(report):
-    return render(*bench.page(report))
+    return render_parts(*bench.make_report(report))
 
 
 def start(*arguments, env=None):
@@ -39,8 +39,7 @@ def start(*arguments, env=None):
 
 @pytest.fixture
 def port():
-    """A port that nobody else is given. A program may listen there: it asks to share, and it alone
-    listens."""
+    """A port reserved for this test. A program may listen there: it shares, and alone listens."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -93,7 +92,7 @@ def test_two_ends_that_meet_by_what_the_first_prints(port):
         )
         assert found, said
         assert found[3] == port
-        # Somebody without the secret is shown the door, and the listener goes on waiting.
+        # A peer without the secret is refused, and the listener goes on waiting.
         status, _, err = finish(
             start(*("--connect", "127.0.0.1", "--port", port, *QUICK), env={found[1]: "a guess"})
         )
@@ -139,7 +138,7 @@ def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd, po
         *("--connect", "127.0.0.1", "--port", port, *QUICK), env={bench.SECRET_VARIABLE: "a secret"}
     )
     try:
-        monkeypatch.setattr(bench, "memory_bytes", lambda: 4 << 20)
+        monkeypatch.setattr(bench, "usable_memory_bytes", lambda: 4 << 20)
         assert run_here(monkeypatch, "a secret", "--listen", "127.0.0.1", "--port", port) == 1
         assert capfd.readouterr().err == f"pipemorph bench link: {TOO_LARGE}"
         status, out, err = finish(connector)
@@ -151,15 +150,15 @@ def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd, po
 
 
 def test_a_connector_with_less_memory_says_so_before_it_connects(monkeypatch, capfd):
-    monkeypatch.setattr(bench, "memory_bytes", lambda: 4 << 20)
+    monkeypatch.setattr(bench, "usable_memory_bytes", lambda: 4 << 20)
     assert run_here(monkeypatch, "a secret", "--connect", "127.0.0.1", "--port", "9") == 1
     assert capfd.readouterr().err == f"pipemorph bench link: {TOO_LARGE}"
 
 
 def test_memory_that_is_promised_and_not_given_is_one_line(monkeypatch):
-    monkeypatch.setattr(bench, "memory_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(bench, "usable_memory_bytes", lambda: 1 << 60)
     with pytest.raises(bench.BenchError) as raised:
-        bench.buffer_of({"window": 1, "sizes": [1 << 55]}, bench.LISTENER)
+        bench.allocate_buffer({"window": 1, "sizes": [1 << 55]}, bench.LISTENER)
     said = str(raised.value)
     assert said.startswith(
         f"--window and --sizes: 1 messages of {1 << 55} bytes: {platform.node()}"
@@ -169,11 +168,11 @@ def test_memory_that_is_promised_and_not_given_is_one_line(monkeypatch):
 
 
 def test_memory_is_what_the_control_group_leaves(tmp_path):
-    whole = host.memory_bytes(tmp_path)
+    whole = host.usable_memory_bytes(tmp_path)
     assert whole >= 1 << 28
-    for limit, left in ((f"{1 << 20}\n", 1 << 20), ("max\n", whole), (f"{1 << 60}\n", whole)):
+    for limit, expected in ((f"{1 << 20}\n", 1 << 20), ("max\n", whole), (f"{1 << 60}\n", whole)):
         (tmp_path / "memory.max").write_text(limit)
-        assert host.memory_bytes(tmp_path) == left
+        assert host.usable_memory_bytes(tmp_path) == expected
 
 
 @pytest.mark.full
@@ -197,7 +196,7 @@ def test_an_output_that_takes_nothing_is_one_line(redirection, said):
 
 
 @pytest.mark.full
-def test_nobody_there_is_one_line():
+def test_a_missing_peer_is_one_line():
     status, out, err = finish(start("--connect", "127.0.0.1", "--port", "9", "--wait", "1"))
     assert status == 1
     assert not out
@@ -232,10 +231,10 @@ def test_what_cannot_be_is_refused_by_name(arguments, named, capsys):
 def parsed(*arguments):
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    return command.options_of(parser.parse_args(["bench", "link", *arguments]))
+    return command.validate_options(parser.parse_args(["bench", "link", *arguments]))
 
 
-def test_rails_are_as_asked_for_at_this_end(monkeypatch):
+def test_rails_are_as_requested_at_this_end(monkeypatch):
     assert parsed()["rdma"] == {
         "rdma_devices": [], "gid_index": -1, "traffic_class": 0, "service_level": 0
     }  # fmt: skip
@@ -243,15 +242,15 @@ def test_rails_are_as_asked_for_at_this_end(monkeypatch):
         *("--device", "mlx5_0", "--device", "mlx5_1:2", "--gid-index", "3"),
         *("--traffic-class", "104", "--service-level", "5"),
     )["rdma"]
-    # A rail that is named is asked for, also where no RDMA device is in sight.
+    # A rail that is named is required, also where no RDMA device is in sight.
     for named in (("--device", "mlx5_0"), ("--gid-index", "3")):
-        assert parsed(*named)["asked"] == ["rdma"]
+        assert parsed(*named)["required"] == ["rdma"]
         assert "rdma" in parsed(*named)["transports"]
-    assert parsed()["asked"] == []
+    assert parsed()["required"] == []
     made = []
     monkeypatch.setattr(bench, "Engine", lambda **given: made.append(given))
-    bench.make_engine(0, "secret", "0.0.0.0", "rdma", rdma=options)
-    bench.make_engine(0, "secret", "0.0.0.0", "tcp", rdma=options)
+    bench.create_engine(0, "secret", "0.0.0.0", "rdma", rdma=options)
+    bench.create_engine(0, "secret", "0.0.0.0", "tcp", rdma=options)
     over_rails, over_tcp = made
     assert over_rails["require"] == "rdma", "a fallback would be measured instead"
     assert over_rails["rdma_devices"] == ["mlx5_0", "mlx5_1:2"]
@@ -262,7 +261,7 @@ def test_rails_are_as_asked_for_at_this_end(monkeypatch):
 
 @pytest.mark.full
 def test_a_rail_that_is_not_there_is_named(capfd):
-    """By the engine itself: this holds with and without RDMA on the host."""
+    """The engine itself names the rail: this holds with and without RDMA on the host."""
     arguments = [*QUICK, "--transports", "rdma", "--device", "nosuch0"]
     assert main(["bench", "link", *arguments]) == 1
     said = capfd.readouterr()
@@ -271,7 +270,7 @@ def test_a_rail_that_is_not_there_is_named(capfd):
 
 
 class PathStats:
-    """As the engine gives them, of a rail that was up and of one that never was."""
+    """PathStats as the engine gives them, of a rail that was up and of one that never was."""
 
     def __init__(self, rail, state, moved, *, rate, rtt, times_lost=0):
         self.kind, self.rail, self.state, self.bytes = "rdma", rail, state, moved
@@ -281,8 +280,12 @@ class PathStats:
 
 def test_each_rail_has_a_row_and_what_is_not_known_says_so():
     paths = [
-        bench.path_record(PathStats("mlx5_0 port 1", "UP", 3_000_000_000, rate=12.5e9, rtt=5e-6)),
-        bench.path_record(PathStats("mlx5_1 port 1", "DOWN", 0, rate=None, rtt=None, times_lost=2)),
+        bench.make_path_record(
+            PathStats("mlx5_0 port 1", "UP", 3_000_000_000, rate=12.5e9, rtt=5e-6)
+        ),
+        bench.make_path_record(
+            PathStats("mlx5_1 port 1", "DOWN", 0, rate=None, rtt=None, times_lost=2)
+        ),
     ]
     assert paths[0]["gb_per_s_busy"] == 12.5
     assert paths[1]["gb_per_s_busy"] is None
@@ -292,7 +295,7 @@ def test_each_rail_has_a_row_and_what_is_not_known_says_so():
         "throughput": [{"size": 1 << 20, "gb_per_s": 12.0}],
         "latency": {"p50": 3e-6, "p99": 4e-6},
         "rails": [["mlx5_0 port 1", "mlx5_1 port 1"], ["mlx5_0 port 1"]],
-        "rails_trouble": "mlx5_2 port 1 is not active",
+        "rails_error": "mlx5_2 port 1 is not active",
         "paths": paths,
     }
     report = {
@@ -314,22 +317,22 @@ def test_each_rail_has_a_row_and_what_is_not_known_says_so():
 
 def test_percentiles_are_nearest_rank():
     samples = [float(n) for n in range(1, 101)]
-    assert transfers.percentile(samples, 50) == 50
-    assert transfers.percentile(samples, 99) == 99
-    assert transfers.percentile([3.0], 99) == 3
-    assert transfers.percentile([2.0, 1.0], 50) == 1
+    assert transfers.compute_percentile(samples, 50) == 50
+    assert transfers.compute_percentile(samples, 99) == 99
+    assert transfers.compute_percentile([3.0], 99) == 3
+    assert transfers.compute_percentile([2.0, 1.0], 50) == 1
 
 
 def test_what_the_other_end_says_controls_no_terminal():
-    class Said(bench.Words):
+    class Said(bench.ControlChannel):
         def __init__(self):
             """Has no link."""
 
-        def hear(self, timeout=0.0):
+        def receive_message(self, timeout=0.0):
             return {"error": "\x1b[2J[bold]gone[/bold]\r\n\x9b31m"}
 
     with pytest.raises(bench.EngineError) as caught:
-        Said().answer()
+        Said().receive_answer()
     assert str(caught.value) == "at the other end: [2J[bold]gone[/bold] 31m"
     report = {
         "hosts": ["\x1b]0;a\x07", "b"], "window": 1, "rounds": 1, "cores": 1, "load": 0.0,

@@ -1,4 +1,4 @@
-"""The engine's benchmarks run, and their checks notice what they are for."""
+"""The engine's benchmarks run, and their checks notice faults."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""How two engines find each other: who is refused, and what is said where nothing comes about."""
+"""Setup of a link between two engines: refusals, and the error where none comes about."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ from pipemorph_trainer._engine import EngineError, EngineTimeout
 
 
 def dial_in_vain(dialler, port, match, *, link=0, peer=1, error=EngineTimeout, first=0.5):
-    """The error of a dial for a short time. A machine that stands still for all of it lets nobody
-    answer, and then that is what is said: it is dialled for longer, until somebody could."""
+    """The error of a dial for a short time. A machine that stands still for all of it answers no
+    dial, and that is the error: it is dialled for longer, until a peer could answer."""
     for timeout in (first, 10 * first, pairs.TIMEOUT):
         with pytest.raises(error) as raised:
             dialler.connect(
@@ -28,13 +28,13 @@ def dial_in_vain(dialler, port, match, *, link=0, peer=1, error=EngineTimeout, f
 
 
 def expect_refusal(match, *, low=None, high=None, link=pairs.LINK, peer=1, first=pairs.TIMEOUT):
-    """Dial with something wrong, see both sides say what."""
+    """Dial with an error in the settings; check the messages of both sides."""
     a = pairs.engine(0, **(low or {}))
     b = pairs.engine(1, **(high or {}))
     accepted = []
 
     def accept():
-        # For longer than is dialled: whoever comes too late is not told that it is wrong here.
+        # For longer than is dialled: a late peer gets no answer that it is wrong here.
         with contextlib.suppress(EngineError):
             accepted.append(b.accept(peer_rank=0, link_id=pairs.LINK, timeout=2 * pairs.TIMEOUT))
 
@@ -53,14 +53,14 @@ def expect_refusal(match, *, low=None, high=None, link=pairs.LINK, peer=1, first
 
 
 def test_a_wrong_secret_is_refused():
-    # It asks again for all of its time: the address may be another job's for a moment.
+    # The engine dials again for all of its time: the address may be another job's for a moment.
     refused = expect_refusal("authentication failed", low={"secret": b"guess"}, first=1.0)
     assert len(refused) == 1
     assert "wrong job secret" in refused[0]
 
 
 def engine_soon(engine, port, box):
-    """Start an engine that accepts at a port as soon as nobody else listens there."""
+    """Start an engine that accepts at a port as soon as the port is free."""
 
     def accept():
         engine.append(pairs.engine(1, port=port))
@@ -70,8 +70,8 @@ def engine_soon(engine, port, box):
 
 
 @pytest.mark.parametrize("answer", ["another job", "a forged refusal", "nonsense", "no engine"])
-def test_what_nobody_has_signed_ends_no_setup(answer):
-    """Another process at the peer's address for a moment, or somebody on the way to it."""
+def test_unsigned_messages_end_no_setup(answer):
+    """Processes at the peer's address for a moment, or on the way to it, have no key."""
     answered, box, right = threading.Event(), [], []
     if answer == "another job":
         other = pairs.engine(5, job="other", secret=b"other")
@@ -116,7 +116,7 @@ def test_what_nobody_has_signed_ends_no_setup(answer):
         right[0].close(0.0)
 
 
-def test_a_timeout_says_who_refused_before_nobody_was_there():
+def test_a_timeout_names_the_last_refusal_before_the_peer_was_gone():
     other = pairs.engine(1, secret=b"other")
 
     def leave():
@@ -176,11 +176,11 @@ def test_a_wrong_job_or_attempt_is_refused():
 
 def test_a_wrong_rank_is_refused():
     [refused] = expect_refusal("wrong rank", peer=2)
-    assert "rank 0 looks for rank 2, this is rank 1" in refused
+    assert "rank 0 dials rank 2, this is rank 1" in refused
 
 
 def test_a_wrong_link_is_refused():
-    # It asks again for all of its time, since the right link may yet be waited for.
+    # The engine dials again for all of its time, since the right link may come yet.
     [refused] = expect_refusal("wrong link: rank 0 dials link 9", link=9, first=1.0)
     assert "waits for link 3" in refused
 
@@ -189,10 +189,10 @@ def test_contradicting_transports_are_refused():
     expect_refusal("transports differ", low={"transport": "tcp"}, high={"transport": "shm"})
 
 
-def test_nobody_there():
-    with contextlib.closing(pairs.engine(0)) as a, socket.socket() as kept:
-        kept.bind(("127.0.0.1", 0))  # and never listened at, by nobody else either
-        port = kept.getsockname()[1]
+def test_dialling_a_missing_peer():
+    with contextlib.closing(pairs.engine(0)) as a, socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # and no process listens there
+        port = reserved.getsockname()[1]
         dial_in_vain(a, port, rf"rank 0 -> 1.*:{port}.*Connection refused", first=0.3)
         with pytest.raises(EngineTimeout, match="rank 5 did not connect"):
             a.accept(peer_rank=5, link_id=0, timeout=0.1)
@@ -216,8 +216,8 @@ def connecting(port):
 @pytest.mark.parametrize(
     ("who", "said"),
     [
-        ("nobody answers", "cannot connect to 127.0.0.1:{port}: no answer"),
-        ("a mute", "127.0.0.1:{port} took the connection, but says nothing"),
+        ("no answer", "cannot connect to 127.0.0.1:{port}: no answer"),
+        ("a mute", "127.0.0.1:{port} accepted the connection, but sends nothing"),
         ("a peer that waits for others", "127.0.0.1:{port} is there, but did not accept"),
     ],
 )
@@ -226,10 +226,10 @@ def test_a_connection_that_was_not_answered_in_time_says_how_far_it_came(who, sa
         a, b = (stack.enter_context(contextlib.closing(pairs.engine(rank))) for rank in (0, 1))
         port = b.port
         if who != "a peer that waits for others":
-            backlog = 0 if who == "nobody answers" else 16
+            backlog = 0 if who == "no answer" else 16
             port = stack.enter_context(listening(backlog)).getsockname()[1]
-        if who == "nobody answers":
-            # With as many as it lets wait, it drops what comes after them.
+        if who == "no answer":
+            # A listener with a full queue drops later connections.
             queue = [stack.enter_context(connecting(port)) for _ in range(3)]
             assert len(select.select([], queue, [], 0.2)[1]) < len(queue), "the queue is not full"
         dial_in_vain(a, port, re.escape(said.format(port=port)))
@@ -300,7 +300,7 @@ def pass_on(source, sink):
 
 
 def cut_after_handshake(client, engine):
-    """Passes a control connection's handshake on, and cuts it before what the dialler says next,
+    """Passes a control connection's handshake on, and cuts it before the dialler's next message,
     which has come so far, has reached the acceptor."""
     engine.sendall(read(client, 40))
     client.sendall(read(engine, 40))

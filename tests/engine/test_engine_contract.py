@@ -1,4 +1,4 @@
-"""What `_engine.pyi` promises, with both engines in one process."""
+"""Promises of `_engine.pyi`, with both engines in one process."""
 
 import ast
 import contextlib
@@ -27,7 +27,7 @@ def all_up(link):
 
 
 def resizable(link, data):
-    """Whether the engine has let go of a bytearray. It grows by a byte then. The last to hold it
+    """True if the engine has let go of a bytearray. It grows by a byte then. The last to hold it
     may be one of the engine's threads, a moment longer than what was to be done took."""
     link.stats()  # any call lets go of what is finished
     try:
@@ -54,8 +54,8 @@ def test_the_module_has_what_its_contract_names():
 
 
 @pairs.TRANSPORTS
-def test_slots_go_to_the_node_that_is_asked_for(transport):
-    """Node 0 there is everywhere; which one is asked of the kernel is in numa_test.cpp."""
+def test_slots_go_to_the_requested_node(transport):
+    """Node 0 there is everywhere; numa_test.cpp checks which one is requested from the kernel."""
     with pairs.in_process(transport=transport, high={"numa_node": 0}) as p:
         assert (p.low.memory_node, p.high.memory_node) == (None, 0)
         p.accepted.reserve(0, 2, MIB)
@@ -276,22 +276,22 @@ def test_the_bell_rings_for_arrivals_acknowledgements_and_ends():
 
         p.accepted.reserve(0, 1, 100)
         ticket = p.dialled.send((0, 0, 0, 0, 0), b"x")
-        wait_for(p.high.bell_fd, lambda: p.accepted.arrived((0, 0, 0, 0, 0)))
-        wait_for(p.low.bell_fd, lambda: p.dialled.sent(ticket))
+        wait_for(p.high.notifier_fd, lambda: p.accepted.arrived((0, 0, 0, 0, 0)))
+        wait_for(p.low.notifier_fd, lambda: p.dialled.sent(ticket))
         p.dialled.close()
-        wait_for(p.high.bell_fd, lambda: not p.accepted.alive)
+        wait_for(p.high.notifier_fd, lambda: not p.accepted.alive)
         assert "rank 0 closed it" in p.accepted.error
 
 
-def test_the_bell_has_rung_when_it_is_asked_for_the_first_time():
+def test_the_notifier_is_set_when_it_is_first_requested():
     with pairs.in_process() as p:
         p.dialled.send((0, 0, 0, 0, 0), b"")
         pairs.eventually(lambda: p.accepted.arrived((0, 0, 0, 0, 0)))
-        # What it should have rung for came before anybody could hear it.
-        bell = p.high.bell_fd
+        # The event came before the notifier was requested.
+        bell = p.high.notifier_fd
         assert select.select([bell], [], [], 0.0)[0]
         os.read(bell, 8)
-        assert p.high.bell_fd == bell
+        assert p.high.notifier_fd == bell
         assert not select.select([bell], [], [], 0.0)[0]
 
 
@@ -355,7 +355,7 @@ def descriptors():
 
 
 @pairs.TRANSPORTS
-def test_nothing_is_left_after_close(transport):
+def test_nothing_remains_after_close(transport):
     def use():
         with pairs.in_process(transport=transport) as p:
             p.accepted.reserve(0, 2, MIB)
@@ -443,5 +443,5 @@ def test_a_timeout_may_be_infinite(forever):
     with pairs.in_process(transport="tcp") as p:
         p.dialled.send((0, 0, 0, 0, 0), b"x" * (8 << 20))
         p.accepted.reserve(0, 1, 8 << 20)
-        p.low.close(forever)  # sends what is left first
+        p.low.close(forever)  # sends the rest first
         assert len(memoryview(p.accepted.receive((0, 0, 0, 0, 0), forever))) == 8 << 20

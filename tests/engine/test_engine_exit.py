@@ -6,7 +6,7 @@ import sys
 import pairs
 import pytest
 
-# Python's modules first: what they leave to be done at the end comes after what others leave.
+# Python's modules first: their handlers at exit run after those of others.
 ENDS = """
 import {first}
 import ctypes, sys, threading
@@ -23,8 +23,8 @@ acceptor = threading.Thread(
 acceptor.start()
 link = low.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=high.port, timeout=60.0)
 acceptor.join()
-for kept in (low, high, link, box[0]):
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # nobody destroys it
+for each in (low, high, link, box[0]):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destroyed
 box[0].reserve(0, 2000, 4096)
 for i in range(2000):
     link.send((0, 0, i, 0, 0), bytes(4096))
@@ -122,9 +122,9 @@ def test_a_process_may_end_with_messages_under_way(first):
         )
         for _ in range(6)
     ]
-    left = []
+    working = []
     for process in running:
         out, err = process.communicate(timeout=120.0)
         assert (process.returncode, err) == (0, "")
-        left.append(int(out))
-    assert any(left), "no thread had work left"
+        working.append(int(out))
+    assert any(working), "no thread still had work"

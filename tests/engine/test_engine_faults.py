@@ -1,4 +1,4 @@
-"""Two processes: connections that are cut, and peers that are killed or stopped."""
+"""Processes with a link, two: connections that are cut, and peers that are killed or stopped."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def echo_rounds(link, connection, count, size):
-    """Receives `count` messages per round, for as many rounds as it is told to."""
+    """Receives `count` messages per round, for a number of rounds from the parent."""
     link.reserve(0, 4, size)
     while (number := connection.recv()) is not None:
         said = []
@@ -93,7 +93,7 @@ def named_memory(pid):
 @pytest.mark.parametrize("peer_rank", [0, 1])
 def test_a_killed_peer_is_noticed_within_the_deadline(transport, peer_rank):
     deadline = 3.0
-    # A machine that stands still for a moment lengthens what is measured on it, never shortens it.
+    # A machine that stands still for a moment lengthens measured times, never shortens them.
     took = [seconds_until_noticed(transport, peer_rank, deadline)]
     while took[-1] >= deadline and len(took) < 3:
         took.append(seconds_until_noticed(transport, peer_rank, deadline))
@@ -156,9 +156,9 @@ def test_shared_memory_leaves_nothing_behind_when_killed_in_mid_transfer():
         assert peer.process.exitcode == -signal.SIGKILL
         peer.engine.close()
         assert not names & set(unix_sockets().values())
-    left = {file.name for file in pathlib.Path("/dev/shm").glob("*pipemorph*")}
+    files = {file.name for file in pathlib.Path("/dev/shm").glob("*pipemorph*")}
     # Jobs that run on this machine keep copies of their state there.
-    assert not {name for name in left if not name.startswith("pipemorph-kept-")}
+    assert not {name for name in files if not name.startswith("pipemorph-kept-")}
 
 
 def thread_states(pid):
@@ -171,9 +171,9 @@ def thread_states(pid):
 @pytest.mark.parametrize("cut", [False, True], ids=["silent", "cut"])
 @pytest.mark.parametrize("peer_rank", [0, 1], ids=["dialler", "acceptor"])
 def test_a_stopped_peer_is_noticed_within_the_deadline(peer_rank, cut):
-    """As when a machine or a cable is gone: no reset, no end of stream, no refusal, since the
-    kernel goes on listening for the peer. The control connection is silent, or cut and stays away.
-    Neither end may wait for longer than its own deadline says."""
+    """A machine or a cable is gone: no reset, no end of stream, no refusal, since the kernel goes
+    on listening for the peer. The control connection is silent, or cut and stays away. Neither end
+    may wait for longer than its own deadline says."""
     deadline = 1.5
     direction = 0 if peer_rank == 1 else 1
     with pairs.with_peer(

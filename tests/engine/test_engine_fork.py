@@ -1,4 +1,4 @@
-"""Processes that fork, as data loaders make them do: a child has nothing to do with the engine."""
+"""Processes that fork, as data loaders make them do: a child does not use the engine."""
 
 import os
 import signal
@@ -127,7 +127,7 @@ def test_children_that_end_leave_the_link_alone(transport):
     run(sys.executable, "-c", SCRIPT + ROUNDS, transport)
 
 
-def test_a_child_is_told_that_the_engine_is_its_parents_and_may_make_its_own():
+def test_a_child_cannot_use_its_parents_engine_and_may_make_its_own():
     run(sys.executable, "-c", SCRIPT + USE)
 
 
@@ -148,7 +148,7 @@ def test_a_killed_rank_is_noticed_although_its_child_lives():
         try:
             os.kill(rank, signal.SIGKILL)
             pairs.eventually(lambda: not peer.link.alive)
-            assert "nobody listens" in peer.link.error
+            assert "no process listens" in peer.link.error
             os.kill(child, 0)  # is there
         finally:
             os.kill(child, signal.SIGKILL)

@@ -1,4 +1,4 @@
-r"""Fuzzes the handshake and the control decoder with libFuzzer, from the corpus that is kept.
+r"""Fuzzes the handshake and the control decoder with libFuzzer, from the stored corpus.
 
 Replaying the corpus needs no libFuzzer and is part of the C++ suite (`fuzz_test.cpp`). To renew the
 corpus after the wire format has changed, fuzz for longer and keep the smallest set of inputs that
@@ -42,7 +42,7 @@ def compiler() -> str:
 
 @pytest.fixture(scope="module")
 def fuzzer() -> pathlib.Path:
-    """The fuzzer under ASan and UBSan; built anew when a source is newer."""
+    """The fuzzer under ASan and UBSan; rebuilt when a source is newer."""
     clang = compiler()
     program = suite.ROOT / "build" / "fuzz" / "fuzzer"
     program.parent.mkdir(parents=True, exist_ok=True)
@@ -77,12 +77,12 @@ def test_nothing_is_found(fuzzer, target, tmp_path):
     found, artifacts = tmp_path / "found", tmp_path / "artifacts"
     found.mkdir()
     artifacts.mkdir()
-    # New inputs go to the first folder; a crash says its bytes and leaves them in `artifacts`.
+    # New inputs go to the first folder; a crash prints its bytes and writes them to `artifacts`.
     said = fuzz(
         fuzzer,
         target,
         f"-max_total_time={SECONDS}",
-        # Not by resident size: its peak outlives exec, so libFuzzer would see that of pytest.
+        # No limit of resident size: its peak outlives exec, so libFuzzer would see that of pytest.
         *(f"-max_len={MAX_INPUT}", "-timeout=60", "-rss_limit_mb=0", "-malloc_limit_mb=64"),
         f"-artifact_prefix={artifacts}/",
         *(found, CORPUS / target),
@@ -98,12 +98,12 @@ def test_nothing_is_found(fuzzer, target, tmp_path):
         shutil.rmtree(CORPUS / target)
         shutil.copytree(smallest, CORPUS / target)
         return
-    # The kept corpus is worth something: most of what can be covered is from the start.
+    # The stored corpus is worth something: most of what can be covered is from the start.
     # What is said before all of it has been read, by a slow machine, does not count.
     first = re.search(r"INITED\s+cov: (\d+)", said)
     assert first, said[-2000:]
-    kept, covered = int(first[1]), int(re.findall(r"cov: (\d+)", said)[-1])
-    assert kept >= 0.9 * covered, f"{target}: {kept} at first, {covered} now"
+    initial, covered = int(first[1]), int(re.findall(r"cov: (\d+)", said)[-1])
+    assert initial >= 0.9 * covered, f"{target}: {initial} at first, {covered} now"
 
 
 def test_a_target_that_there_is_not_is_refused(fuzzer):

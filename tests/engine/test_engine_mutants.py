@@ -1,5 +1,5 @@
-"""What the protocol simulation is worth: take out what makes delivery exactly once, or long links
-fast, and it fails.
+"""Mutants that the protocol simulation must fail: without what makes delivery exactly once, or long
+links fast.
 
 Each mutant is the real source with one rule removed, linked with the objects of the suite that
 :mod:`suite_build` builds. A mutant that was noticed is not judged again while its source with all
@@ -26,7 +26,7 @@ COMPILER = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20"]
 SCHEDULES = 20_000
 """A run ends at the first schedule that notices: 1,375 for the mutant that lives the longest."""
 ALIVE_SCHEDULES = 2_000
-"""Of the unchanged source: `test_engine_cpp.py` plays all of them."""
+"""Schedules of the unchanged source: `test_engine_cpp.py` plays all of them."""
 MOST_KEYS = 8
 """Remembered of each mutant: so many branches can take turns."""
 
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.full
 @dataclass(frozen=True)
 class Mutant:
     unit: str
-    """What is compiled anew, below csrc/."""
+    """Unit that is compiled again, below csrc/."""
     changed: str
-    """What is edited: the unit itself or a header that it includes."""
+    """File that is edited: the unit itself or a header that it includes."""
     edits: tuple[tuple[str, str], ...]
     noticed: str
-    """What the simulation must say."""
+    """Failure that the simulation must print."""
     test: str = "sim_random"
-    """Which of its tests notices."""
+    """Test that notices."""
 
 
 INBOX, BITMAP = "protocol/inbox.cpp", "wire/bitmap.hpp"
@@ -114,12 +114,15 @@ MUTANTS = {
         "released twice|granted while it was granted",
     ),
     "inbox: sizes that grow for ever add up": Mutant(
-        INBOX, INBOX, (("std::max(bytes, places[i].together)", "bytes"),), "four times the memory"
+        INBOX,
+        INBOX,
+        (("std::max(bytes, places[i].together)", "bytes"),),
+        "four times the requested memory",
     ),
     "outbox: what the receiver lacks is not sent again": Mutant(
         "protocol/outbox.cpp",
         "protocol/outbox.cpp",
-        (("            again_.emplace_back(m, i);\n            ++m->again;\n", ""),),
+        (("            resend_queue_.emplace_back(m, i);\n            ++m->resend_count;\n", ""),),
         "no progress",
     ),
     "outbox: a report is taken for every epoch of its path": Mutant(
@@ -131,15 +134,15 @@ MUTANTS = {
     "fence: answered while its own connection may still write": core(
         "(p.current && p.machine.epoch() <= fence.epoch) ||", "", NOT_TWICE, PATHS
     ),
-    "fence: what is missing moves before the receiver was asked": core(
+    "fence: what is missing moves before the receiver has answered": core(
         "        send(fence);\n",
         "        BitmapFrame guess{path, epoch, {}};\n"
         "        for (const uint64_t id : fence.messages) guess.reports.push_back({id, 0, {}});\n"
         "        out_.fenced(guess);\n        send(fence);\n",
         NOT_TWICE,
     ),
-    "fence: not answered where nothing is left to report": core(
-        "    // Also without messages to report on: the peer waits for it before it starts anew.\n"
+    "fence: not answered where nothing remains to report": core(
+        "    // Sent also without reports: the peer waits for it before it dials again.\n"
         "    send(answer);",
         "    if (!answer.reports.empty()) send(answer);",
         "no progress|nothing comes to rest",
@@ -155,20 +158,20 @@ MUTANTS = {
         "if (const auto before = paths_.replace(path); before && false) actions_.retire",
         "no progress|nothing comes to rest",
     ),
-    "paths: a replaced connection is not asked about": core(
+    "paths: a replaced connection is not fenced": core(
         "if (paths_.forget_replaced(path, epoch))\n            send_fence(path, epoch);",
         "if (paths_.forget_replaced(path, epoch))\n            continue;",
         "no progress",
     ),
-    "paths: a lost one is not asked about": core(
+    "paths: a lost one is not fenced": core(
         "    lose(path, why, now);\n    send_fence(path, epoch);\n    actions_.dial",
         "    lose(path, why, now);\n    actions_.dial",
         "no progress",
     ),
     "sockets: all of a thread carry": core(
-        "    return !stands_by(path);", "    return true;", "stands by", PATHS
+        "    return !is_standby(path);", "    return true;", "stands by", PATHS
     ),
-    "rails: sockets carry beside them": core(
+    "rails: sockets carry along with them": core(
         "if (without_rail_since_ns_ == 0) return false;", "", "while a rail carries", PATHS
     ),
     "rails: sockets never carry in their place": core(
@@ -189,11 +192,14 @@ MUTANTS = {
         "does not carry",
         PATHS,
     ),
-    "rails: a barred one carries until its thread has heard of it": core(
-        "? barred(p) || leave_to_other_rails", "? leave_to_other_rails", "does not carry", PATHS
+    "rails: a barred one carries until its thread knows": core(
+        "? quarantined(p) || defers_to_faster_rails",
+        "? defers_to_faster_rails",
+        "does not carry",
+        PATHS,
     ),
     "rails: a barred one counts as carrying": core(
-        "return carries(p) && !barred(p); });",
+        "return carries(p) && !quarantined(p); });",
         "return carries(p); });",
         "counts as carrying",
         PATHS,
@@ -263,7 +269,7 @@ MUTANTS = {
         PATHS,
     ),
     "window: rails do not share": slow(
-        "(!leave_to_emptier_rails(p) && p.flow.has_room(now));", "p.flow.has_room(now);", PATHS
+        "(!defers_to_emptier_rails(p) && p.flow.has_room(now));", "p.flow.has_room(now);", PATHS
     ),
     "watchdog: nothing is ever late": core(
         "if (clock_ns - m->watched_ns > patience) out.push_back(m);",
@@ -271,27 +277,27 @@ MUTANTS = {
         "no progress",
         "protocol/outbox.cpp",
     ),
-    "watchdog: only one path is ever asked about a message": core(
+    "watchdog: only one path is ever checked for a message": core(
         "    message.watched_ns = watchdog_.clock_ns();\n    paths_.give_up",
         "    message.watched_ns = int64_t{1} << 60;\n    paths_.give_up",
         "no progress",
     ),
     "watchdog: time does not pass": core(
-        "clock_ns_ += std::clamp<int64_t>(now - heard_ns_, 0, kMostSilence);",
+        "clock_ns_ += std::clamp<int64_t>(now - last_frame_ns_, 0, kMostSilence);",
         "(void)kMostSilence;",
         "no progress",
         WATCHDOG,
     ),
     "peers: a connection works before anything has come": peer("    works_ = false;\n}", "}"),
     "peers: no connection works before something new comes": peer(
-        "news || now - since_ns_ >= kSecond", "news"
+        "is_new || now - since_ns_ >= kSecond", "is_new"
     ),
     "peers: one that came back is missed as long as before": peer("    down_since_ns_ = 0;\n"),
     "peers: each loss begins anew": peer("if (down_since_ns_ == 0) down", "down"),
     "peers: one that cuts is dialled at once": peer("    if (!works_) back_off(now);\n"),
     "peers: pauses between dials stay the same": peer("backoff_ns_ * 2", "backoff_ns_"),
     "peers: pauses between dials stay long": peer("    backoff_ns_ = 0;\n"),
-    "peers: one is sought twice": peer("    if (seeks_) return false;\n"),
+    "peers: one is sought twice": peer("    if (reconnecting_) return false;\n"),
     "peers: one that listens again may be gone": peer(
         "        refused_since_ns_ = 0;\n    else", "        (void)0;\n    else"
     ),
@@ -299,7 +305,7 @@ MUTANTS = {
         "    refused_since_ns_ = 0;\n    works_", "    works_"
     ),
     "peers: a pause counts": peer(
-        "{&heard_ns_, &down_since_ns_, &refused_since_ns_}", "{&heard_ns_}"
+        "{&last_frame_ns_, &down_since_ns_, &refused_since_ns_}", "{&last_frame_ns_}"
     ),
     "slots: none are added": slow(
         "    t.growing = static_cast<uint32_t>(slots);\n", "    return;\n"
@@ -310,7 +316,7 @@ MUTANTS = {
     "control: a report overtakes the acknowledgement of what it lacks": core(
         "    collect();\n    stream_.send(frame);",
         "    stream_.send(frame);",
-        "chunks are left to send|" + NOT_TWICE,
+        "chunks wait to be sent|" + NOT_TWICE,
     ),
     "control: frames that were lost with the connection stay lost": Mutant(
         "protocol/reliable.cpp",
@@ -344,13 +350,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What mutants are linked with."""
+    """Objects that mutants are linked with."""
 
     objects: tuple[pathlib.Path, ...]
-    """Of the tests without sockets, as the plain suite is built."""
+    """Objects of the tests without sockets, as the plain suite is built."""
     library: pathlib.Path
     folder: pathlib.Path
-    """For what is compiled once for all mutants."""
+    """Folder of objects that are compiled once for all mutants."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -388,7 +394,7 @@ def read_by(unit: str) -> tuple[pathlib.Path, ...]:
 
 
 def key_of(mutant: Mutant, simulation: Simulation) -> str:
-    """What the verdict on a mutant depends on."""
+    """Key of all that the verdict on a mutant depends on."""
     sources = (path.read_bytes() for path in read_by(mutant.unit))
     return _digest(repr(mutant).encode(), simulation.digest.encode(), *sources)
 
@@ -423,7 +429,7 @@ def build_mutant(mutant: Mutant, simulation: Simulation, folder: pathlib.Path) -
     changed.write_text(source)
     compiled, program = folder / "unit.o", folder / "simulation"
     if mutant.unit == mutant.changed:
-        # What is inline comes from the objects of the suite, which are optimised.
+        # Inline code comes from the objects of the suite, which are optimised.
         options, linked = ("-O0", *simulation.headers), [*simulation.objects, compiled]
         unit = changed
     else:
@@ -436,7 +442,7 @@ def build_mutant(mutant: Mutant, simulation: Simulation, folder: pathlib.Path) -
 
 
 def run_simulation(program: pathlib.Path, test: str, schedules: int) -> tuple[int, str]:
-    """The exit status and the output of those tests whose names contain ``test``."""
+    """Exit status and output of the tests whose names contain ``test``."""
     done = subprocess.run(
         [program, test],
         env={"PIPEMORPH_SIM_SCHEDULES": str(schedules)} | os.environ,

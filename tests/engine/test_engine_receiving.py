@@ -31,9 +31,9 @@ def test_a_message_is_held_by_whatever_shows_its_memory():
 AHEAD = 16 << 10
 """Bytes that may have been read from a socket before it was known where they go."""
 SHARED = "shm", "crc"
-"""Where there is something to lease."""
+"""Transports with memory to lease."""
 WAYS = {"leased": 0, "view": 0, "copy_into": 1, "move_to": 1}
-"""How often a byte is copied after it came, for each way to receive."""
+"""Copies of a byte after it came, for each way to receive."""
 COPIES = {("shm", "crc"): 1, ("shm", "mac"): 1, ("tcp", "crc"): 0, ("tcp", "aead"): 1}
 """The same before it leaves, by transport and integrity."""
 
@@ -88,10 +88,10 @@ def test_a_lease_that_is_over_shows_no_memory_and_is_not_sent_again():
         pairs.eventually(lambda: p.dialled.send_slots(0) == 2)
         unsent = p.dialled.lease((0, 0, 1, 0, 0), 100)
         assert p.dialled.send_slots(0) == 1
-        kept = memoryview(unsent)
+        view = memoryview(unsent)
         del unsent  # its view keeps it
         assert p.dialled.send_slots(0) == 1
-        kept.release()
+        view.release()
         assert p.dialled.send_slots(0) == 2
         released = p.dialled.lease((0, 0, 2, 0, 0), 100)
         released.release()
@@ -192,7 +192,7 @@ def test_memory_is_sent_and_received_by_its_address(transport):
 @pairs.TRANSPORTS
 @pytest.mark.parametrize("released", range(1, 6))
 def test_a_grant_that_may_wait_is_not_forgotten(transport, released):
-    """Though nothing else is sent."""
+    """Grant that goes out although nothing else is sent."""
     slots, into = 8, Owner(bytes(4))
     with pairs.in_process(transport=transport) as p:
         p.accepted.reserve(0, slots, 4)

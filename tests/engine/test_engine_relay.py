@@ -1,5 +1,5 @@
-"""Whoever is on the way between two engines without the secret can cut, and say nothing: neither on
-control nor about chunks, and about payloads where they have a MAC and no mere checksum."""
+"""An attacker on the way between two engines, without the secret, can cut, and forge nothing:
+neither control nor chunks, nor payloads where they have a MAC and no mere checksum."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ COUNT = 12
 SIZE = relays.SLOT_BYTES
 AT = 5
 """The frame that is attacked: the dialler's first says that the link is up."""
-SEALED = "was altered or added on the way: its seal is wrong"
+SEALED = "was altered or added on the way: its MAC is wrong"
 BYE = 10
 
 
@@ -48,7 +48,7 @@ def flipped(at):
 
 
 def goodbye(frame):
-    """In the peer's name, with the numbers that come next, and a seal of the right size."""
+    """Make a goodbye in the peer's name, with the next numbers, and a MAC of the right size."""
     body = struct.pack("<BH", 1, 4) + b"over"
     return [struct.pack("<IIQQ", len(body), BYE, 0, 0) + body + os.urandom(relays.SEAL), frame]
 
@@ -63,7 +63,7 @@ ATTACKS = {
     "altered seal": flipped(-1),
     "injected": goodbye,
     "repeated": lambda frame: [frame, frame],
-    "left out": lambda frame: [],
+    "omitted": lambda frame: [],
 }
 
 
@@ -85,7 +85,7 @@ def test_a_control_frame_that_is_not_the_peers_costs_one_connection(attack, to_a
         exchange(low, high, 1)
         after = hit.stats()
         assert (after.frames_refused, other.stats().frames_refused) == (1, 0)
-        assert after.trouble == (
+        assert after.last_error == (
             f"a frame on the control connection from rank {0 if to_acceptor else 1} {SEALED}"
         )
         assert (after.messages_sent, after.messages_received) == (2 * COUNT, 2 * COUNT)
@@ -117,7 +117,7 @@ def test_a_recorded_connection_is_refused_as_a_strangers():
         exchange(low, high)
         before = high.stats()
         with socket.create_connection(("127.0.0.1", acceptor.port)) as again:
-            again.sendall(relay.heard[0])
+            again.sendall(relay.received[0])
             again.settimeout(pairs.TIMEOUT)
             with contextlib.suppress(ConnectionResetError):
                 while again.recv(4096):
@@ -129,14 +129,14 @@ def test_a_recorded_connection_is_refused_as_a_strangers():
 
 
 class Impostor:
-    """Passes on until it is told to answer in the acceptor's stead, for some connections."""
+    """Passes on until it is set to answer in the acceptor's stead, for some connections."""
 
     def __init__(self, port, connections):
         self._real = relays.Relay(port)
         self._to = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self.left = 0
+        self.remaining = 0
         self.connections = connections
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -144,8 +144,8 @@ class Impostor:
         with contextlib.suppress(OSError):
             while True:
                 dialler, _ = self._listener.accept()
-                if self.left > 0:
-                    self.left -= 1
+                if self.remaining > 0:
+                    self.remaining -= 1
                     with contextlib.suppress(relays.Gone, OSError), dialler:
                         self._pretend(dialler)
                     continue
@@ -182,12 +182,12 @@ def test_an_impostor_at_the_peers_address_is_not_believed():
     with relays.linked(lambda port: Impostor(port, 3)) as (low, high, _, impostor):
         exchange(low, high)
         said = set()
-        impostor.left = 3
+        impostor.remaining = 3
         low.sever_control()
-        while impostor.left > 0 or low.stats().state != "up":
-            said.add(low.stats().trouble)
+        while impostor.remaining > 0 or low.stats().state != "up":
+            said.add(low.stats().last_error)
             os.sched_yield()
-        assert "the peer could not prove that it knows the job's secret" in said
+        assert "the peer could not prove that it has the job's secret" in said
         exchange(low, high, 1)
         assert low.alive and high.alive
 
@@ -211,7 +211,7 @@ def test_a_chunk_header_that_is_not_the_peers_costs_one_path(to_acceptor):
         hit = high if to_acceptor else low
         exchange(low, high)
         pairs.eventually(lambda: hit.stats().frames_refused == 1)
-        assert SEALED in hit.stats().trouble
+        assert SEALED in hit.stats().last_error
         exchange(low, high, 1)
         assert low.alive and high.alive
 
@@ -235,7 +235,7 @@ CRC_TABLE = [of_byte(byte) for byte in range(256)]
 @pytest.mark.parametrize("integrity", ["crc", "mac", "aead"])
 @pytest.mark.parametrize("to_acceptor", [True, False])
 def test_a_payload_that_was_altered_with_its_checksum(to_acceptor, integrity):
-    """Nobody needs a key for a checksum: only a MAC keeps out who is on the way."""
+    """A checksum needs no key: only a MAC excludes an attacker on the way."""
     attacked, read = [], []
 
     def payload(_, towards):
@@ -266,7 +266,7 @@ def test_a_payload_that_was_altered_with_its_checksum(to_acceptor, integrity):
             return
         exchange(low, high)
         assert attacked and hit.stats().frames_refused == 1
-        assert "its MAC is wrong" in hit.stats().trouble
+        assert "payload was altered on the way: its MAC is wrong" in hit.stats().last_error
         sent = [pairs.payload(2 * i + (not to_acceptor), SIZE - i) for i in range(COUNT)]
         known = [data for data in sent if read[0] in data]
         assert bool(known) == (integrity == "mac"), "only aead hides it"
@@ -293,22 +293,22 @@ def test_engines_of_different_integrity_name_both():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "error"),
     [
         ({"integrity": "md5"}, "crc, mac or aead, not 'md5'"),
         ({"integrity": "mac", "transport": "rdma"}, "contradicts transport rdma"),
         ({"integrity": "aead", "require": "rdma"}, "contradicts transport rdma"),
     ],
 )
-def test_an_integrity_that_cannot_be_is_refused(settings, told):
-    with pytest.raises((ValueError, EngineError), match=told):
+def test_an_integrity_that_cannot_be_is_refused(settings, error):
+    with pytest.raises((ValueError, EngineError), match=error):
         pairs.engine(0, **settings)
 
 
-def test_with_a_mac_rails_are_left_alone_and_that_is_said():
+def test_with_a_mac_rails_are_unused_and_that_is_reported():
     with contextlib.closing(pairs.engine(0, transport="auto", integrity="mac")) as engine:
         assert not engine.rails
-        assert "no MAC, and integrity is mac" in engine.rails_trouble
+        assert "no MAC, and integrity is mac" in engine.rails_error
 
 
 @pytest.mark.full
@@ -329,7 +329,7 @@ def test_a_frame_that_never_ends_counts_as_silence():
 
 
 @pytest.mark.full
-def test_whoever_lets_only_handshakes_through_ends_the_link_as_a_cut_does():
+def test_a_relay_that_passes_only_handshakes_ends_the_link_as_a_cut_does():
     broken = threading.Event()
 
     def control(_, __):
@@ -347,7 +347,7 @@ def test_whoever_lets_only_handshakes_through_ends_the_link_as_a_cut_does():
             pairs.eventually(lambda link=link: not link.alive)
         with pytest.raises(EngineError, match="no control connection"):
             low.send((0, 9, 0, 0, 0), b"too late")
-        errors = [e for e in (low.error, high.error) if "refused for a wrong seal" in e]
+        errors = [e for e in (low.error, high.error) if "refused for a wrong MAC" in e]
         assert errors, (low.error, high.error)
-        # Not one after the other for two seconds.
+        # Connections pause, and do not follow each other for two seconds.
         assert relay.connections < 30

@@ -1,4 +1,4 @@
-"""What the system does not give: threads, and shared memory."""
+"""Resources that the system refuses: threads, and shared memory."""
 
 import subprocess
 import sys
@@ -86,7 +86,7 @@ def test_auto_takes_tcp_where_there_is_no_shared_memory():
 no_shared_memory()
 with pairs.in_process() as pair:
     assert (pair.dialled.transport, pair.accepted.transport) == ("tcp", "tcp")
-    print(pair.dialled.stats().trouble, pair.accepted.stats().trouble)
+    print(pair.dialled.stats().last_error, pair.accepted.stats().last_error)
     pair.accepted.reserve(0, 2, 4096)
     pair.dialled.send((0, 0, 0, 0, 0), b"x" * 4096)
     assert pair.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).view() == b"x" * 4096

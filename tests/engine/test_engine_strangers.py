@@ -1,4 +1,4 @@
-"""10,000 connections by strangers, at both engines of a link while it carries messages."""
+"""10,000 unauthenticated connections to both engines of a link while it carries messages."""
 
 import contextlib
 import hashlib
@@ -49,7 +49,7 @@ def forged(first: bytes, answer: bytes, rng: random.Random, purpose: int = 1) ->
 
 
 def listened(s: socket.socket) -> bytes:
-    """Everything that it says until it closes."""
+    """Bytes that it sends until it closes."""
     got = b""
     with contextlib.suppress(ConnectionError, TimeoutError):
         while part := s.recv(4096):
@@ -63,7 +63,7 @@ def no_more(s: socket.socket) -> None:
 
 
 def strangers(connection: Connection, ports: list[int], seed: int) -> None:
-    """Makes the connections and reports, per kind, how many and what they have learnt."""
+    """Makes the connections and reports, per kind, their number and what they have learnt."""
     rng = random.Random(seed)
     made: Counter[str] = Counter()
     refused = 0
@@ -72,12 +72,12 @@ def strangers(connection: Connection, ports: list[int], seed: int) -> None:
     last_hello = opening(rng), b""
 
     def learnt(what: bytes, first: bytes) -> None:
-        """Nothing but a nonce of its own, never the same, and a bare refusal."""
+        """Check that a stranger learns only a nonce, never the same, and a bare refusal."""
         nonlocal refused
         if not what:
             return
         assert what[:8] == first[:8], f"an answer that is no opening: {what!r}"
-        assert what[OPENING_BYTES:] in (b"", REFUSAL), f"told a stranger {what!r}"
+        assert what[OPENING_BYTES:] in (b"", REFUSAL), f"sent a stranger {what!r}"
         if len(what) >= OPENING_BYTES:
             assert what[8:40] not in nonces, "a nonce was used twice"
             nonces.add(what[8:40])
@@ -128,7 +128,7 @@ def strangers(connection: Connection, ports: list[int], seed: int) -> None:
             visit(kind, s)
         made[kind] += 1
         if lingering and lingering[-1][0] is s:
-            # One byte more from one of those that speak slowly.
+            # Another byte from one of those that send slowly.
             old, rest = lingering[rng.randrange(len(lingering))]
             with contextlib.suppress(OSError):
                 old.send(rest[1:2])
@@ -142,7 +142,7 @@ def strangers(connection: Connection, ports: list[int], seed: int) -> None:
 
 
 def serve(link, connection, count, size):
-    """Receives `count` messages per round, and says what they were and how its engine is."""
+    """Receives `count` messages per round, and reports them and the state of its engine."""
     link.reserve(0, 4, size)
     while (number := connection.recv()) is not None:
         said = []
@@ -166,7 +166,7 @@ def vitals(link, pid: int) -> dict[str, object]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Of the resident memory, what no file can give back: pages of libraries come and go."""
+    """Resident memory that no file can give back: pages of libraries come and go."""
     [line] = [
         line
         for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -217,7 +217,7 @@ def test_ten_thousand_strangers_disturb_nothing_and_learn_nothing():
             assert crowd.is_alive() or ours.poll(0), "the strangers' process has died"
             for now, before in zip(play_round(), calm, strict=True):
                 assert now["link"] == UNDISTURBED
-                # A stranger has no slot: there are as many as before.
+                # Strangers have no slots: there are as many as before.
                 assert now["granted"] == before["granted"]
                 assert now["in_use"] <= before["granted"]
                 most = max(most, now["descriptors"] - before["descriptors"])
@@ -230,12 +230,12 @@ def test_ten_thousand_strangers_disturb_nothing_and_learn_nothing():
         assert number > rounds_before + 3, "there was hardly a transfer to disturb"
         assert sum(made.values()) == CONNECTIONS
         assert min(made.values()) == CONNECTIONS // len(KINDS)
-        # They were heard out, not just dropped: that would be no test of the handshake.
+        # Their messages were read, not just dropped: that would be no test of the handshake.
         assert refused > CONNECTIONS // len(KINDS) / 2
         assert nonces > CONNECTIONS / 4
         assert most > 20, "hardly a stranger was connected while messages were under way"
 
-        # When they have gone, nothing of them is left.
+        # When they have gone, nothing of them remains.
         deadline = time.monotonic() + pairs.TIMEOUT
         while any(
             now["descriptors"] > before["descriptors"] or now["in_use"]
@@ -245,6 +245,6 @@ def test_ten_thousand_strangers_disturb_nothing_and_learn_nothing():
         reasons = peer.engine.refused()
         assert len(reasons) < 20  # counted, not listed one by one
         assert any("authentication failed" in r and "times" in r for r in reasons)
-        assert not any("link" in r for r in reasons), reasons  # nobody got so far as a link
+        assert not any("link" in r for r in reasons), reasons  # none got so far as a link
         peer.tell(None)
         assert peer.hear() == "done"

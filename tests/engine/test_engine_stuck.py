@@ -1,4 +1,4 @@
-"""Faults that do not pass: a message is delivered, or its link ends in time, and says why."""
+"""Faults that do not pass: a message is delivered, or its link ends in time with the reason."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ IN_TIME = 2.0 * PEER_DEADLINE + 2.0
 
 
 def cut(connection, to_acceptor):
-    """Every data connection breaks with its first chunk."""
+    """Break every data connection with its first chunk."""
 
     def change(number, part):
         raise relays.Cut
@@ -25,12 +25,12 @@ def cut(connection, to_acceptor):
 
 
 def swallow(connection, to_acceptor):
-    """Chunks are taken, and nothing comes of them."""
+    """Chunks are taken and dropped."""
     return lambda number, part: []
 
 
 def corrupt(connection, to_acceptor):
-    """Every payload is another one."""
+    """Replace every payload."""
     return lambda number, part: [bytes([part[0] ^ 1]) + part[1:]]
 
 
@@ -41,7 +41,7 @@ def one_way(fault, upwards):
 
 
 def die(link):
-    """Why a link has ended, and after how many seconds."""
+    """Reason that a link has ended, and after how many seconds."""
     began = time.monotonic()
     pairs.eventually(lambda: not link.alive)
     return link.error, time.monotonic() - began
@@ -104,13 +104,13 @@ def test_waits_and_counters_say_what_is_wrong_with_the_paths():
 
     with relays.linked(between, peer_deadline=60.0) as (low, high, _, _):
         for link in (low, high):  # as soon as all paths are connected
-            pairs.eventually(lambda link=link: link.stats().path_trouble == "")
+            pairs.eventually(lambda link=link: link.stats().path_errors == "")
         ticket = low.send((0, 0, 7, 0, 0), bytes(1000))
         pairs.eventually(lambda: sum(path.times_lost for path in low.stats().paths) >= 3)
         stats = low.stats()
-        assert "microbatch 7" in stats.path_trouble
-        assert "were lost with a chunk of it" in stats.path_trouble
-        assert any(path.trouble for path in stats.paths)
+        assert "microbatch 7" in stats.path_errors
+        assert "were lost with a chunk of it" in stats.path_errors
+        assert any(path.last_error for path in stats.paths)
         with pytest.raises(EngineError, match=r"not acknowledged .* were lost with a chunk of it"):
             low.wait_sent(ticket, 0.2)
         with pytest.raises(EngineError, match=r"nothing arrived .* data paths were lost \d+ time"):

@@ -173,10 +173,10 @@ TEST(path_takes_no_epoch_that_its_peer_gave_up) {
 }
 
 TEST(path_a_slow_rail_leaves_short_queues_to_fast_ones) {
-    CHECK(leave_to_others(1e6, 10e6, 4));
-    CHECK(!leave_to_others(1e6, 10e6, 10));
-    CHECK(!leave_to_others(5e6, 5e6, 1));
-    CHECK(!leave_to_others(0, 10e6, 1));  // not measured yet
+    CHECK(should_defer_to_others(1e6, 10e6, 4));
+    CHECK(!should_defer_to_others(1e6, 10e6, 10));
+    CHECK(!should_defer_to_others(5e6, 5e6, 1));
+    CHECK(!should_defer_to_others(0, 10e6, 1));  // not measured yet
 }
 
 TEST(frames_of_rails_round_trip_and_are_checked) {

@@ -1,4 +1,4 @@
-"""Budgets of processor seconds, and how fast this machine is beside the one they are set for."""
+"""Budgets of processor seconds, and the speed of this machine against the one they are set for."""
 
 from __future__ import annotations
 

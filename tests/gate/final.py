@@ -49,5 +49,5 @@ _FINAL = {
 
 
 def why_final(text: str) -> str | None:
-    """What makes the failure with this text final, or None if a second run may excuse it."""
+    """Text that makes the failure final, or None if a second run may excuse it."""
     return next((why for why, pattern in _FINAL.items() if pattern.search(text)), None)

@@ -20,7 +20,7 @@ SECONDS_MORE = 180.0
 LONGEST = 1200.0
 """Seconds for a test without a limit: for ``@pytest.mark.timeout(0)``."""
 SECONDS_TO_EXIT = 120.0
-"""From the end of the last test until the process has to be gone."""
+"""Seconds from the end of the last test until the process has to be gone."""
 
 
 class HangGuard:

@@ -95,14 +95,14 @@ def choose(
     reached: Mapping[Path, int], costs: Mapping[str, float], most: float
 ) -> tuple[list[Path], list[Path]]:
     """The nearest test files that together cost at most ``most`` processor seconds, as far as the
-    ``costs`` of files are known; and those left out."""
+    ``costs`` of files are known; and the deferred ones."""
     chosen: list[Path] = []
-    left_out: list[Path] = []
+    deferred: list[Path] = []
     total = 0.0
     for path in sorted(reached, key=lambda path: (reached[path], str(path))):
         total += costs.get(str(path), UNKNOWN_COST)
-        (chosen if total <= most or not chosen else left_out).append(path)
-    return chosen, left_out
+        (chosen if total <= most or not chosen else deferred).append(path)
+    return chosen, deferred
 
 
 def is_test(path: Path) -> bool:
@@ -110,7 +110,7 @@ def is_test(path: Path) -> bool:
 
 
 def _can_import(path: Path, other: Path) -> bool:
-    """Whether a module of this name in ``other`` is meant: only tests import tests."""
+    """True if a module of this name in ``other`` is meant: only tests import tests."""
     return other.parts[0] != "tests" or path.parts[0] == "tests"
 
 
@@ -128,7 +128,7 @@ def _imported_names(tree: ast.AST, path: Path) -> Iterable[str]:
 
 
 def _statements(node: ast.AST) -> Iterable[ast.stmt]:
-    """All statements in a tree, without its expressions, which cannot import."""
+    """Statements in a tree, without its expressions, which cannot import."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         inner = getattr(node, field, ())
         for child in inner if isinstance(inner, list) else ():
@@ -138,9 +138,9 @@ def _statements(node: ast.AST) -> Iterable[ast.stmt]:
 
 
 def changed_files(root: Path, base: str | None) -> tuple[str, set[Path]]:
-    """What differs from ``base`` in the checkout, with what git does not track yet: the commit that
-    was compared with, and the paths. Without a base: from where the branch left ``origin/main`` or
-    ``main``, else from the last commit."""
+    """Changes from ``base`` in the checkout, with files that git does not track yet: the commit
+    that was compared with, and the paths. Without a base: from the merge base with ``origin/main``
+    or ``main``, else from the last commit."""
     if base is None:
         for upstream in ("origin/main", "main"):
             found = _git(root, "merge-base", "HEAD", upstream, check=False).strip()

@@ -21,7 +21,7 @@ from gate.verdict import MOST_SECOND_RUNS, PartResult, SecondRun, Verdict, failu
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_OF_A_SECOND_RUN = 1200
 SECONDS_TO_INTERRUPT = 60.0
-"""For a part to end after Ctrl-C."""
+"""Seconds for a part to end after Ctrl-C."""
 SAY_EVERY = 60.0
 REPEATABLE = "--hypothesis-profile=repeatable"
 
@@ -44,7 +44,7 @@ class Part:
     status: int | None = None
     seconds: float = 0.0
     processor_seconds: float = 0.0
-    """Of the command and of the children that it waited for, and of theirs."""
+    """Processor seconds of the command and of the children that it waited for, and of theirs."""
     process: subprocess.Popen[bytes] | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -128,7 +128,7 @@ def _report_log(out: Path, name: str) -> Path:
 Take = Callable[[], Part | None]
 
 
-def run_beside(take: Take, lanes: int, say: Callable[[str], None] = print) -> list[Part]:
+def run_in_lanes(take: Take, lanes: int, say: Callable[[str], None] = print) -> list[Part]:
     """Run parts, ``lanes`` of them at a time, until ``take`` returns None for the next one. Returns
     them in the order in which they began."""
     began: list[Part] = []

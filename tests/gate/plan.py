@@ -30,12 +30,12 @@ class PartPlan:
     needs: tuple[str, ...] = ()
     """Names of testbeds, as ``tests/testbeds.py`` has them."""
     recorded: bool = False
-    """Whether it is skipped when all that it read last time is the same: :mod:`gate.records`."""
+    """True if it is skipped when all that it read last time is the same: :mod:`gate.records`."""
     also_reads: tuple[str, ...] = ()
     """Folders that count as read, whether it opened their files or not: what is compiled into the
     installed package is read from there."""
     may_be_empty: bool = False
-    """Whether the selection may hold no test."""
+    """True if the selection may hold no test."""
     budget: float | None = None
     """The most processor seconds it may take, on the machine that :mod:`gate.budget` describes."""
 
@@ -48,7 +48,10 @@ class PartPlan:
         return ("--tier", self.tier, *empty, *chosen, *self.paths, *ignored)
 
 
-RANK_TESTS = tuple(f"{TRAINER}/{folder}" for folder in ("executor", "runs", "state", "topology"))
+RANK_TESTS = tuple(
+    f"{TRAINER}/{folder}"
+    for folder in ("backward", "checkpoint", "executor", "memory", "runs", "sync", "topology")
+)
 
 TEST_PARTS = (
     PartPlan("trainer ranks", RANK_TESTS, budget=300),
@@ -73,7 +76,7 @@ SANITIZERS, MUTANTS, FUZZ = (
     f"{ENGINE}/test_engine_{name}.py" for name in ("sanitizers", "mutants", "fuzz")
 )
 COMPILED = ("csrc", ENGINE, "CMakeLists.txt")
-"""What a build that is up to date does not open again."""
+"""Paths that a build that is up to date does not open again."""
 REST_PARTS = (
     PartPlan(
         "nodes",

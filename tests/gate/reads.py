@@ -28,7 +28,7 @@ _AT_FDCWD = -100
 
 
 class CannotTrace(Exception):
-    """This process may not trace; the message says why."""
+    """Tracing is not permitted to this process; the message says why."""
 
 
 class ReadTracer:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_RECORDS = 8
-"""Of one part: so many branches can take turns in one cache."""
+"""Records of a part: so many branches can take turns in one cache."""
 FORMAT = 1
 UNSTABLE_DAYS = 14
 _TOOLCHAIN = (
@@ -38,7 +38,7 @@ def folder() -> Path:
 
 
 def fresh() -> bool:
-    """Whether the user asked for every part to run."""
+    """True if the user requested a run of every part."""
     return os.environ.get("FRESH", "") not in ("", "0")
 
 
@@ -47,7 +47,7 @@ class Record:
     """A run of a part in which every test passed the first time."""
 
     commit: str
-    """As ``git describe`` names it."""
+    """Commit as ``git describe`` names it."""
     when: float
     passed: int
     environment: str
@@ -95,8 +95,8 @@ def find_valid(part: str, sources: Sources, environment: str) -> Record | None:
 
 
 def add(part: str, sources: Sources, environment: str, read: Iterable[Path], passed: int) -> bool:
-    """Record that the part passed, having read these paths, relative to the checkout. Those that
-    git ignores are left out. Returns false, and records nothing, if one of them has changed since
+    """Record that the part passed, having read these paths, relative to the checkout, except those
+    that git ignores. Returns false, and records nothing, if one of them has changed since
     ``sources`` was made."""
     paths = sorted(set(read) & (sources.files | sources.folders))
     found = {str(path): sources.hash_of(path) for path in paths}
@@ -168,7 +168,7 @@ def _read(part: str) -> list[Record]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """What a file holds: nothing if it is absent or unreadable, since records only save time."""
+    """Content of a file: empty if it is absent or unreadable, since records only save time."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

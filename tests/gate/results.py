@@ -1,4 +1,4 @@
-"""What a run of pytest reported, read from the log that pytest-reportlog writes."""
+"""Results of a run of pytest, read from the log that pytest-reportlog writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gate.processor_time import PROPERTY
 
 @dataclass
 class TestResult:
-    """One test: its set-up, call and tear-down together."""
+    """Result of a test: its set-up, call and tear-down together."""
 
     __test__ = False
 
@@ -23,15 +23,15 @@ class TestResult:
     """``passed``, ``failed`` (in any of the three phases) or ``skipped``."""
     seconds: float = 0.0
     processor_seconds: float = 0.0
-    """Of the test and of the processes that it started."""
+    """Processor seconds of the test and of the processes that it started."""
     message: str = ""
-    """Why it failed, as its exception says."""
+    """Reason of the failure, from its exception."""
     text: str = ""
-    """Everything that was said of its failure: tracebacks, output, logs."""
+    """Text of the failure: tracebacks, output, logs."""
 
     @property
     def final(self) -> str | None:
-        """Why no second run can excuse this failure, or None."""
+        """Reason why no second run can excuse this failure, or None."""
         return why_final(self.text) if self.outcome == "failed" else None
 
 
@@ -41,7 +41,7 @@ class Results:
     not_collected: list[str] = field(default_factory=list)
     """Files that pytest could not import, with why."""
     complete: bool = False
-    """Whether pytest came to its own end. If not, it died, and nobody knows what is missing."""
+    """True if pytest came to its own end. If not, it died, and the missing results are unknown."""
 
     def __iter__(self) -> Iterator[TestResult]:
         return iter(self.tests.values())
@@ -87,10 +87,10 @@ def _add(results: Results, entry: Mapping[str, Any]) -> None:
 
 
 def _message(entry: Mapping[str, Any]) -> str:
-    told = entry["longrepr"]
-    if isinstance(told, Mapping) and (crash := told.get("reprcrash")):
+    failure = entry["longrepr"]
+    if isinstance(failure, Mapping) and (crash := failure.get("reprcrash")):
         return str(crash["message"])
-    return "\n".join(_lines(told))
+    return "\n".join(_lines(failure))
 
 
 def _text(entry: Mapping[str, Any]) -> str:
@@ -98,15 +98,15 @@ def _text(entry: Mapping[str, Any]) -> str:
     return "\n".join([*_lines(entry["longrepr"]), *sections])
 
 
-def _lines(told: Any) -> Iterator[str]:
+def _lines(failure: Any) -> Iterator[str]:
     """The lines of a failure as pytest serialises it: text, or a chain of tracebacks."""
-    if isinstance(told, str):
-        yield told
-    elif isinstance(told, Mapping):
+    if isinstance(failure, str):
+        yield failure
+    elif isinstance(failure, Mapping):
         # `chain` holds the last traceback as well.
-        for key in ("chain",) if "chain" in told else ("reprtraceback", "reprentries", "data"):
-            yield from _lines(told.get(key))
-        yield from told.get("lines", ())
-    elif isinstance(told, list):
-        for part in told:
+        for key in ("chain",) if "chain" in failure else ("reprtraceback", "reprentries", "data"):
+            yield from _lines(failure.get(key))
+        yield from failure.get("lines", ())
+    elif isinstance(failure, list):
+        for part in failure:
             yield from _lines(part)

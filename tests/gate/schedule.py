@@ -1,4 +1,4 @@
-"""The order in which the parts of a command run, and those that are left out."""
+"""Order in which the parts of a command run, and the parts that do not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLL_SECONDS = 1.0
 
 
 class Testbeds(Protocol):
-    """What the schedule needs of :class:`gate.testbeds.TestbedBuild`."""
+    """Methods of :class:`gate.testbeds.TestbedBuild` that the schedule needs."""
 
     def building(self) -> list[str]: ...
 
@@ -23,8 +23,8 @@ class Testbeds(Protocol):
 class Schedule:
     """Gives the parts of ``plans`` to lanes, in order, each when its testbeds are ready.
 
-    ``make``: builds the part of a plan. ``seconds_left``: until the time at which a run that still
-    waits for testbeds stops.
+    ``make``: builds the part of a plan. ``seconds_remaining``: until the time at which a run that
+    still waits for testbeds stops.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class Schedule:
         plans: Sequence[PartPlan],
         make: Callable[[PartPlan], Part],
         testbeds: Testbeds,
-        seconds_left: Callable[[], float],
+        seconds_remaining: Callable[[], float],
     ) -> None:
         self._waiting = list(plans)
-        self._make, self._testbeds, self._seconds_left = make, testbeds, seconds_left
+        self._make, self._testbeds, self._seconds_remaining = make, testbeds, seconds_remaining
         self._changed = threading.Condition()
         self.not_run: dict[str, str] = {}
-        """Why, for each part that cannot run."""
+        """Reason for each part that cannot run."""
         self.stopped: str | None = None
-        """Why the run stopped, in one line; None if it did not."""
+        """Reason why the run stopped, in one line; None if it did not."""
 
     def take(self) -> Part | None:
         """The next part, once there is one whose testbeds are ready; None at the end."""
@@ -56,7 +56,7 @@ class Schedule:
                         return self._make(plan)
                 if not self._waiting:
                     break
-                if self._seconds_left() <= 0:
+                if self._seconds_remaining() <= 0:
                     self._stop(building)
                     break
                 self._changed.wait(POLL_SECONDS)
@@ -65,11 +65,11 @@ class Schedule:
     def _stop(self, building: Sequence[str]) -> None:
         names = [plan.name for plan in self._waiting]
         self.stopped = (
-            f"stopped: {', '.join(building)} still being built when too little time was left to "
+            f"stopped: {', '.join(building)} still being built when too little time remained to "
             f"test with; did not run: {', '.join(names)}"
         )
         for name in names:
             self.not_run[name] = (
-                f"no time was left when {', '.join(building)} was still being built"
+                f"no time remained when {', '.join(building)} was still being built"
             )
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""The testbeds that parts need: built beside the parts that need none."""
+"""The testbeds that parts need: built while the other parts run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMAND = Path(__file__).resolve().parents[1] / "testbeds.py"
 PART = "testbeds"
 """The part that these processes belong to, for :mod:`gate.reads`."""
 ASK_EVERY = 15.0
-"""Seconds between two looks at what a build has finished."""
+"""Seconds between two checks of a build's progress."""
 
 
 class TestbedBuild:
@@ -64,7 +64,7 @@ class TestbedBuild:
             return [name for name in self._not_ready if name not in self._failed]
 
     def why_failed(self, needs: Iterable[str]) -> str | None:
-        """Why one of these cannot be had, in one line; None if all are ready or may become so."""
+        """Reason why one of these cannot be had; None if all are ready or may become so."""
         with self._lock:
             return next(
                 (f"testbed {n}: {self._failed[n]}" for n in needs if n in self._failed), None
@@ -93,7 +93,7 @@ class TestbedBuild:
 
 
 def _status(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What ``testbeds.py --status`` says: for each name ``ready`` and ``why``."""
+    """Output of ``testbeds.py --status``: for each name ``ready`` and ``why``."""
     if not names:
         return {}
     command = [sys.executable, str(COMMAND), "--status", *names]

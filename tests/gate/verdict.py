@@ -1,4 +1,4 @@
-"""Whether a run of all parts is good enough to land, and the table that says why."""
+"""Verdict on a run of all parts: good enough to land or not, and the table that says why."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 from gate.results import Results, TestResult
 
 MOST_UNSTABLE = 2
-"""With more tests than this that failed and then passed, the run fails."""
+"""Number of tests that may fail and then pass; with more the run fails."""
 MOST_SECOND_RUNS = 10
-"""When more fail than this, something is broken at large, and the rest are not run again."""
+"""Number of failures above which something is broken at large, and the rest are not run again."""
 COSTLIEST = 15
 MESSAGE_LINES, MESSAGE_COLUMNS, LOG_LINES = 8, 300, 15
-"""How much of a failure is shown at the end: the programs under test may say far more than fits a
-screen. All of it is in the kept outputs."""
+"""Amount of a failure that is shown at the end: the programs under test may print far more than
+fits a screen. All of it is in the stored outputs."""
 HUNG = "Timeout (0:"
-"""What is in the line above the stacks of a process that :mod:`gate.hang_guard` has ended."""
+"""Text in the line above the stacks of a process that :mod:`gate.hang_guard` has ended."""
 FOREIGN = ("site-packages", "/lib/python", "<frozen")
 """Parts of paths of files that are not the project's."""
 
 
 @dataclass
 class PartResult:
-    """How one part of the run ended. ``results`` is None for a command that is not pytest."""
+    """Result of a part of the run. ``results`` is None for a command that is not pytest."""
 
     name: str
     status: int | None
-    """Its exit status; None if it was never started."""
+    """Exit status; None if it was never started."""
     seconds: float
     processor_seconds: float = 0.0
     results: Results | None = None
     unchanged: str | None = None
-    """Why it was not run and need not be: what it read when it passed is the same."""
+    """Reason why it need not be run: what it read when it passed is unchanged."""
     not_run: str | None = None
-    """Why it could not be run."""
+    """Reason why it could not be run."""
     log: Path | None = None
-    """Where its output is."""
+    """File of the output."""
     limit: float | None = None
     """Seconds that it was given, if it took longer and was interrupted."""
 
     def died(self) -> str | None:
-        """Why the part as a whole is a failure, whatever its tests said; None if it is not."""
+        """Reason why the part as a whole is a failure, in spite of its tests; None if it is not."""
         if self.unchanged is not None:
             return None
         if self.status is None:
@@ -66,7 +66,7 @@ class PartResult:
             return ""
         lines = self.log.read_text(errors="replace").splitlines()
         if hung := [number for number, line in enumerate(lines) if HUNG in line]:
-            # Of stacks, which begin with what was called last, the lines of this project.
+            # Lines of this project in stacks, which begin with the last call.
             lines = [line for line in lines[hung[-1] :] if not any(own in line for own in FOREIGN)]
             lines = lines[:LOG_LINES]
         return "\n".join([*lines[-LOG_LINES:], f"all of its output: {self.log}"])
@@ -79,22 +79,22 @@ class SecondRun:
     passed: bool
     folder: Path
     message: str = ""
-    """Why it failed again."""
+    """Reason of the second failure."""
 
 
 @dataclass
 class Verdict:
     parts: Sequence[PartResult]
     second_runs: Mapping[str, SecondRun] = field(default_factory=dict)
-    """By node id."""
+    """Second runs by node id."""
     command: str = "make test"
-    """What was run, as its user called it."""
+    """Command, as its user called it."""
     over_budget: str | None = None
-    """What it cost too much, if it did."""
+    """Cost above the budget, if any."""
     seen_before: Sequence[str] = ()
     """Unstable tests that were unstable in another run of the last days as well."""
     stopped: str | None = None
-    """Why the run stopped before its end, in one line."""
+    """Reason why the run stopped before its end, in one line."""
 
     def with_(self, **changes: Any) -> Verdict:
         return replace(self, **changes)
@@ -114,7 +114,7 @@ class Verdict:
         return not any(self._reasons())
 
     def _reasons(self) -> Iterator[str]:
-        """Why the run is red, in a few words each."""
+        """Reasons why the run is red, in a few words each."""
         if self.stopped is not None:
             yield self.stopped
         elif died := [part.name for part in self.parts if part.died()]:
@@ -202,8 +202,8 @@ def _counts(results: Results | None) -> str:
     if results is None:
         return ""
     counts = {"passed": "passed", "failed": "FAILED", "skipped": "SKIPPED"}
-    told = [f"{n} {word}" for outcome, word in counts.items() if (n := results.count(outcome))]
-    return ", ".join(told) + ("" if results.complete else "; DIED")
+    counted = [f"{n} {word}" for outcome, word in counts.items() if (n := results.count(outcome))]
+    return ", ".join(counted) + ("" if results.complete else "; DIED")
 
 
 def _short(text: str, most: int = MESSAGE_LINES) -> str:

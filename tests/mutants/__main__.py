@@ -30,7 +30,7 @@ TIERS = ("test", "full", "times", "soak")
 START_PROCESSES = frozenset({"multiprocess", "slow", "quiet", "cluster", "node", "rdma", "gpu"})
 """Markers of tests that judge nothing here: they start processes, or need something."""
 DRAWN_FOR_ONE = 4
-"""So many are drawn for each that is judged, since no test executes many."""
+"""Mutants drawn for each that is judged, since no test executes many."""
 
 
 def main(arguments: list[str]) -> int:
@@ -162,7 +162,7 @@ def _name(mutation: Mutation) -> str:
 
 
 def _may_judge(item: pytest.Item) -> bool:
-    """Whether a test is of ``make test`` and runs in this process."""
+    """True if a test is of ``make test`` and runs in this process."""
     markers = [marker.name for marker in item.iter_markers()]  # the closest first
     tier = next((name for name in markers if name in TIERS), "test")
     return tier == "test" and not START_PROCESSES.intersection(markers)
@@ -182,4 +182,4 @@ def _commit(where: Path) -> str:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(status)  # not through the ends of all libraries, which miss what gc.freeze() kept
+    os._exit(status)  # not through the ends of libraries, which miss objects of gc.freeze()

@@ -16,7 +16,7 @@ PROBE = "__pipemorph_mutant_probe__"
 
 
 class LiveFunctions:
-    """All functions of this process that come from some source files."""
+    """Functions of this process that come from some source files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         names = {str(path) for path in files}

@@ -27,15 +27,15 @@ class Equivalent:
 
 EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
-        "pipemorph/replay/links.py",
-        "Links._delay",
-        "drawn = state.jitter * self._draw(iteration, link, sent) if state.jitter else 0.0",
+        "pipemorph/replay/simulated_links.py",
+        "SimulatedLinks._compute_delay",
+        "drawn = state.jitter * self._draw_jitter(iteration, link, sent) if state.jitter else 0.0",
         "True",
         "a jitter of 0 times a number without side effects is 0 as well",
     ),
     Equivalent(
-        "pipemorph_trainer/executor/stages/emulated.py",
-        "mix",
+        "pipemorph_trainer/executor/emulated_stage.py",
+        "mix_bits",
         "return value ^ (value >> 31)",
         "32",
         "another mixer that is as good",
@@ -44,7 +44,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
 
 
 def is_cosmetic(node: ast.AST) -> bool:
-    """Whether mutations of ``node`` and of all inside it are left out."""
+    """True if mutations of ``node`` and of all inside it are skipped."""
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr():
             # The text of an exception; what cannot happen; text, without usable positions.
@@ -63,7 +63,7 @@ def is_cosmetic(node: ast.AST) -> bool:
 
 
 def is_cosmetic_argument(call: ast.Call, argument: ast.AST) -> bool:
-    """Whether ``argument`` of ``call`` is the number of digits to which text is rounded."""
+    """True if ``argument`` of ``call`` is the number of digits to which text is rounded."""
     return (
         isinstance(call.func, ast.Name)
         and call.func.id == "round"

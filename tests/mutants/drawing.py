@@ -24,7 +24,7 @@ COMPARISONS = {
     ast.In: (r"in", "not in"),
     ast.NotIn: (r"not\s+in", "in"),
 }
-"""Of each operator the pattern of its text, and the text of its mutant."""
+"""Pattern of the text of each operator, and the text of its mutant."""
 SIGNS = {ast.Add: (r"\+", "-"), ast.Sub: ("-", "+")}
 EXTREMES = {"min": "max", "max": "min"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -32,12 +32,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of the source text of a function."""
+    """Change of the source text of a function."""
 
     path: str
-    """From the folder above the package: ``pipemorph/errors.py``."""
+    """Path from the folder above the package: ``pipemorph/errors.py``."""
     function: str
-    """Its qualified name."""
+    """Qualified name of the function."""
     chain: tuple[tuple[str, int], ...]
     """Classes and functions around the change, outermost first: each one's name and first line."""
     statement: tuple[int, int]
@@ -87,7 +87,7 @@ def draw(files: Mapping[str, Path], seed: int) -> Iterator[Mutation]:
 
 
 def find_mutations(path: str, source: bytes) -> list[Mutation]:
-    """All mutations inside functions of a file, in the order of its text."""
+    """Mutations inside functions of a file, in the order of its text."""
     finder = _Finder(path, source)
     finder.visit_block(ast.parse(source), ())
     known = {(one.path, one.function, one.line, one.after) for one in EQUIVALENT}
@@ -175,7 +175,7 @@ class _Finder:
             case ast.Call(func=ast.Name(id=name) as func) if name in EXTREMES:
                 yield "extreme", self._start(func), self._end(func), EXTREMES[name]
             case ast.Return(value=ast.Constant(value=bool(value)) as constant):
-                # Not None, which is as false as False.
+                # None is not used: it is as false as False.
                 yield "return", self._start(constant), self._end(constant), str(not value)
             case ast.Return(value=ast.expr() as returned) if not _is_nothing(returned):
                 yield "return", self._start(returned), self._end(returned), "None"
@@ -203,7 +203,7 @@ class _Finder:
 def _compiles(mutation: Mutation, file: Path) -> bool:
     try:
         compile(mutation.apply(file.read_bytes()), mutation.path, "exec", dont_inherit=True)
-    except SyntaxError:  # as a statement dropped from beside others can be
+    except SyntaxError:  # as without a statement that others need
         return False
     return True
 
@@ -237,7 +237,7 @@ def _nodes_of(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _first_line(node: ast.ClassDef | Function) -> int:
-    """As the compiler counts it: decorators are part of what they decorate."""
+    """First line as the compiler counts it: decorators are part of what they decorate."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 

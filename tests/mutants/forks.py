@@ -27,7 +27,7 @@ _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 @dataclass(frozen=True)
 class Limit:
-    """What one test may take; a test that takes more is stopped, and the process with it."""
+    """Limits of a test; a test that exceeds them is stopped, and the process with it."""
 
     processor_seconds: float
     wall_seconds: float
@@ -35,7 +35,7 @@ class Limit:
 
 @dataclass
 class Ran:
-    """One test that came to its end."""
+    """Result of a test that came to its end."""
 
     nodeid: str
     outcome: str
@@ -45,7 +45,7 @@ class Ran:
     why: str = ""
     """The last line of its failure."""
     hits: list[int] = field(default_factory=list)
-    """What :attr:`Fork.hits` returned after it."""
+    """Value of :attr:`Fork.hits` after it."""
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Fork:
     hits: Callable[[pytest.Item], list[int]] = lambda item: []
     until_failure: bool = True
     stopped: str | None = None
-    """After the run, the test that had to be stopped or at which the process died, if one did."""
+    """Test that had to be stopped or at which the process died, if any, after the run."""
     error: str | None = None
-    """After the run, why ``prepare`` failed, if it did."""
+    """Reason why ``prepare`` failed, if it did, after the run."""
 
     def run(self) -> Iterator[Ran]:
         """Yield each test as it ends."""
@@ -150,7 +150,7 @@ class Fork:
 
 
 class _Reports:
-    """How the test that runs has gone so far."""
+    """Reports on the running test so far."""
 
     def __init__(self) -> None:
         self.clear()
@@ -184,8 +184,8 @@ def adopt_orphans() -> None:
 
 
 def end_orphans() -> None:
-    """Kill the children of this process until none is left: it starts none but forks, one at a
-    time, and what is here after a fork's end was left behind by its tests."""
+    """Kill the children of this process until none remains: it starts none but forks, one at a
+    time, and processes that exist after a fork's end were started by its tests."""
     while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         for child in map(int, children):
             _kill(child)

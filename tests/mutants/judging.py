@@ -1,4 +1,4 @@
-"""Runs tests against one mutant in a forked process and says whether it died."""
+"""Runs tests against one mutant in a forked process and reports if it died."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict:
     """The test that failed or hung."""
     why: str = ""
     tests: list[str] = field(default_factory=list)
-    """Those that ran, in this order."""
+    """Tests that ran, in this order."""
     processor_seconds: float = 0.0
 
 
@@ -30,7 +30,7 @@ class Verdict:
 class Judge:
     session: pytest.Session
     items: Mapping[str, pytest.Item]
-    """By node id."""
+    """Items by node id."""
     functions: code.LiveFunctions
     files: dict[str, Path]
     measured: Measured
@@ -42,13 +42,13 @@ class Judge:
         others of their files, since some read what a cached helper of the file has computed."""
         executing = self.measured.tests.get(number, [])
         files = {nodeid.split("::")[0] for nodeid in executing}
-        beside = sorted(
+        others = sorted(
             (t for t in self.measured.seconds if t.split("::")[0] in files),
             key=lambda nodeid: self.measured.seconds[nodeid],
         )
         chosen: list[str] = []
         spent = 0.0
-        for nodeid in dict.fromkeys([*executing, *beside]):
+        for nodeid in dict.fromkeys([*executing, *others]):
             spent += self.measured.seconds[nodeid]
             if chosen and spent > self.budget:
                 break
@@ -57,7 +57,7 @@ class Judge:
 
     def judge(self, mutation: Mutation, tests: Sequence[str]) -> Verdict:
         """Run ``tests`` until one fails. A failure counts if the same tests, up to that one, pass
-        without the mutant; otherwise that test is left out."""
+        without the mutant; otherwise that test is skipped."""
         remaining = list(tests)
         ran: list[str] = []
         seconds = 0.0

@@ -26,7 +26,7 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=dict)
     wall_seconds: dict[str, float] = field(default_factory=dict)
     tests: dict[int, list[str]] = field(default_factory=dict)
-    """Of each mutation's number the tests that execute its statement, cheapest first."""
+    """Tests that execute the statement of each mutation, by its number, cheapest first."""
     unusable: dict[str, str] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""The result of a run: what is kept as JSON, and the table."""
+"""Result of a run: the JSON file and the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOWEST_RATE = 0.9
 
 @dataclass
 class Report:
-    """All that a run found out."""
+    """Findings of a run."""
 
     commit: str
     date: str
@@ -48,8 +48,8 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
-        kept = {"commit": self.commit, "date": self.date, "seed": self.seed}
-        return kept | {
+        run = {"commit": self.commit, "date": self.date, "seed": self.seed}
+        return run | {
             "tests_of": self.tests_of,
             "tests": self.tests,
             "rate": round(self.rate, 4),

@@ -1,4 +1,4 @@
-"""Options of both processes: values out of range, and those that need others, are refused."""
+"""Options of both processes: values out of range, and those that require others, are refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pipemorph_operator.__main__ import parser as operator_parser
+from pipemorph_operator.__main__ import build_parser as operator_parser
+from pipemorph_operator.ingest.__main__ import build_parser as ingest_parser
 from pipemorph_operator.ingest.__main__ import main as ingest
-from pipemorph_operator.ingest.__main__ import parser as ingest_parser
 
 OPERATOR = operator_parser, ["--lease=a/b", "--ingest-url=https://ingest"]
 INGEST = ingest_parser, ["--lease=a/b"]
@@ -81,7 +81,7 @@ def test_who_may_read_metrics_is_a_list_of_objects(
 
 
 def test_what_is_not_given_has_a_default() -> None:
-    """Without a host all addresses are used."""
+    """The default without a host is all addresses."""
     parser, needed = INGEST
     found = parser().parse_args(needed)
     assert (found.planners, found.host, found.pods) == (2, None, None)
@@ -92,7 +92,7 @@ def test_what_is_not_given_has_a_default() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "--tls-cert=c", "--tls-key=k"])
-def test_the_ingest_serves_without_tls_only_if_it_is_told_to(
+def test_the_ingest_serves_without_tls_only_by_option(
     given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--lease=a/b", *given.split()])

@@ -1,4 +1,4 @@
-"""What ``helm test`` runs: it waits for an ingest that is still starting, and for nothing else."""
+"""``helm test``: it waits for an ingest that is still starting, and for nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipemorph_operator import selftest
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Says what its server is told to, and nothing in the log."""
+    """Gives the answers that its server is set to, and logs nothing."""
 
     def do_GET(self) -> None:
         self.send_response(self.server.answer)  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_an_ingest_that_starts_late_is_waited_for(
     assert capsys.readouterr().out == f"{ingest.url} answers and requires a token\n"
 
 
-def test_nobody_is_not_waited_for_longer_than_asked(
+def test_a_missing_ingest_is_waited_for_no_longer_than_requested(
     monkeypatch: pytest.MonkeyPatch, ingest: Ingest, authority: tuple[Path, Path]
 ) -> None:
     with pytest.raises(SystemExit, match=f"{ingest.url} cannot be reached: .*Connect call failed"):

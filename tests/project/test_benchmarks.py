@@ -32,7 +32,7 @@ def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, bool]:
-    """What is promised, and whether it holds; the exit status must say the same."""
+    """Promises of a benchmark, each with true if it holds; the exit status must say the same."""
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     found = {
         line[3:].strip(): line.startswith("ok ")
@@ -58,7 +58,7 @@ def stub(folder: Path, name: str, text: str, status: int = 0) -> None:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Path:
-    """``all.py`` beside benchmarks of one line, all of whose goals hold."""
+    """Folder of ``all.py`` and of benchmarks of one line, all of whose goals hold."""
     shutil.copy(BENCHMARKS / "all.py", tmp_path / "all.py")
     for name in NAMES:
         stub(tmp_path, name, f"a table of {name}\nok  what {name} promises")
@@ -84,7 +84,7 @@ def test_bench_is_content_where_every_goal_holds(bench: Path) -> None:
     assert (bench / "out" / "scale.md").read_text() == "a table of scale\nok  what scale promises\n"
 
 
-def test_bench_fails_at_its_end_and_names_what_did_not_hold(bench: Path) -> None:
+def test_bench_fails_at_its_end_and_names_broken_goals(bench: Path) -> None:
     lost = "NO  tcp ≥ 1.1 × gloo: 0.91"
     slow = "NO  S=8, N=32: 31.0 ms median (at most 10)"
     stub(bench, "planner", f"ok  no cap\n{slow}", 1)
@@ -109,7 +109,7 @@ def test_bench_fails_at_its_end_and_names_what_did_not_hold(bench: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["engine", "scale"])
-def test_those_that_hold_their_goals_only_when_asked_to_take_the_flag(name: str) -> None:
+def test_benchmarks_with_goals_that_hold_only_on_request_take_the_flag(name: str) -> None:
     assert "--check" in run(BENCHMARKS / f"{name}.py", "--help").stdout
 
 
@@ -171,11 +171,11 @@ def test_random_traces_of_varying_delays_are_replayed_with_each_dispatch(
 # --- against torch's schedules ---------------------------------------------------------------
 
 
-def test_peers_that_the_installed_torch_lacks_are_left_out_by_name() -> None:
-    newest = torch_peer.Offered("2.15.0", True, ("stages", "defer_pp_recv"))
-    assert newest.peers == list(torch_peer.PEERS)
-    oldest = torch_peer.Offered("2.11.0", False, ("stages",))
-    assert oldest.peers == ["1F1B", "zero bubble"]
+def test_peers_that_the_installed_torch_lacks_are_skipped_by_name() -> None:
+    newest = torch_peer.InstalledTorch("2.15.0", True, ("stages", "defer_pp_recv"))
+    assert newest.comparable_peers == list(torch_peer.PEERS)
+    oldest = torch_peer.InstalledTorch("2.11.0", False, ("stages",))
+    assert oldest.comparable_peers == ["1F1B", "zero bubble"]
     (_, _, _, last) = torch_peer.PEERS
-    assert oldest.lacks("1F1B, per edge") == ["a communicator per edge"]
-    assert oldest.lacks(last) == ["a communicator per edge", "defer_pp_recv"]
+    assert oldest.explain_lack("1F1B, per edge") == ["a communicator per edge"]
+    assert oldest.explain_lack(last) == ["a communicator per edge", "defer_pp_recv"]

@@ -44,24 +44,24 @@ def test_a_schedule_planned_for_a_fast_network(row: str, policy: Policy) -> None
     planned = plan(FAST, policy)
     slow = simulate(planned.schedule, SLOW)
     assert rows()[row] == [
-        counts(planned.schedule.warmup()),
+        counts(planned.schedule.count_warmup()),
         f"{100 * planned.simulation.bubble_fraction:.1f} %",
         f"{100 * slow.bubble_fraction:.1f} %",
         f"{planned.makespan:g} ms",
         f"{slow.makespan:g} ms",
-        counts(planned.schedule.in_flight_peak()),
+        counts(planned.schedule.count_in_flight_peaks()),
     ]
 
 
 def test_the_plan_made_for_the_delay() -> None:
     planned = plan(SLOW)
     assert rows()["`pipemorph`, planned for the delay"] == [
-        counts(planned.schedule.warmup()),
+        counts(planned.schedule.count_warmup()),
         "",
         f"{100 * planned.simulation.bubble_fraction:.1f} %",
         "",
         f"{planned.makespan:g} ms",
-        counts(planned.schedule.in_flight_peak()),
+        counts(planned.schedule.count_in_flight_peaks()),
     ]
     assert f"{plan(FAST).lower_bound:g} ms without the delay and" in PAGE.read_text()
     assert f"{planned.lower_bound:g} ms with it" in PAGE.read_text()

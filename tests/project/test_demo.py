@@ -1,4 +1,4 @@
-"""The demo says, in its exit status too, when a slow link was not answered."""
+"""The demo reports, in its exit status too, that a slow link was not answered."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from pipemorph.cli import COMMANDS, _parser
+from pipemorph.cli import COMMANDS, _build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = subprocess.run(
@@ -27,7 +27,7 @@ PAGES = [
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|pyi|cpp|hpp|md|yaml|json|svg))`")
-LEFT_BY_A_RUN = {"report.json", "timeline.json", "pipemorph.json"}
+RUN_OUTPUTS = {"report.json", "timeline.json", "pipemorph.json"}
 
 
 def prose(name: str) -> str:
@@ -68,13 +68,14 @@ def test_files_that_are_named(name: str) -> None:
     missing = [
         file
         for file in NAMED_FILE.findall(prose(name))
-        if file not in LEFT_BY_A_RUN and not any(f"/{each}".endswith(f"/{file}") for each in FILES)
+        if file not in RUN_OUTPUTS and not any(f"/{each}".endswith(f"/{file}") for each in FILES)
     ]
     assert not missing, f"{name} names files that do not exist"
 
 
 def test_the_threat_model_names_tests_that_exist() -> None:
-    found = re.findall(r"`([\w/]+\.py): (test_\w+)`", (ROOT / "docs/security.md").read_text())
+    page = (ROOT / "docs/reference/attacks.md").read_text()
+    found = re.findall(r"`([\w/]+\.py): (test_\w+)`", page)
     assert len(found) > 20
     for file, test in found:
         path = ROOT / (file if "/" in file else f"tests/cluster/{file}")
@@ -90,18 +91,41 @@ def test_rows_of_tables_follow_their_head(name: str) -> None:
     assert not torn, f"{name}: rows of a table without its head"
 
 
+MOST_WORDS, WIDTH, CELL_WORDS = 3000, 120, 45
+"""Limits of the words of a page, of a line outside of code and tables, and of a cell."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_read_in_one_go(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert len(text.split()) <= MOST_WORDS, f"{name} is longer than {MOST_WORDS} words"
+    lines = FENCED.sub("", text).splitlines()
+    rows = [line for line in lines if line.lstrip().startswith("|")]
+    long = [line for line in lines if len(line) > WIDTH and line not in rows]
+    assert not long, f"{name} has lines of more than {WIDTH} characters"
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert all(len(cell.split()) <= CELL_WORDS for cell in cells), f"{name}: a cell is a paragraph"
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert (len(text.splitlines()) <= 120, len(text.split()) <= 900) == (True, True)
+
+
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if "```sh\n" in (ROOT / name).read_text()])
 def test_commands_of_a_page_are_taken(name: str) -> None:
-    """Every block is a script, and the arguments of each ``pipemorph`` in it exist."""
+    """Blocks are scripts, and the arguments of each ``pipemorph`` in them exist."""
     for block in SHELL.findall((ROOT / name).read_text()):
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
         for line in block.replace("\\\n", " ").splitlines():
             command = re.match(r"\s*pipemorph ([^|&;>]*)", line)
             if command is not None:
-                _parser(COMMANDS, "pipemorph").parse_args(shlex.split(command[1], comments=True))
+                _build_parser(COMMANDS, "pipemorph").parse_args(
+                    shlex.split(command[1], comments=True)
+                )
 
 
 PROGRAM = """#!/bin/sh
@@ -126,7 +150,7 @@ def test_the_batch_script_for_slurm_ends_and_starts_what_exists(tmp_path: Path) 
     )
     assert ended.returncode == 130
     called = dict(line.split(" ", 1) for line in (tmp_path / "called").read_text().splitlines())
-    _parser(COMMANDS, "pipemorph").parse_args(called["pipemorph"].split())
+    _build_parser(COMMANDS, "pipemorph").parse_args(called["pipemorph"].split())
     launched = called["srun"].partition("torchrun ")[2].split()
     found = get_args_parser().parse_args(launched)
     assert (found.nnodes, found.nproc_per_node, found.training_script) == ("2", "2", "train.py")

@@ -13,31 +13,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import faults as benchmark
 
-from pipemorph.api.spec import PipeMorphJob
+from pipemorph.spec.job_spec import PipeMorphJob
 
 DRAWN, ITERATIONS = 120, 6000
 
 
 @pytest.fixture(params=range(5))
-def drawn(request: pytest.FixtureRequest) -> list[benchmark.Fault]:
-    return benchmark.drawn(DRAWN, ITERATIONS, random.Random(request.param))[0]
+def drawn(request: pytest.FixtureRequest) -> list[benchmark.DrawnFault]:
+    return benchmark.draw_faults(DRAWN, ITERATIONS, random.Random(request.param))[0]
 
 
 def test_each_kind_comes_as_often_and_is_over_before_the_next_fault(
-    drawn: list[benchmark.Fault],
+    drawn: list[benchmark.DrawnFault],
 ) -> None:
     each = DRAWN // len(benchmark.KINDS)
     assert Counter(fault.kind for fault in drawn) == dict.fromkeys(benchmark.KINDS, each)
     ends = [0]
     for fault in drawn:
         assert fault.iteration > ends[-1]
-        bounds = [entry["toIteration"] for entry in fault.entries()]
+        bounds = [entry["toIteration"] for entry in fault.to_spec_entries()]
         ends.append(max([fault.iteration, *bounds]))
     assert ends[-1] < ITERATIONS
     assert drawn[0].iteration >= benchmark.SETTLED
 
 
-def test_a_data_path_is_cut_only_where_it_carries_the_link(drawn: list[benchmark.Fault]) -> None:
+def test_a_data_path_is_cut_only_where_it_carries_the_link(
+    drawn: list[benchmark.DrawnFault],
+) -> None:
     cut: set[int] = set()
     seen: Counter[str] = Counter()
     for fault in drawn:
@@ -52,10 +54,10 @@ def test_a_data_path_is_cut_only_where_it_carries_the_link(drawn: list[benchmark
     assert set(seen) == {"direct", "control", "data"}
 
 
-def test_the_faults_are_those_of_a_job(drawn: list[benchmark.Fault], tmp_path: Path) -> None:
-    entries = [entry for fault in drawn for entry in fault.entries()]
+def test_the_faults_are_those_of_a_job(drawn: list[benchmark.DrawnFault], tmp_path: Path) -> None:
+    entries = [entry for fault in drawn for entry in fault.to_spec_entries()]
     policy = {"maxRestarts": DRAWN, "hangSeconds": 3}
-    made = benchmark.job(tmp_path, ITERATIONS, policy, 20, faults=entries)
+    made = benchmark.make_job(tmp_path, ITERATIONS, policy, 20, faults=entries)
     spec = PipeMorphJob.model_validate(made).spec
     assert len(spec.faults) == len(entries)
     assert spec.failure_policy.hang_seconds == 3
@@ -63,4 +65,6 @@ def test_the_faults_are_those_of_a_job(drawn: list[benchmark.Fault], tmp_path: P
 
 def test_too_few_iterations_are_refused() -> None:
     with pytest.raises(SystemExit, match="too few for 4 faults"):
-        benchmark.drawn(4, benchmark.SETTLED + 4 * benchmark.LEAST_APART - 1, random.Random(0))
+        benchmark.draw_faults(
+            4, benchmark.SETTLED + 4 * benchmark.LEAST_APART - 1, random.Random(0)
+        )

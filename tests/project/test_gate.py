@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch):
         for name, source in suites.items():
             (tmp_path / f"test_{name}.py").write_text(source)
             made.append(parts.pytest(name, out, f"test_{name}.py"))
-        parts.run_beside(parts.in_turn(made), 1)
+        parts.run_in_lanes(parts.in_turn(made), 1)
         return parts.judge([part.result() for part in made], out)
 
     return judged
@@ -61,10 +61,10 @@ def test_a_test_that_passes_the_second_time_is_unstable_and_does_not_fail_the_ru
     assert "UNSTABLE test_once.py::test_fails_once" in table
     assert "not yet" in table
     assert table.endswith("\n2 passed, 0 failed, 0 skipped")
-    kept = verdict.second_runs[unstable.nodeid].folder
-    assert str(kept) in table
-    assert "the first time" in (kept / "first.txt").read_text()
-    assert "1 passed" in (kept / "second.txt").read_text()
+    outputs = verdict.second_runs[unstable.nodeid].folder
+    assert str(outputs) in table
+    assert "the first time" in (outputs / "first.txt").read_text()
+    assert "1 passed" in (outputs / "second.txt").read_text()
 
 
 def test_a_test_that_fails_twice_fails_the_run(run):
@@ -72,7 +72,7 @@ def test_a_test_that_fails_twice_fails_the_run(run):
     assert not verdict.good
     table = verdict.table()
     assert "FAILED test_broken.py::test_b (twice; both outputs: " in table
-    assert table.count("assert 1 == 2") == 2, "both runs are told"
+    assert table.count("assert 1 == 2") == 2, "both runs are shown"
     assert "make test FAILED" in table
     assert table.endswith("\n1 passed, 1 failed, 0 skipped")
 
@@ -147,7 +147,7 @@ def call():
 
 
 @pytest.mark.parametrize("where", ["exit", "call"])
-def test_a_runner_that_hangs_is_ended_and_says_where(run, tmp_path: Path, where: str) -> None:
+def test_a_runner_that_hangs_is_ended_and_its_place_shown(run, tmp_path: Path, where: str) -> None:
     with (tmp_path / "conftest.py").open("a") as conftest:
         conftest.write(GUARDED)
     verdict = run(hangs=HANGS.replace(f"def {where}", f"def test_{where}"))
@@ -160,7 +160,7 @@ def test_a_part_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
     code = "import signal, sys; print('so far', flush=True); signal.pause()"
     command = [sys.executable, "-c", code]
     part = parts.Part("long", command, tmp_path, is_pytest=False, limit=1.0)
-    parts.run_beside(parts.in_turn([part]), 1)
+    parts.run_in_lanes(parts.in_turn([part]), 1)
     table = Verdict([part.result()]).table()
     assert "FAILED long: was interrupted after 1 s" in table and "KeyboardInterrupt" in table
 
@@ -262,7 +262,7 @@ def test_the_names_of_parts_and_the_files_they_name_exist_once():
 
 
 def test_the_budgets_of_the_parts_of_make_test_are_more_than_that_of_all():
-    """So a part that grows is named before the total fails, and one part alone cannot fail it."""
+    """A part that grows is thus named before the total fails, and one part alone cannot fail it."""
     of_parts = [one.budget for one in plan.TEST_PARTS]
     assert None not in of_parts
     assert sum(of_parts) >= plan.TEST_BUDGET >= max(of_parts)
@@ -273,11 +273,11 @@ def test_a_run_over_its_budget_is_red_and_names_the_part_that_grew():
     budgets = {"a": 100.0, "b": 20.0}
     assert budget.over_budget(found, budgets, 135.0, 1.0) is None
     assert budget.over_budget(found, budgets, 100.0, 1.5) is None
-    told = budget.over_budget(found, budgets, 100.0, 1.0)
-    assert told and "135 processor seconds, at most 100" in told and "`b` took 45 of 20" in told
-    verdict = Verdict(found, over_budget=told)
+    text = budget.over_budget(found, budgets, 100.0, 1.0)
+    assert text and "135 processor seconds, at most 100" in text and "`b` took 45 of 20" in text
+    verdict = Verdict(found, over_budget=text)
     assert not verdict.good
-    assert f"make test FAILED: {told}" in verdict.table()
+    assert f"make test FAILED: {text}" in verdict.table()
 
 
 def test_a_slow_machine_gets_more_processor_seconds_and_a_fast_one_no_less(monkeypatch):
@@ -288,26 +288,26 @@ def test_a_slow_machine_gets_more_processor_seconds_and_a_fast_one_no_less(monke
 
 class FakeTestbeds:
     def __init__(self, building=(), failed=()) -> None:
-        self.left, self.failed = list(building), dict(failed)
+        self.unfinished, self.failed = list(building), dict(failed)
 
     def building(self):
-        return list(self.left)
+        return list(self.unfinished)
 
     def why_failed(self, needs):
         return next((self.failed[name] for name in needs if name in self.failed), None)
 
 
-def scheduled(testbeds, *, seconds_left=float("inf"), **needs):
+def scheduled(testbeds, *, seconds_remaining=float("inf"), **needs):
     plans = [plan.PartPlan(name, needs=tuple(of.split())) for name, of in needs.items()]
     made = lambda one: parts.Part(one.name, [], Path())  # noqa: E731
-    return Schedule(plans, made, testbeds, lambda: seconds_left)
+    return Schedule(plans, made, testbeds, lambda: seconds_remaining)
 
 
 def test_a_part_runs_when_its_testbeds_are_ready_and_others_meanwhile():
     testbeds = FakeTestbeds(building=["api"])
     schedule = scheduled(testbeds, pods="api nodes", mutants="", fuzz="clang")
     assert [part.name for part in (schedule.take(), schedule.take())] == ["mutants", "fuzz"]
-    testbeds.left.clear()
+    testbeds.unfinished.clear()
     last = schedule.take()
     assert last is not None and last.name == "pods"
     assert schedule.take() is None
@@ -326,7 +326,7 @@ def test_a_testbed_that_cannot_be_built_is_one_red_line_for_each_part():
 
 def test_a_run_without_time_for_its_testbeds_stops_with_one_line():
     testbeds = FakeTestbeds(building=["api", "guests"])
-    schedule = scheduled(testbeds, seconds_left=-1.0, pods="api", mutants="", guests="guests")
+    schedule = scheduled(testbeds, seconds_remaining=-1.0, pods="api", mutants="", guests="guests")
     first = schedule.take()
     assert first is not None and first.name == "mutants", "what needs no testbed still runs"
     assert schedule.take() is None
@@ -341,7 +341,7 @@ def test_a_run_without_time_for_its_testbeds_stops_with_one_line():
 
 def test_tests_that_were_unstable_before_fail_the_run():
     failed = _failed("t")
-    again = {"t": SecondRun(True, Path("kept"))}
+    again = {"t": SecondRun(True, Path("outputs"))}
     assert Verdict([_part("a", failed)], again).good
     verdict = Verdict([_part("a", failed)], again, seen_before=["t"])
     assert not verdict.good
@@ -367,7 +367,7 @@ def _failed(nodeid: str, text: str = "") -> results.TestResult:
 
 def test_more_than_a_few_unstable_tests_fail_the_run():
     failed = [_failed(f"t{i}") for i in range(MOST_UNSTABLE + 1)]
-    again = {test.nodeid: SecondRun(True, Path("kept")) for test in failed}
+    again = {test.nodeid: SecondRun(True, Path("outputs")) for test in failed}
     assert Verdict([_part("a", *failed[1:])], again).good
     verdict = Verdict([_part("a", *failed)], again)
     assert not verdict.good
@@ -376,7 +376,7 @@ def test_more_than_a_few_unstable_tests_fail_the_run():
 
 def test_proof_is_not_excused_by_a_second_run_that_passed():
     failed = _failed("t", "E   gate.final.AlwaysRed: loss")
-    assert not Verdict([_part("a", failed)], {"t": SecondRun(True, Path("kept"))}).good
+    assert not Verdict([_part("a", failed)], {"t": SecondRun(True, Path("outputs"))}).good
 
 
 def test_an_exit_that_no_test_explains_fails_the_run():
@@ -393,7 +393,7 @@ def test_a_command_that_is_not_pytest_is_judged_by_its_exit():
     assert not Verdict([PartResult("lint", None, 0.0)], {}).good
 
 
-def test_the_table_says_what_each_part_cost_its_children_included(tmp_path):
+def test_the_table_gives_the_cost_of_each_part_with_its_children(tmp_path):
     """A part that waits, and whose child computes."""
     compute = "import time\nwhile time.process_time() < 0.5: pass"
     waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {compute!r}])"
@@ -464,5 +464,5 @@ def test_parts_run_side_by_side_and_a_free_lane_takes_the_next(tmp_path):
             ("third", [f"import pathlib; pathlib.Path({str(tmp_path / 'made')!r}).touch()"]),
         )
     ]
-    parts.run_beside(parts.in_turn(made), 2)
+    parts.run_in_lanes(parts.in_turn(made), 2)
     assert [part.status for part in made] == [0, 0, 0], made[0].log.read_text()

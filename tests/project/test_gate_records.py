@@ -76,14 +76,14 @@ def test_a_part_is_unchanged_until_something_that_it_read_changes(checkout):
     ],
     ids=["a file", "a file that is gone", "a new file in a folder that was listed"],
 )
-def test_a_change_of_what_was_read_runs_the_part_again(checkout, change):
+def test_a_change_of_a_file_that_was_read_runs_the_part_again(checkout, change):
     assert records.add("part", records.Sources(checkout), "e", READ, 7)
     change(checkout)
     assert recorded(checkout) is None
 
 
-def test_what_was_read_before_is_valid_again_when_it_comes_back(checkout):
-    """Two branches take turns: neither makes the other's record invalid."""
+def test_a_record_is_valid_again_when_the_files_come_back(checkout):
+    """Branches take turns: neither of two makes the other's record invalid."""
     for text in ("ONE = 1\n", "ONE = 2\n"):
         (checkout / "a/one.py").write_text(text)
         assert records.add("part", records.Sources(checkout), "e", READ, 7)
@@ -127,11 +127,11 @@ def test_compiled_files_count_as_their_sources():
     assert source_of(Path("a/one.cpp")) == Path("a/one.cpp")
 
 
-def test_the_tracer_sees_what_each_part_opens_whatever_process_does(checkout, monkeypatch):
+def test_the_tracer_sees_files_that_any_process_of_a_part_opens(checkout, monkeypatch):
     """A child of a child, an import from a compiled file, and a process of no part, which counts
     for each."""
     (checkout / "a" / CACHED).mkdir()
-    # Of its own, since this test may run within a part itself.
+    # Own variable, since this test may run within a part itself.
     monkeypatch.setattr(reads, "VARIABLE", "PART_OF_THIS_TEST")
 
     def environment(part: str | None) -> dict[str, str]:
@@ -149,7 +149,7 @@ def test_the_tracer_sees_what_each_part_opens_whatever_process_does(checkout, mo
         pytest.skip(f"tracing needs root: {error}")
     with tracer:
         run("first", "sh", "-c", f"env -i {sys.executable} -c 'import a.one'; true")
-        # It lives until it was seen: one that has ended would count for every part.
+        # The child lives until it was seen: one that has ended would count for every part.
         command = ["sh", "-c", "exec 3<b/data.txt; read line"]
         env = environment("second")
         with subprocess.Popen(command, cwd=checkout, env=env, stdin=subprocess.PIPE):
@@ -176,7 +176,7 @@ else:
 """
 
 
-def test_what_the_build_of_testbeds_reads_is_not_read_by_every_part(tmp_path, monkeypatch):
+def test_files_of_the_build_of_testbeds_are_not_read_by_every_part(tmp_path, monkeypatch):
     """Images are built of all sources: no sanitizer is to run again for these."""
     (tmp_path / "testbeds.py").write_text(FAKE_TESTBEDS)
     monkeypatch.setattr(testbeds, "COMMAND", tmp_path / "testbeds.py")
@@ -215,7 +215,7 @@ GRAPH = {
         ("README.md", {}),
     ],
 )
-def test_a_change_reaches_what_imports_it(tmp_path, changed, reached):
+def test_a_change_reaches_its_importers(tmp_path, changed, reached):
     for name, text in GRAPH.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -236,7 +236,7 @@ def test_the_nearest_tests_are_chosen_within_the_budget():
     assert choose({}, costs, 1.0) == ([], [])
 
 
-def test_what_changed_is_what_differs_from_where_the_branch_began(checkout):
+def test_changed_files_are_those_that_differ_from_the_branch_point(checkout):
     began = git(checkout, "rev-parse", "--short", "HEAD").strip()
     git(checkout, "checkout", "-q", "-b", "mine")
     (checkout / "a/one.py").write_text("ONE = 2\n")

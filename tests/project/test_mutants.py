@@ -63,7 +63,7 @@ def find(text: str) -> set[tuple[str, str]]:
     return {(m.before, m.after) for m in find_mutations("toy.py", text.encode())}
 
 
-def test_what_is_mutated() -> None:
+def test_kinds_of_mutations() -> None:
     condition = "a < b and not b"
     assert find(MUTATED) == {
         ("<", "<="),
@@ -120,38 +120,38 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kept(toy: Path) -> dict[str, Any]:
+def report(toy: Path) -> dict[str, Any]:
     """The result of a run over all mutants of the toy."""
     ran = run_mutants(toy, "--count", "9", "--out", "out.json")
     assert ran.returncode == 1, ran.stdout + ran.stderr  # two of three are fewer than 90 %
-    kept: dict[str, Any] = json.loads((toy / "out.json").read_text())
-    return kept
+    report: dict[str, Any] = json.loads((toy / "out.json").read_text())
+    return report
 
 
-def verdict_of(kept: dict[str, Any], line: str) -> dict[str, Any]:
-    (found,) = (one for one in kept["judged"] if one["mutation"]["line"] == line)
+def verdict_of(report: dict[str, Any], line: str) -> dict[str, Any]:
+    (found,) = (one for one in report["judged"] if one["mutation"]["line"] == line)
     verdict: dict[str, Any] = found["verdict"]
     return verdict
 
 
-def test_a_mutant_that_a_test_checks_is_killed(kept: dict[str, Any]) -> None:
-    verdict = verdict_of(kept, "return result")
+def test_a_mutant_that_a_test_checks_is_killed(report: dict[str, Any]) -> None:
+    verdict = verdict_of(report, "return result")
     assert (verdict["outcome"], verdict["by"]) == ("killed", "test_toy.py::test_is_more")
 
 
-def test_a_mutant_that_no_test_checks_survives(kept: dict[str, Any]) -> None:
-    """Though a test fails under it that fails without it as well."""
-    verdict = verdict_of(kept, "result = a > b")
+def test_a_mutant_that_no_test_checks_survives(report: dict[str, Any]) -> None:
+    """A test fails under the mutant, but fails without it as well."""
+    verdict = verdict_of(report, "result = a > b")
     assert verdict["outcome"] == "survived"
     assert "test_toy.py::test_is_more" in verdict["tests"]
 
 
-def test_a_mutant_that_hangs_is_killed(kept: dict[str, Any]) -> None:
-    verdict = verdict_of(kept, "n -= step")
+def test_a_mutant_that_hangs_is_killed(report: dict[str, Any]) -> None:
+    verdict = verdict_of(report, "n -= step")
     assert (verdict["outcome"], verdict["by"]) == ("killed", "test_toy.py::test_count_down")
     assert "hangs" in verdict["why"]
 
 
-def test_what_no_test_executes_is_not_judged(kept: dict[str, Any]) -> None:
-    assert [one["line"] for one in kept["not_executed"]] == ["total = a + b"]
-    assert len(kept["judged"]) == 3
+def test_a_mutant_that_no_test_executes_is_not_judged(report: dict[str, Any]) -> None:
+    assert [one["line"] for one in report["not_executed"]] == ["total = a + b"]
+    assert len(report["judged"]) == 3

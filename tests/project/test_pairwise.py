@@ -20,15 +20,15 @@ AXES = [
 def test_every_pair_of_values_occurs(axes: list[list[object]]) -> None:
     chosen = cover_pairs(*axes)
     assert len(set(chosen)) == len(chosen) and set(chosen) <= set(product(*axes))
-    for (i, left), (j, right) in combinations(enumerate(axes), 2):
+    for (i, first), (j, second) in combinations(enumerate(axes), 2):
         found = {(case[i], case[j]) for case in chosen}
-        assert found == set(product(left, right)), (i, j)
+        assert found == set(product(first, second)), (i, j)
     for i, values in enumerate(axes):
         assert {case[i] for case in chosen} == set(values)
 
 
 def test_the_cover_is_small_and_the_same_each_time() -> None:
-    """Twelve are the least that four values beside three need; the product has 144."""
+    """Cover of twelve, the least for axes of four and three values; the product has 144."""
     chosen = cover_pairs(*AXES[0])
     assert 12 <= len(chosen) <= 14
     assert chosen == cover_pairs(*AXES[0])

@@ -22,13 +22,13 @@ SORTED = 100_000
 ROUNDS = 5
 """The best of them counts: whatever else the machine does only makes them longer."""
 MOST = {(8, 32): (1, 3.2), (64, 256): (8, 2.2)}
-"""How often so many random numbers are sorted in about the time of a plan, so that whatever the
-machine does meanwhile lengthens both alike; and the CPU time of a plan over that of those sorts at
-most. Two and a half times what was measured, 1.26 and 0.86."""
+"""Number of times that so many random numbers are sorted in about the time of a plan, so that any
+load of the machine meanwhile lengthens both alike; and the highest ratio of the CPU time of a plan
+to that of those sorts: two and a half times what was measured, 1.26 and 0.86."""
 
 
 def least_cpu_seconds(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Of each, the best of the rounds; they take turns."""
+    """Least processor seconds of each work over the rounds; the works take turns."""
     best = dict.fromkeys(works, float("inf"))
     for _ in range(ROUNDS):
         for name, work in works.items():

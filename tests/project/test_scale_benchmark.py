@@ -14,9 +14,9 @@ import yaml
 from certificates import self_signed
 
 from pipemorph.control import JobController
-from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
+from pipemorph.ingest import BearerAuthenticator, IngestServer, InMemoryJobStore
 from pipemorph.manifest import parse_job
-from pipemorph.wire import LinkHealthReport
+from pipemorph.protocol import LinkHealthReport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import scale
@@ -26,11 +26,11 @@ TOKEN = "token"
 
 @pytest.mark.parametrize("stages", [2, 64])
 def test_reports_are_those_of_an_agent(stages: int) -> None:
-    """All states at first, then an iteration, and in an alarm the link that is slow in both
-    directions; its own numbers."""
-    reports, found = scale.Reports(stages), {}
+    """Reports begin with all states, then an iteration, and in an alarm the link that is slow in
+    both directions; the numbers are those of the report."""
+    reports, found = scale.RecordedReports(stages), {}
     for sequence, kind in enumerate(("first", "quiet", "alarm", "slow"), 1):
-        body = reports.body("team", "llama", sequence, 7, kind)
+        body = reports.make_body("team", "llama", sequence, 7, kind)
         report = found[kind] = LinkHealthReport.model_validate_json(body)
         assert (report.namespace, report.job, report.sequence) == ("team", "llama", sequence)
         assert (report.observed_plan_version, report.applied_plan_version) == (7, 7)
@@ -70,16 +70,16 @@ AGENT = {"ranks": 1024, "well": 0.1, "one_slow": 0.15, "half_slow": 0.5}
 )
 def test_each_goal_can_be_missed(missed: dict[str, Any]) -> None:
     def verdicts(changed: dict[str, Any]) -> list[str]:
-        fleet = scale.outcome(FOUND | changed, [1.0, 2.0, 70.0], 60.0)
+        fleet = scale.summarize_fleet(FOUND | changed, [1.0, 2.0, 70.0], 60.0)
         agent = AGENT | {name: value for name, value in changed.items() if name in AGENT}
-        assert len(scale.table(agent, fleet).splitlines()) == 9
-        return [text for text, holds in scale.goals(agent, fleet) if not holds]
+        assert len(scale.format_table(agent, fleet).splitlines()) == 9
+        return [text for text, holds in scale.list_goals(agent, fleet) if not holds]
 
     assert verdicts({}) == []
     assert len(verdicts(missed)) == 1
 
 
-def test_what_cannot_be_measured_is_no_success(
+def test_a_missing_measurement_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(scale.catalog, "status", lambda _: "found no etcd")
@@ -91,7 +91,7 @@ def test_what_cannot_be_measured_is_no_success(
 
 @pytest.mark.full
 def test_agents_report_to_a_real_ingest_that_is_replaced(tmp_path: Path) -> None:
-    """All are answered again, and no version comes twice. The API server alone is missing."""
+    """Agents are answered again, and no version comes twice. Only the API server is missing."""
     cert, key = self_signed(tmp_path, "localhost", "127.0.0.1")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(cert, key)
@@ -101,14 +101,17 @@ def test_agents_report_to_a_real_ingest_that_is_replaced(tmp_path: Path) -> None
         for i, stages in enumerate(sizes)
     ]
     for job, slow_at in zip(jobs, (2.0, 2.5, 11.0), strict=True):
-        job |= {"slow_at": slow_at, "slow_iteration": scale.gain(job["stages"], job["seed"])}
+        job |= {
+            "slow_at": slow_at,
+            "slow_iteration": scale.compute_gain(job["stages"], job["seed"]),
+        }
 
     @asynccontextmanager
     async def ingest(port: int = 0) -> Any:
-        store = MemoryStore()
+        store = InMemoryJobStore()
         for number, stages in enumerate(sizes):
-            text = yaml.safe_dump(scale.job_of(stages, f"j{number}"))
-            store.add("n", f"j{number}", JobController(parse_job(text).spec))
+            text = yaml.safe_dump(scale.make_job(stages, f"j{number}"))
+            store.add_job("n", f"j{number}", JobController(parse_job(text).spec))
         async with IngestServer(store, BearerAuthenticator(TOKEN), port=port, tls=tls) as server:
             yield server
 
@@ -117,7 +120,7 @@ def test_agents_report_to_a_real_ingest_that_is_replaced(tmp_path: Path) -> None
         with ExitStack() as stack:
             async with ingest() as server:
                 port = int(server.url.rpartition(":")[2])
-                load = scale.running(
+                load = scale.run_load(
                     "agents", port=port, server_name="localhost", ca_file=str(cert), jobs=jobs,
                     period=1.0, seconds=14.0, gone_at=5.0, first=scale.FIRST,
                 )  # fmt: skip
@@ -136,10 +139,10 @@ def test_agents_report_to_a_real_ingest_that_is_replaced(tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_the_agent_of_a_large_job_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host hears of the slow links, and answers with a plan."""
+    """The host receives the slow links, and answers with a plan."""
     monkeypatch.setattr(scale, "SETTLE", 1.5)
     monkeypatch.setattr(scale, "FAULT", 2.0)
-    found = asyncio.run(scale.large_job(32, 4, 1.5))
+    found = asyncio.run(scale.measure_large_job(32, 4, 1.5))
     assert all(0 <= found[phase] < 1 for phase in ("well", "one_slow", "half_slow"))
     assert found["plan_version"] >= 1 and found["reports"] > 3
     assert found["sent"] > 1000 and found["answered"] > 1000

@@ -1,7 +1,7 @@
 """Size of the project: no figure exceeds its limit.
 
-``python tests/project/test_size.py`` prints all figures beside their limits. Whoever raises a limit
-says why in the commit; whoever removes much lowers it.
+``python tests/project/test_size.py`` prints all figures with their limits. A commit that raises a
+limit says why; one that removes much lowers it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("pipemorph", "trainer", "operator", "csrc")
 SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".html", ".js", ".css"}
 MOST_LINES = 800
-"""Of a file."""
+"""Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 95_100,
-    "product code lines": 69_600,
+    "product lines": 96_600,
+    "product code lines": 71_150,
     "test lines": 100_000,
     "benchmark lines": 6_160,
     "public classes": 681,
@@ -31,7 +31,7 @@ LIMITS: Mapping[str, float] = {
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }
-"""Most of each figure, and least of the share of comments and docstrings."""
+"""Upper limits, and a lower one for the share of comments and docstrings."""
 AT_LEAST = {"share of comments and docstrings, percent"}
 
 
@@ -98,7 +98,7 @@ def _comments(text: str, pattern: str) -> set[int]:
 
 def spec_leaves() -> int:
     """Fields of ``spec`` in the CRD that have no fields below them; removed ones do not count."""
-    from pipemorph_operator.crd.generate import job_definition
+    from pipemorph_operator.crd.generate import build_job_definition
 
     def count(schema: dict[str, Any]) -> int:
         if "properties" in schema:
@@ -107,12 +107,12 @@ def spec_leaves() -> int:
             return count(items)
         return 0 if schema.get("description", "").startswith("Removed;") else 1
 
-    versions = job_definition()["spec"]["versions"]
+    versions = build_job_definition()["spec"]["versions"]
     return count(versions[0]["schema"]["openAPIV3Schema"]["properties"]["spec"])
 
 
 def measure() -> dict[str, float]:
-    """Each figure of the working tree."""
+    """Figures of the working tree."""
     product = {path: lines_of(path) for path in sources(*PRODUCT)}
     modules = [path for path in product if path.suffix == ".py"]
     classes = [
@@ -143,8 +143,8 @@ def measured() -> dict[str, float]:
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_figure_stays_within_its_limit(name: str, measured: dict[str, float]) -> None:
     found, limit = measured[name], LIMITS[name]
-    kept = found >= limit if name in AT_LEAST else found <= limit
-    assert kept, f"{name}: {found:.6g}; the limit is {limit:.6g}"
+    within = found >= limit if name in AT_LEAST else found <= limit
+    assert within, f"{name}: {found:.6g}; the limit is {limit:.6g}"
 
 
 def test_every_figure_has_a_limit(measured: dict[str, float]) -> None:
@@ -160,7 +160,7 @@ def test_files_are_short_enough() -> None:
     assert not long, f"files of more than {MOST_LINES} lines: {long}"
 
 
-def test_lines_are_told_apart(tmp_path: Path) -> None:
+def test_lines_are_classified(tmp_path: Path) -> None:
     python, cpp, html = (tmp_path / f"a.{suffix}" for suffix in ("py", "cpp", "html"))
     python.write_text('"""Doc\n\nstring."""\n\n# why\nx = 1  # here\n"""Of x."""\ny = """a\nb"""\n')
     assert lines_of(python) == Lines(9, 3, 4)

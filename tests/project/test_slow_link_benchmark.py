@@ -1,4 +1,4 @@
-"""The benchmark of the closed loop says so when the loop is late, or does not close."""
+"""The benchmark of the closed loop reports if the loop is late, or does not close."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record(detected: int, applied: int | None, link: int = LAST) -> dict[str, An
 
 
 def rows(iterations: list[float], *adaptations: dict[str, Any]) -> list[Any]:
-    """As measured, and a baseline that is three times as slow."""
+    """Rows as measured, and a baseline that is three times as slow."""
 
     def row(variant: str, times: list[float], records: list[dict[str, Any]]) -> Any:
         settled = {
@@ -44,13 +44,13 @@ def rows(iterations: list[float], *adaptations: dict[str, Any]) -> list[Any]:
 
 
 def verdicts(found: list[Any]) -> tuple[bool, ...]:
-    return tuple(holds for _, holds in slow_link.goals(found))
+    return tuple(holds for _, holds in slow_link.list_goals(found))
 
 
 @pytest.mark.parametrize(
     ("second", "adaptation", "expected"),
     [
-        # One iteration late: what is settled looks the same.
+        # An iteration late: settled times look the same.
         ([*[1.1] * 2, *[0.8] * 6], record(16, 18), (True, True, True, True, False)),
         # Wanted but never in effect, or in effect when the delay is over.
         ([1.1] * 8, record(16, None), (False, False, False, True, False)),
@@ -77,8 +77,10 @@ def narrow(
     """A run in whose second phase the link was narrow; one answer, and one of the phase after."""
     answer = record(8, applied) | {"reason": said}
     after = record(17, 18) | {"reason": "a link recovered"}
-    settled = [slow_link.of_phase(seconds, k) for k in range(3)]
-    return slow_link.Narrow(*settled, bound=0.8, adaptations=[answer, after], iterations=seconds)
+    settled = [slow_link.find_phase_seconds(seconds, k) for k in range(3)]
+    return slow_link.NarrowLinkRun(
+        *settled, bound=0.8, adaptations=[answer, after], iterations=seconds
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,24 +101,24 @@ def test_goals_of_the_narrow_link(
     expected: tuple[bool, ...],
 ) -> None:
     found = narrow([*WELL, *during, *after], **answer)
-    assert tuple(holds for _, holds in slow_link.narrow_goals(found)) == expected
+    assert tuple(holds for _, holds in slow_link.list_narrow_goals(found)) == expected
 
 
 def test_check_makes_a_broken_goal_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def status(iterations: list[float], *arguments: str) -> int:
-        """Of runs that gave these, with goals that do not hold."""
+        """Exit status after runs with these iterations, with goals that do not hold."""
         measured = {row.variant: row for row in rows(iterations, record(8, 9))}
         monkeypatch.setattr(slow_link, "VARIANTS", [v for v in variants if v.name in measured])
-        monkeypatch.setattr(slow_link, "run", lambda variant, _: measured[variant.name])
-        monkeypatch.setattr(slow_link, "run_narrow", lambda _: kept)
+        monkeypatch.setattr(slow_link, "run_delays", lambda variant, _: measured[variant.name])
+        monkeypatch.setattr(slow_link, "run_narrow", lambda _: result)
         monkeypatch.setattr(sys, "argv", ["slow_link.py", *arguments])
         code: int = slow_link.main()
         return code
 
     variants = slow_link.VARIANTS
-    kept = narrow([*WELL, 1.1, *[0.83] * 7, *WELL])
+    result = narrow([*WELL, 1.1, *[0.83] * 7, *WELL])
     well, late = [*WELL, 1.1, *[0.75] * 7, *[0.79] * 8], [*WELL, *[1.1] * 8, *[1.9] * 8]
     assert status(well, "--check") == 0
     assert "NO " not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""tests/soak.md says what ``make soak`` runs."""
+"""tests/soak.md lists what ``make soak`` runs."""
 
 import re
 from pathlib import Path

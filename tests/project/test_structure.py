@@ -60,12 +60,12 @@ PACKAGES = {
     "pipemorph_operator": ROOT / "operator/pipemorph_operator",
 }
 MOST_FILES = 14
-"""Beside its subfolders: more than that has no order that one sees at a look."""
+"""Limit without subfolders: more files than that have no order that one sees at a glance."""
 
 
 def module_file(module: str) -> Path | None:
-    """The file of a module of ours, None for a name that is not a module. A package's own
-    ``__init__`` only hands names on, and is left out as well."""
+    """File of a module of the project, None for a name that is not a module. A package's own
+    ``__init__`` only hands names on, and is not followed, either."""
     package, *rest = module.split(".")
     if package not in PACKAGES:
         return None
@@ -86,7 +86,7 @@ def imported_files(path: Path) -> set[Path]:
 
 
 def test_the_trainer_does_not_import_its_programs() -> None:
-    """They are started by others, and the runtime needs none."""
+    """Programs are started by others, and the runtime needs none."""
     root = PACKAGES["pipemorph_trainer"]
     folders = ("bench", "examples", "launcher")
     programs = {path for folder in folders for path in root.glob(f"{folder}/*.py")}
@@ -127,7 +127,7 @@ def test_no_folder_is_crowded(package: str) -> None:
         for folder in folders
         if (count := len([p for p in folder.glob("*.py") if p.name != "__init__.py"])) > MOST_FILES
     }
-    assert not crowded, f"more than {MOST_FILES} files beside each other: {crowded}"
+    assert not crowded, f"more than {MOST_FILES} files in a folder: {crowded}"
 
 
 def test_no_two_files_of_fixtures_have_one_of_the_same_name() -> None:

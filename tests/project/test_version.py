@@ -1,4 +1,4 @@
-"""One version: ``pyproject.toml`` says it, and every other place that names it agrees."""
+"""The version in ``pyproject.toml``: every other place that names it agrees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE_TAG = re.compile(r"pipemorph[/-](?:operator|trainer):(\d[\w.-]*)")
 NAMES_IMAGES = (
     "README.md",
     "Dockerfile",
-    "docs/operations.md",
+    "docs/how-to/install.md",
     "examples/kubernetes/eight-gpus.yaml",
     "examples/kubernetes/gpt.yaml",
     "examples/kubernetes/hf-llama.yaml",

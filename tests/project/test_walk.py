@@ -1,5 +1,5 @@
-"""How many files a reader has to open: to follow a report until it is a directive, and to follow an
-iteration of a rank, or one F with its send."""
+"""Number of files that a reader has to open: to follow a report until it is a directive, and to
+follow an iteration of a rank, or one F with its send."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import pipemorph
 import pipemorph_trainer
 from pipemorph.control import JobController
 from pipemorph.planning import OpKind
-from pipemorph.wire import LinkHealthReport
+from pipemorph.protocol import LinkHealthReport
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.executor.dispatch import Executor
-from pipemorph_trainer.steps import iteration as iteration_module
+from pipemorph_trainer.executor.stage_executor import StageExecutor
+from pipemorph_trainer.schedule import iteration as iteration_module
 
 ROOT, TRAINER = Path(pipemorph.__file__).parent, Path(pipemorph_trainer.__file__).parent
 MOST_FILES = 25
@@ -51,21 +51,21 @@ def noted(calls: list[str], *roots: Path) -> Iterator[None]:
 
 
 def test_a_report_becomes_a_directive_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the host, without sockets: parsed, observed, decided on, planned for, issued, encoded."""
-    taken, walk = JobController.report, set[str]()
+    """Walk in the host, without sockets: parse, observe, decide, plan, issue, encode."""
+    taken, walk = JobController.process_report, set[str]()
 
     def report(self: JobController, sent: LinkHealthReport, now: float) -> Any:
         body, calls = sent.model_dump_json(), list[str]()
         with noted(calls, ROOT):
             answer = taken(self, LinkHealthReport.model_validate_json(body), now)
             settle(self, now)
-            if (directive := self.directive()) is not None:
+            if (directive := self.get_directive()) is not None:
                 directive.model_dump_json()
         if directive is not None and not walk:
             walk.update(calls)
         return answer
 
-    monkeypatch.setattr(JobController, "report", report)
+    monkeypatch.setattr(JobController, "process_report", report)
     plant = Plant(spec(4, 24))
     plant.run(6)
     plant.delays[1] = 0.040
@@ -76,9 +76,9 @@ def test_a_report_becomes_a_directive_in_few_files(monkeypatch: pytest.MonkeyPat
 
 def trace(context: TrainerContext) -> tuple[list[str], list[list[str]]]:
     """Calls of one iteration, and of each F of the next one, from its message to its send."""
-    iteration, forwards, run_op = list[str](), list[list[str]](), Executor.run_op
+    iteration, forwards, run_op = list[str](), list[list[str]](), StageExecutor.run_op
 
-    def run(self: Executor, kind: OpKind, microbatch: int) -> None:
+    def run(self: StageExecutor, kind: OpKind, microbatch: int) -> None:
         forwards.extend([[]] if kind is OpKind.F else [])
         with noted(forwards[-1] if kind is OpKind.F else [], ROOT, TRAINER):
             run_op(self, kind, microbatch)
@@ -91,23 +91,33 @@ def trace(context: TrainerContext) -> tuple[list[str], list[list[str]]]:
         with noted(iteration, ROOT, TRAINER):
             pipe.step(x, target=x)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Executor, "run_op", run)
-            # What comes every 20 ms between two ops is no part of one.
+            patch.setattr(StageExecutor, "run_op", run)
+            # Work that comes every 20 ms between two ops is no part of one.
             patch.setattr(iteration_module, "PLAN_POLL_SECONDS", 1e6)
             pipe.step(x, target=x)
     return iteration, forwards
 
 
 def test_an_iteration_and_an_op_run_in_few_files() -> None:
-    """Without an agent, replicas, faults or checkpoints, no file of theirs is entered."""
+    """Files of agents, replicas, faults and checkpoints are not entered without them."""
     ranks = run_ranks(3, trace)
     for iteration, _ in ranks:
-        assert {"steps/iteration.py", "executor/split/calls.py", "links/poller.py"} <= {*iteration}
+        assert {"schedule/iteration.py", "backward/function_patches.py", "transport/poller.py"} <= {
+            *iteration
+        }
         assert len({*iteration}) <= OF_ITERATION, sorted({*iteration})
-        idle = ("state/", "control/", "telemetry/trace", "telemetry/reporter", "links/faults")
+        idle = (
+            "checkpoint/",
+            "sync/",
+            "control/",
+            "detection/",
+            "telemetry/trace",
+            "telemetry/reporter",
+            "transport/fault_injection",
+        )
         assert not {file for file in iteration if file.startswith(idle)}
     files, calls = OF_F
     for forward in ranks[0][1]:
-        assert {"executor/dispatch.py", "links/channels/direct.py"} <= {*forward}
+        assert {"executor/stage_executor.py", "transport/channels/direct.py"} <= {*forward}
         assert len({*forward}) <= files, sorted({*forward})
         assert len(forward) <= calls, forward

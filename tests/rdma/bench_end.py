@@ -1,4 +1,4 @@
-"""One end of `pipemorph bench link` in a guest; training_launcher.py forks it.
+"""End of `pipemorph bench link` in a guest; training_launcher.py forks it.
 
 The command line is parsed by the command itself. Where that starts an interpreter for the end, the
 fork is the end, because it has torch already. What it says goes to files, since the end that
@@ -23,7 +23,7 @@ def _in_place(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]
 
 
 class _Processes:
-    """In the place of :mod:`subprocess`."""
+    """Replacement of :mod:`subprocess`."""
 
     run = staticmethod(_in_place)
 
@@ -31,13 +31,13 @@ class _Processes:
 def run(number: int, commands: int, arguments: dict[str, Any]) -> int:
     """`arguments`: argv after `pipemorph bench link`, more environment, and files for out and err.
     Returns the exit status."""
-    # Kept open: the launcher takes the end of this pipe for the end of the program.
+    # Stays open: the launcher takes the end of this pipe for the end of the program.
     answers = os.dup(1)
     for name, standard in (("out", 1), ("err", 2)):
         file = os.open(arguments[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, standard)
         os.close(file)
-    # Not before there is something to read what it says from.
+    # Reported after the files of its output exist.
     os.write(answers, json.dumps({"number": number, "result": os.getpid()}).encode() + b"\n")
     os.environ |= arguments["env"]
     bench.subprocess = _Processes  # type: ignore[attr-defined, assignment]

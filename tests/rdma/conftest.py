@@ -1,4 +1,4 @@
-"""The fixture that gives tests real verbs; docs/testbeds.md says what it needs.
+"""The fixture that gives tests real verbs; docs/testbeds.md lists its requirements.
 
 `fabric`: two guests with two Soft-RoCE devices each, booted once for all tests.
 `launchers`: a process with torch in each of them, for all tests that need one.
@@ -34,7 +34,7 @@ def _teller(config: pytest.Config) -> Callable[[str], None]:
 
 
 class Guests:
-    """The guests of all tests, and what was started in them once."""
+    """Guests of all tests, and their programs that start once."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._say = _teller(config)
@@ -43,7 +43,7 @@ class Guests:
         self._launchers: Launchers | None = None
 
     def fabric(self) -> Fabric:
-        """Guests that run: the ones that are there, or new ones if one of those has died."""
+        """Running guests: the present ones, or new ones if one of those has died."""
         if self._fabric is not None and not self._fabric.running:
             self._say("a guest has died, see the test before; booting new ones")
             self.stop()
@@ -58,7 +58,7 @@ class Guests:
         return self._launchers
 
     def stop(self) -> None:
-        # What runs in the guests ends with them.
+        # Programs in the guests end with them.
         self._fabric = self._launchers = None
         self._stack.close()
 

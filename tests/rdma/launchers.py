@@ -1,4 +1,4 @@
-"""A process with torch in each guest, which forks what needs it: see training_launcher.py."""
+"""Process with torch in each guest, which forks programs: see training_launcher.py."""
 
 import itertools
 from pathlib import Path
@@ -20,10 +20,10 @@ class Launchers:
             guest.name: Remote(f"launcher {guest.name}", guest.python(str(LAUNCHER), env=env))
             for guest in (fabric.a, fabric.b)
         }
-        # Both import at the same time.
+        # The two import at the same time.
         for launcher in self._of.values():
             launcher.await_ready(IMPORT_DEADLINE)
-        # One for every job and benchmark, so that none meets what is left of another.
+        # A port for every job and benchmark, so that none meets leftovers of another.
         self.ports = itertools.count(29500)
 
     def __getitem__(self, guest: Guest) -> Remote:

@@ -1,4 +1,4 @@
-"""Two workers with a link between the guests, from the test's side."""
+"""Workers with a link between the guests, from the test's side."""
 
 import importlib.util
 import itertools
@@ -14,7 +14,7 @@ from typing import Any
 from guests import Fabric, Guest, GuestError, Task
 
 WORKER = Path(__file__).with_name("worker.py")
-# For what must come, and mostly has come within a second: a longer one costs nothing.
+# Limit for what must come, mostly within a second: a longer one costs nothing.
 PATIENCE = 120.0
 
 
@@ -54,7 +54,7 @@ class Remote:
         return self.result(self.start(op, **arguments), deadline)
 
     def error_of(self, number: int, deadline: float = PATIENCE * 2) -> str:
-        """What a command that must fail says."""
+        """Error of a command that must fail."""
         said = self._wait(number, deadline)
         assert "error" in said, f"it succeeded: {said}"
         return str(said["error"])
@@ -65,16 +65,16 @@ class Remote:
             with self._lock:
                 if number in self._answers:
                     return self._answers.pop(number)
-            left = end - time.monotonic()
-            if left <= 0:
+            rest = end - time.monotonic()
+            if rest <= 0:
                 raise GuestError(f"{self.name} did not answer within {deadline} s")
-            said = self.task.hear(min(left, 5.0)) if left < 5 else self.task.hear(left)
+            said = self.task.hear(min(rest, 5.0)) if rest < 5 else self.task.hear(rest)
             with self._lock:
                 self._answers[said["number"]] = said
 
 
 class Peer(Remote):
-    """One end of a link: a worker process in a guest."""
+    """End of a link: a worker process in a guest."""
 
     def __init__(self, guest: Guest, rank: int) -> None:
         super().__init__(f"worker {rank}", guest.python("-S", str(WORKER), engine_module()))
@@ -99,7 +99,7 @@ class Link:
         self._next = 0
         self.a, self.b = Peer(fabric.a, 0), Peer(fabric.b, 1)
         try:
-            # They start at the same time.
+            # The two start at the same time.
             for peer in (self.a, self.b):
                 peer.pid = peer.await_ready()
             self._connect(given)
@@ -125,13 +125,13 @@ class Link:
         return Transfer(self, first, count, size, "send_leased" if leased else "send")
 
     def times_lost(self, path: int) -> dict[str, int]:
-        """How often each end has given up a path: a new link may try more than once."""
+        """Number of losses of a path at each end: a new link may try more than once."""
         return {
             peer.guest.name: peer.stats()["paths"][path]["times_lost"] for peer in (self.a, self.b)
         }
 
     def rails_up(self, count: int, deadline: float = PATIENCE) -> None:
-        """Wait until so many rails are up at both ends."""
+        """Wait until a number of rails are up at both ends."""
 
         def up() -> bool:
             return all(
@@ -152,8 +152,7 @@ class Transfer:
     """Messages on their way from a to b.
 
     However fast they are, the last one is not sent before :meth:`finish`: it finds no slot, since
-    the receiver leaves those before it in theirs. So there is always something left for a fault to
-    befall.
+    the receiver leaves those before it in theirs. So a fault always has something to befall.
     """
 
     def __init__(self, link: Link, first: int, count: int, size: int, send: str) -> None:
@@ -167,7 +166,7 @@ class Transfer:
         self._sending = link.a.start("wait_sent")
 
     def finish(self) -> None:
-        """Every message arrived once and whole, and the sender knows."""
+        """Finish the transfer: every message arrived once and whole, and the sender knows."""
         first, count = self._rest
         self._receiving.append(self.link.b.start("receive", direction=0, first=first, count=count))
         for number in self._receiving:
@@ -175,7 +174,7 @@ class Transfer:
         self.link.a.result(self._sending)
 
     def until_chunks(self, more: int, path: int = 0) -> None:
-        """Wait until a path has carried so many chunks of this transfer."""
+        """Wait until a path has carried a number of chunks of this transfer."""
         before = self._before[path]
         until(
             f"{more} chunks on path {path}",
@@ -206,7 +205,7 @@ def until_stopped(guest: Guest, pid: int) -> None:
 
 def paths_text(stats: dict[str, Any]) -> str:
     return "; ".join(
-        f"{p['rail'] or p['kind']} {p['state']} epoch {p['epoch']} {p['trouble']}"
+        f"{p['rail'] or p['kind']} {p['state']} epoch {p['epoch']} {p['last_error']}"
         for p in stats["paths"]
     )
 

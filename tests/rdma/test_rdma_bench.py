@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.rdma, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 KIB, MIB = 1 << 10, 1 << 20
 QUICK = ("--sizes", "64K,1M", "--rounds", "1", "--volume", "2M", "--pings", "20")
-# Of what is streamed, a warm-up each and one round of `QUICK`.
+# Streamed sizes: a warm-up each and one round of `QUICK`.
 STREAMED = 2 * (32 * 64 * KIB + 8 * MIB)
 PACKET = 4096
 # Much longer than the engine waits for a rail, 10 s, and for a link of another transport, 30 s.
@@ -25,7 +25,7 @@ DEADLINE = 300.0
 
 
 class End:
-    """One end, as `pipemorph bench link ARGV` in a guest."""
+    """End of a link, as `pipemorph bench link ARGV` in a guest."""
 
     def __init__(
         self, launchers: Launchers, guest: Guest, *argv: str, env: dict[str, str] | None = None
@@ -42,21 +42,21 @@ class End:
         return self._guest.read(self._files[where])
 
     def finish(self) -> tuple[int, str, str]:
-        """Its exit status and what it said, without torch's warnings that it finds no name for an
-        address: there is no name service here."""
+        """Wait for the exit status and output, without torch's warnings that it finds no name for
+        an address: there is no name service here."""
         status = self._launcher.result(self._end, DEADLINE)
         err = re.sub(r"^\[W.*\[c10d\].*\n", "", self.said("err"), flags=re.MULTILINE)
         return status, self.said(), err
 
 
 class Listener(End):
-    """The end in guest b, which has said how to reach it."""
+    """End in guest b, which has printed its address."""
 
     def __init__(self, launchers: Launchers, *argv: str) -> None:
         fabric = launchers.fabric
         where = ("--listen", fabric.CONTROL["b"], "--port", str(next(launchers.ports)))
         super().__init__(launchers, fabric.b, *where, *argv)
-        # With the end of its line: what is read may be written still.
+        # Match the end of its line: the program may still be writing it.
         how = re.compile(r"^ +(\w+)=(\w+) pipemorph bench link (.+)\n", re.MULTILINE)
         until("how to connect", lambda: bool(how.search(self.said())), DEADLINE, self._both)
         found = how.search(self.said())
@@ -69,7 +69,7 @@ class Listener(End):
         return f"out: {self.said()!r}, err: {self.said('err')!r}"
 
     def connected(self, *argv: str) -> End:
-        """The end in guest a, started as this one says."""
+        """End in guest a, with the arguments that the listener printed."""
         guest = self._launchers.fabric.a
         return End(self._launchers, guest, *self._connect, *argv, *QUICK, env=self._env)
 
@@ -85,7 +85,7 @@ def only_line(said: str) -> str:
 
 def test_the_rail_that_is_named_carries_all_of_it(fabric: Fabric, launchers: Launchers):
     idle, used = ([fabric.rail(guest, n) for guest in (fabric.a, fabric.b)] for n in (0, 1))
-    left_alone = [counted(rail) for rail in idle]
+    idle_before = [counted(rail) for rail in idle]
     before = [counted(rail) for rail in used]
     sent = [rail.guest.sent_bytes(rail.netdev) for rail in used]
     over_control = fabric.a.sent_bytes("eth0")
@@ -100,12 +100,12 @@ def test_the_rail_that_is_named_carries_all_of_it(fabric: Fabric, launchers: Lau
     (rdma,) = report["transports"]
     assert rdma["unavailable"] is None
     assert rdma["rails"] == [["rxe1 port 1"], ["rxe1 port 1"]]
-    assert rdma["rails_trouble"] is None
+    assert rdma["rails_error"] is None
     assert [(p["size"], p["messages"]) for p in rdma["throughput"]] == [(64 * KIB, 32), (MIB, 8)]
     for point in rdma["throughput"]:
         assert 0 < point["slowest"] <= point["gb_per_s"] <= point["fastest"]
     assert 0 < rdma["latency"]["p50"] <= rdma["latency"]["p99"]
-    # One path, and so none over TCP.
+    # A single path, and so none over TCP.
     (path,) = rdma["paths"]
     assert (path["kind"], path["rail"], path["state"]) == ("rdma", "rxe1 port 1", "UP")
     assert path["times_lost"] == 0
@@ -118,19 +118,19 @@ def test_the_rail_that_is_named_carries_all_of_it(fabric: Fabric, launchers: Lau
     assert now[1]["rcvd_pkts"] - before[1]["rcvd_pkts"] >= path["bytes"] // PACKET
     grown = [rail.guest.sent_bytes(rail.netdev) - n for rail, n in zip(used, sent, strict=True)]
     assert grown[0] >= path["bytes"]
-    # Its pings came back the same way.
+    # Pings came back the same way.
     assert grown[1] >= 20 * 4 * KIB
     assert fabric.a.sent_bytes("eth0") - over_control < path["bytes"] // 20
-    assert [counted(rail) for rail in idle] == left_alone
+    assert [counted(rail) for rail in idle] == idle_before
     assert listener.finish()[::2] == (0, "")
 
 
 def test_a_rail_that_leads_nowhere_is_one_line(launchers: Launchers):
-    """A GID that is not there, at either end. What is asked for besides is measured."""
+    """A GID that is not there, at either end. The other rails are measured."""
     first, wrong = ("--device", "rxe0"), ("--gid-index", "200")
     pairs = [((*first, *wrong), first), (first, (*first, *wrong))]
     listeners = [Listener(launchers, *theirs) for _, theirs in pairs]
-    # At the same time, since each waits until the engine gives up.
+    # The two run at once, since each waits until the engine gives up.
     connectors = [
         listener.connected("--transports", "rdma,tcp", *ours)
         for (ours, _), listener in zip(pairs, listeners, strict=True)

@@ -1,4 +1,4 @@
-"""`pipemorph fabric check` between two hosts whose rails are well, slow, small, down or cut.
+"""`pipemorph fabric check` between two hosts with healthy, slow, small, down or cut rails.
 
 The faults are the kernel's.
 """
@@ -59,8 +59,8 @@ def by_ends(said: dict[str, Any]) -> dict[Ends, dict[str, Any]]:
 
 
 def drop_large(rail: Rail) -> None:
-    """Of the packets that come in, those of 2,048 bytes or more: as a switch on the way does whose
-    MTU is smaller than the ports'. u32 compares bits, so one filter for each bit."""
+    """Drop incoming packets of 2,048 bytes or more, as a switch on the way does whose MTU is
+    smaller than the ports'. u32 compares bits, so one filter for each bit."""
     rail.guest.sh(
         f"tc qdisc replace dev {rail.netdev} clsact\n"
         + "\n".join(
@@ -91,7 +91,7 @@ def test_the_rails_made_slow_and_small_of_mtu_are_measured(fabric: Fabric):
 
 @pytest.mark.soak
 def test_rails_that_are_well(fabric: Fabric):
-    """As JSON, and as a table of the rails that are named alone."""
+    """Output as JSON, and as a table of the rails that are named alone."""
     status, said = checked(fabric)
     assert (status, said["problems"]) == (0, []), json.dumps(said, indent=1)
     assert len(said["measured"]) == 4

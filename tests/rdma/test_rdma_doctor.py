@@ -16,7 +16,7 @@ DOCTOR = """
 import sys
 from pipemorph.cli import main
 from pipemorph.commands import doctor
-doctor.trainer_facts = lambda: (None, "not asked")
+doctor.query_trainer_facts = lambda: (None, "not checked")
 sys.exit(main(["doctor", "--require", "rdma", "--output", "json"]))
 """
 
@@ -44,7 +44,7 @@ def test_the_doctor_sees_rails_addresses_counters_and_what_ails_them(fabric: Fab
         assert best["address"] == f"::ffff:{rail.address}"
         assert best["type"] == "RoCE v2"
         assert best["netdev"] == rail.netdev
-        # As the kernel has them; those of mlx5 are not shown for rxe, not even as unavailable.
+        # Counters of the kernel; those of mlx5 are not shown for rxe, not even as unavailable.
         assert port["counters"]["link_downed"] == rail.counter("link_downed")
         assert "out_of_sequence" not in port["counters"]
         # The distribution's pyverbs is among what the guests need.

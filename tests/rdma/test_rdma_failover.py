@@ -1,7 +1,7 @@
-"""One link over two rails, and what can happen to them: every message arrives once, unharmed.
+"""Link over two rails, and what can happen to them: every message arrives once, unharmed.
 
-Each test of a fault has the kernel's word that it happened: a counter of the device or of the
-filter that drops, its GID table, its list of queue pairs, or what it says of a process.
+Each test of a fault has evidence from the kernel that it happened: a counter of the device or of
+the filter that drops, its GID table, its list of queue pairs, or what it says of a process.
 
 What is marked ``soak`` shows again, of a real device, what the suite of the engine shows with fake
 verbs, in its simulation and over TCP (`tests/engine`).
@@ -31,8 +31,8 @@ def until_lost(link: Link, path: int, before: Mapping[str, int]) -> None:
 
 
 def until_downed(rails: Sequence[Rail], before: Sequence[int]) -> None:
-    """Wait until ports have gone down. The kernel may take a second to tell its devices that a
-    carrier is lost, if another was lost just before."""
+    """Wait until ports are down. The kernel may take a second to report a lost carrier to its
+    devices, if another was lost just before."""
     until(
         "the ports down",
         lambda: all(r.counter("link_downed") > n for r, n in zip(rails, before, strict=True)),
@@ -97,8 +97,8 @@ def test_cable_pulled_in_mid_message_and_put_back(fabric: Fabric):
 
 @pytest.mark.parametrize("ends", ["b", pytest.param("ab", marks=pytest.mark.soak)])
 def test_cable_pulled_out_of_the_card(fabric: Fabric, ends: str):
-    """Nobody has told these devices to go down: the emulated card loses its carrier, as by a cable
-    that is pulled (at both ends) or by half of a switch (at one; the other sees only silence)."""
+    """The devices stay up: the emulated card loses its carrier, as by a cable that is pulled (at
+    both ends) or by half of a switch (at one; the other sees only silence)."""
     rails = [fabric.rail(guest, 0) for guest in (fabric.a, fabric.b) if guest.name in ends]
     downed = [rail.counter("link_downed") for rail in rails]
     with linked(fabric) as link:
@@ -168,7 +168,7 @@ def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
         )
         rail.until_addressed("10.77.1.77")
         link.transfer(6, MIB).finish()
-        # Not only a new queue pair, which may have another GID that was left.
+        # More than a new queue pair, which may have another remaining GID.
         until(
             "packets from the new address",
             lambda: other_end.watched() > 0,
@@ -192,7 +192,7 @@ def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
     ],
 )
 def test_required_rdma_refuses_to_fall_back(fabric: Fabric, deadlines: tuple[float, float]):
-    """Either end gives up first, and each names the trouble of its own rails."""
+    """The first end to give up may be either, and each names the trouble of its own rails."""
     rails = [fabric.rail(fabric.a, n) for n in (0, 1)]
     downed = [rail.counter("link_downed") for rail in rails]
     with linked(fabric, require="rdma", peer_deadlines=deadlines) as link:
@@ -214,8 +214,8 @@ def test_required_rdma_refuses_to_fall_back(fabric: Fabric, deadlines: tuple[flo
 
 @pytest.mark.soak
 def test_a_receiver_that_is_held_up_runs_out_of_receives_and_loses_no_rail(fabric: Fabric):
-    """Its card acknowledges without its process, so its sender goes on until no receive is left;
-    then the sender's card asks again until there are new ones."""
+    """The card acknowledges without its process, so its sender goes on until no receive remains;
+    then the sender's card requests again until there are new ones."""
     senders = [fabric.rail(fabric.a, n) for n in (0, 1)]
     with linked(fabric, chunk_bytes=4096, peer_deadline=60.0) as link:
         link.reserve(4, 2 * MIB)  # 2048 chunks, where each rail has 256 receives

@@ -1,4 +1,4 @@
-"""What real ports and a real link say of themselves, judged as the controller judges it."""
+"""Health of real ports and a real link, judged as the controller judges it."""
 
 import time
 from pathlib import Path
@@ -10,17 +10,17 @@ from guests import Fabric, Guest
 from observing import tell
 from peers import PATIENCE, Peer, linked, paths_text, until
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.wire import RailHealth, RailSample, TransportSample
-from pipemorph_trainer.links.message import Direction
-from pipemorph_trainer.telemetry.rails import read
-from pipemorph_trainer.telemetry.reporter import TransportWatch
+from pipemorph.protocol import RailHealth, RailSample, TransportSample
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.mesh import MeshShape
+from pipemorph_trainer.telemetry.rail_sampler import read_rails
+from pipemorph_trainer.telemetry.reporter import TransportSampler
+from pipemorph_trainer.transport.message import Direction
 
 pytestmark = pytest.mark.rdma
 
-# Without an interpreter there: importing takes long on an emulated processor.
+# No interpreter there: importing takes long on an emulated processor.
 SYSFS = """
 cd /sys/class/infiniband
 for file in */ports/*/state */ports/*/link_layer */ports/*/*counters/*; do
@@ -31,23 +31,23 @@ PORTS = 2
 
 
 def ports_of(guest: Guest, folder: Path) -> list[RailSample]:
-    """As a rank there reads them, of a copy of what the kernel there shows."""
+    """Ports as a rank there reads them, from a copy of what the kernel there shows."""
     for line in guest.sh(SYSFS).splitlines():
         name, _, text = line.partition("=")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"{text}\n")
-    return read(0, 0, folder, ["rxe0 port 1", "rxe1 port 1"])
+    return read_rails(0, 0, folder, ["rxe0 port 1", "rxe1 port 1"])
 
 
 def said_by(peer: Peer) -> list[TransportSample]:
-    """As the rank's own watch makes it, of the stats of a link that is in the guest."""
+    """Health report as the rank's own watch makes it, from the stats of a link in the guest."""
     stats = peer.stats()
     paths = [SimpleNamespace(**path) for path in stats["paths"]]
     link = SimpleNamespace(
         transport="rdma", stats=lambda: SimpleNamespace(**stats | {"paths": paths})
     )
     end: Any = SimpleNamespace(link=0, sends=Direction.FORWARD, engine_link=link)
-    return TransportWatch([end], 0).take()
+    return TransportSampler([end], 0).take_changed()
 
 
 class Judge:
@@ -66,7 +66,7 @@ class Judge:
         tell(self.controller, time.time(), ports=PORTS, **telemetry)
 
     def rails(self) -> Any:
-        return self.controller.view(time.time()).rails
+        return self.controller.get_job_view(time.time()).rails
 
 
 def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, tmp_path: Path):
@@ -78,7 +78,7 @@ def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, 
         before = link.a.stats()
         judge.hear(rails=ports_of(fabric.a, tmp_path), transports=said_by(link.a))
         assert judge.rails().health is RailHealth.HEALTHY, judge.rails()
-        assert judge.controller.view(0.0).transports.fallen == ()
+        assert judge.controller.get_job_view(0.0).transports.fallen == ()
         for rail in rails:
             rail.unplug()
         until(
@@ -88,13 +88,15 @@ def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, 
             lambda: paths_text(link.a.stats()),
         )
         judge.hear(rails=ports_of(fabric.a, tmp_path), transports=said_by(link.a))
-        sick = judge.rails().sick
-        assert [port.device for port in sick] == ["rxe0", "rxe1"]
-        for port in sick:
+        faulty = judge.rails().faulty
+        assert [port.device for port in faulty] == ["rxe0", "rxe1"]
+        for port in faulty:
             assert port.what.startswith("is DOWN; ")
             assert "link_downed grew by 1 " in port.what
-        (fallen,) = judge.controller.view(0.0).transports.fallen
-        assert fallen.text(MeshShape(2)).startswith("link 0 fell back from rdma to tcp (rxe0")
+        (fallen,) = judge.controller.get_job_view(0.0).transports.fallen
+        assert fallen.format_text(MeshShape(2)).startswith(
+            "link 0 fell back from rdma to tcp (rxe0"
+        )
         for rail in rails:
             rail.plug()
         link.rails_up(2)
@@ -108,10 +110,10 @@ def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric, 
         fallbacks, failbacks = counted["fallbacks"], counted["failbacks"]
         assert (fallbacks > before["fallbacks"], failbacks > before["failbacks"]) == (True, True)
         judge.hear(rails=ports_of(fabric.a, tmp_path), transports=said_by(link.a))
-    view = judge.controller.view(0.0).transports
+    view = judge.controller.get_job_view(0.0).transports
     assert (view.fallen, view.fallbacks, view.failbacks) == ((), fallbacks, failbacks)
-    # Up again, and that they were down stays said for a while.
-    assert [port.state for port in judge.rails().sick] == ["ACTIVE", "ACTIVE"]
-    told = [event.text for event in judge.controller.events]
-    assert any(text.startswith("link 0 fell back") for text in told)
-    assert "link 0 is back on rdma (forward)" in told
+    # Ports are up again; the report that they were down stays for a while.
+    assert [port.state for port in judge.rails().faulty] == ["ACTIVE", "ACTIVE"]
+    events = [event.text for event in judge.controller.events]
+    assert any(text.startswith("link 0 fell back") for text in events)
+    assert "link 0 is back on rdma (forward)" in events

@@ -1,5 +1,4 @@
-"""Messages from leased memory: the cards read them where they were written, and write them where
-they are read."""
+"""Messages from leased memory: cards read and write them where the applications do."""
 
 import pytest
 from guests import Fabric

@@ -30,10 +30,10 @@ def test_slots_beyond_the_memlock_limit_leave_the_link_to_tcp(fabric: Fabric):
         assert (a["fallbacks"], a["failbacks"]) == (before["fallbacks"] + 1, before["failbacks"])
         assert sum(path["chunks"] for path in a["paths"][:2]) == 0
         for n, path in enumerate(b["paths"][:2]):
-            assert f"registering {8 * MIB} bytes with rxe{n} failed" in path["trouble"]
-            assert "the memlock limit is 1024 KiB" in path["trouble"]
+            assert f"registering {8 * MIB} bytes with rxe{n} failed" in path["last_error"]
+            assert "the memlock limit is 1024 KiB" in path["last_error"]
         assert all(
-            path["trouble"] == f"rxe{n} port 1: rank 1 cannot register its memory with it"
+            path["last_error"] == f"rxe{n} port 1: rank 1 cannot register its memory with it"
             for n, path in enumerate(a["paths"][:2])
         )
         # The way back: what rank 0 receives may be registered, but the rails are out of use.

@@ -1,6 +1,6 @@
-"""How rails are used: each by its rate, and their packets in the class that the job names.
+"""Use of rails: each by its rate, and their packets in the class that the job names.
 
-The words for it are the engine's counters of chunks, and the kernel's of what a rail received.
+The evidence is the engine's counters of chunks, and the kernel's of what a rail received.
 """
 
 import pytest
@@ -15,7 +15,7 @@ PACKET = 4096
 
 
 def test_packets_are_of_the_traffic_class_that_is_given(fabric: Fabric):
-    """Both ways: the payload's, and the acknowledgements' that the receiving device sends."""
+    """The class holds both ways: for payload, and for the receiver's acknowledgements."""
     ends = [fabric.rail(guest, 0) for guest in (fabric.a, fabric.b)]
     with linked(fabric, rdma_devices=["rxe0"], traffic_class=TRAFFIC_CLASS) as link:
         link.reserve(2, MIB)
@@ -33,8 +33,8 @@ def test_packets_are_of_the_traffic_class_that_is_given(fabric: Fabric):
 
 @pytest.mark.soak  # By the rates of two emulated machines; in simulated time: verbs_test.cpp.
 def test_a_slow_rail_leaves_short_queues_to_the_fast_one(fabric: Fabric):
-    """One message after the other, each of a few chunks: what the slow rail takes of a message, the
-    message waits for. By the chunk in turns it would carry a part of every one."""
+    """Messages go singly, each of a few chunks: what the slow rail takes of a message, the message
+    waits for. By the chunk in turns it would carry a part of every one."""
     rounds, chunks, chunk = 40, 8, 16 * KIB
     slow = fabric.rail(fabric.a, 0)
     with linked(fabric, chunk_bytes=chunk) as link:

@@ -18,8 +18,8 @@ TURNS = 6
 
 
 def ib_write_bw(fabric: Fabric, size: int, count: int, port: int) -> float:
-    """MiB/s of RDMA writes over rail 0, without immediate values, as perftest measures it. 0: it
-    says that it took no time, as on a processor that stood still for long."""
+    """MiB/s of RDMA writes over rail 0, without immediate values, as perftest measures it. 0:
+    perftest measured no time, as on a processor that stood still for long."""
     command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-s", str(size), "-n",
                str(count), "-t", "8", "-p", str(port), "-F"]  # fmt: skip
     server = fabric.b.spawn(*command)
@@ -33,7 +33,7 @@ def ib_write_bw(fabric: Fabric, size: int, count: int, port: int) -> float:
 
 def in_turns(link: Link, size: int, count: int, ports: Iterator[int]) -> list[float]:
     """Our rate by perftest's, measured again until it is good: emulated processors share two real
-    ones with all else that runs here, so that a bad turn says nothing of the link."""
+    ones with all other programs here, so that a bad turn shows nothing of the link."""
     ratios: list[float] = []
     for _ in range(TURNS):
         if max(ratios, default=0.0) >= LEAST:

@@ -19,7 +19,7 @@ from training import MESSAGE_BYTES, Training
 
 pytestmark = [pytest.mark.rdma, pytest.mark.soak, pytest.mark.timeout(1800)]
 
-# As many as the tests below make together.
+# Total of the tests below.
 ITERATIONS = 3
 # The sockets come after the rails in a link's paths.
 TCP = range(2, 6)
@@ -42,7 +42,7 @@ def runs() -> Iterator[list[Training]]:
 def training(
     launchers: Launchers, runs: list[Training], request: pytest.FixtureRequest
 ) -> Iterator[Training]:
-    """Both runs; after a test that failed the disturbed one begins anew."""
+    """Training runs; after a test that failed the disturbed one begins anew."""
     if not runs or runs[0].fabric is not launchers.fabric:
         runs[:] = [Training(launchers, ITERATIONS)]
     before = request.session.testsfailed
@@ -53,8 +53,8 @@ def training(
 
 @contextmanager
 def slow_rails(*rails: Rail, rate: str = "20mbit") -> Iterator[None]:
-    """Half a second for each chunk, so that what is done next happens in mid-message. Before the
-    iteration begins: what its first stages send is else gone when the rails are slow."""
+    """Half a second for each chunk, so that the next action happens in mid-message. Before the
+    iteration begins: otherwise its first stages have sent all when the rails are slow."""
     for rail in rails:
         rail.slow(rate)
     try:
@@ -70,8 +70,8 @@ def pair(fabric: Fabric) -> list[Rail]:
 
 
 def test_all_rails_down_and_back(training: Training, fabric: Fabric):
-    """Nothing of RoCE gets to rank 1 any more. Not by ports that are down there: rxe at the other
-    end would take its packets, which nobody fetches, for a full queue, and starve its guest."""
+    """RoCE packets get to rank 1 no more. Its ports stay up: rxe at the other end would take its
+    packets, which no process fetches, for a full queue, and starve its guest."""
     job = training.job()
     rails = [fabric.rail(fabric.b, n) for n in (0, 1)]
     for n in (0, 1):
@@ -83,7 +83,7 @@ def test_all_rails_down_and_back(training: Training, fabric: Fabric):
         for rail in rails:
             rail.drop_incoming()
         block.assert_in_progress()
-    # An end that had nothing left to send notices a little later, by itself or from its peer.
+    # An end that had nothing more to send notices a little later, by itself or from its peer.
     until(
         "every link on TCP, at both ends",
         lambda: all(end["transport"] == "tcp" for end in job.link_ends()),
@@ -125,7 +125,7 @@ def test_a_killed_rank_ends_the_others_by_name(training: Training, fabric: Fabri
     assert time.monotonic() - began < NOTICED
     until("the end of all ranks", lambda: all(r.ended() is not None for r in job.ranks), PATIENCE)
     assert [rank.ended() for rank in job.ranks] == [1, -signal.SIGKILL, 1]
-    # Nobody waits for an answer of a rank that has ended, asked before it did or after.
+    # No command waits for a rank that has ended, sent before its end or after.
     ended = "the program has ended with "
     assert block.errors(of=(1,), deadline=5.0) == [f"{ended}{-signal.SIGKILL}"]
     assert job.ranks[0].error_of(job.ranks[0].start("state"), 5.0) == f"{ended}1"

@@ -25,13 +25,13 @@ SPEC: dict[str, Any] = {
     "parallelism": {"stages": STAGES},
     "schedule": {"microbatches": MICROBATCHES, "policy": "pipemorph"},
     "transport": {"engine": "rdma", "route": "delegated", "deadlineSeconds": 300.0},
-    # The test says how many, not the job.
+    # The test sets the number, not the job.
     "trainer": {"module": "none", "threads": 1, "iterations": 1000},
 }
 
 
 class RankOf:
-    """One rank of a job."""
+    """Rank of a job."""
 
     def __init__(self, job: "TrainingJob", rank: int) -> None:
         self.job, self.rank = job, rank
@@ -70,7 +70,7 @@ class RankOf:
 
 
 class TrainingJob:
-    """A job that trains when it is told to, in one run from its start to its end."""
+    """A job that trains on command, in one run from its start to its end."""
 
     def __init__(self, launchers: Launchers) -> None:
         self.launchers, self.fabric = launchers, launchers.fabric
@@ -98,7 +98,7 @@ class TrainingJob:
         return self.begin(iterations).finish()
 
     def ends(self) -> list[tuple[RankOf, int]]:
-        """Every end of every link."""
+        """List the ends of all links."""
         return [(self.ranks[r], link) for link in range(STAGES - 1) for r in (link, link + 1)]
 
     def link_ends(self) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ class Block:
         ]
 
     def until_chunks(self, more: int, paths: Sequence[int] = (0, 1)) -> None:
-        """Wait until rank 0 has given so many chunks of these iterations to some paths."""
+        """Wait until rank 0 has given a number of chunks of these iterations to some paths."""
         before = self._before[0, 0]
 
         def given() -> int:
@@ -175,7 +175,7 @@ class Block:
         )
 
     def chunks(self, paths: Sequence[int]) -> int:
-        """How many chunks of these iterations these paths were given, at all ends together."""
+        """Number of chunks of these iterations that these paths got, at all ends together."""
         return sum(
             rank.link(link)["paths"][path]["chunks"] - self._before[rank.rank, link][path]
             for rank, link in self.job.ends()
@@ -183,18 +183,18 @@ class Block:
         )
 
     def carried(self, path: int) -> bool:
-        """Whether every end of every link has given a path chunks of these iterations."""
+        """True if every end of every link has given a path chunks of these iterations."""
         return all(
             rank.link(link)["paths"][path]["chunks"] > self._before[rank.rank, link][path]
             for rank, link in self.job.ends()
         )
 
     def messages(self) -> int:
-        """How many messages these iterations are, on all links."""
+        """Number of messages of these iterations, on all links."""
         return (self.until - self.first) * 2 * (STAGES - 1) * MICROBATCHES
 
     def assert_in_progress(self, of: Sequence[int] = range(STAGES)) -> None:
-        """So what was done before this line was done in the middle of these iterations."""
+        """Assert that these iterations still run: what came before was in their middle."""
         states = [self.job.ranks[r].state() for r in of]
         assert any(s["inside"] and s["iteration"] < self.until for s in states), states
 
@@ -218,7 +218,7 @@ class Block:
         return losses
 
     def errors(self, of: Sequence[int], deadline: float) -> list[str]:
-        """How these ranks failed."""
+        """Errors of these ranks."""
         return [self.job.ranks[r].error_of(self._running[r], deadline) for r in of]
 
 
@@ -229,14 +229,14 @@ class Training:
         self.fabric = launchers.fabric
         self.launchers = launchers
         undisturbed = TrainingJob(self.launchers)
-        # One by one, since the weights are compared after any of them.
+        # Single iterations, since the weights are compared after any of them.
         self.losses = [undisturbed.train(1)[0] for _ in range(iterations)]
         self.weights = undisturbed.weights
         undisturbed.finish()
         self._job: TrainingJob | None = None
 
     def job(self) -> TrainingJob:
-        """The run that is disturbed, from where the last test left it."""
+        """The run that is disturbed, in the state after the last test."""
         if self._job is None:
             self._job = TrainingJob(self.launchers)
         return self._job
@@ -256,7 +256,7 @@ class Training:
         assert all(rank.ended() is None for rank in job.ranks)
 
     def give_up(self) -> None:
-        """End the disturbed run, and undo what was done to the guests."""
+        """End the disturbed run, and undo changes of the guests."""
         if self._job is not None:
             self._job.kill()
             self._job = None

@@ -2,12 +2,12 @@
 
     python training_launcher.py
 
-On an emulated processor the import takes the better part of a minute, so it is done once.
-Commands are JSON lines on stdin, answers JSON lines on stdout, as in worker.py. Each names a
-program; `launch` makes one, of the module beside this that `module` names, `ended` asks for its
-exit status (null while it runs), `wait` is answered with that when there is one, and everything
-else is passed on to it. What a program leaves unanswered when it ends, and what it is asked after
-that, is answered with an error.
+On an emulated processor the import takes the better part of a minute, so it is done once. Commands
+are JSON lines on stdin, answers JSON lines on stdout, as in worker.py. Each names a program;
+`launch` makes one, of the module in this folder that `module` names, `ended` requests its exit
+status (null while it runs), `wait` is answered with that when there is one, and everything else is
+passed on to it. Commands that a program has not answered when it ends, and those that come later,
+are answered with an error.
 """
 
 import importlib
@@ -47,12 +47,12 @@ class Program:
         self.pid, self.commands = pid, commands
         self.answers = Lines(answers)
         # The numbers of the requests that it has not answered, and of those for its end.
-        self.asked: set[int] = set()
+        self.unanswered: set[int] = set()
         self.awaited: set[int] = set()
 
     def status(self, *, wait: bool = False) -> int | None:
-        """How it ended, as of subprocess; None while it runs."""
-        # Left as it is, so that its number belongs to nobody else.
+        """Exit status as of subprocess; None while it runs."""
+        # Stays unreaped, so that no other process gets its number.
         how = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
         done = os.waitid(os.P_PID, self.pid, how)
         if done is None:
@@ -65,16 +65,16 @@ class Program:
             self.bury()
 
     def pass_on(self, request: dict[str, Any]) -> None:
-        self.asked.add(request["number"])
+        self.unanswered.add(request["number"])
         try:
             os.write(self.commands, json.dumps(request).encode() + b"\n")
         except BrokenPipeError:
             self.bury()
 
     def hear(self) -> Iterator[bytes]:
-        """What it has answered; for a program that has ended, in its place."""
+        """Read its answer; answer for a program that has ended."""
         for line in self.answers.read():
-            self.asked.discard(json.loads(line)["number"])
+            self.unanswered.discard(json.loads(line)["number"])
             yield line
         if self.answers.ended:
             self.bury()
@@ -83,11 +83,11 @@ class Program:
         """Answer for a program whose pipes are closed, which the kernel does as it ends: one that
         closes them itself would be waited for here."""
         status = self.status(wait=True)
-        for number in sorted(self.asked):
+        for number in sorted(self.unanswered):
             say(number, error=f"the program has ended with {status}")
         for number in self.awaited:
             say(number, result=status)
-        self.asked.clear()
+        self.unanswered.clear()
         self.awaited.clear()
 
 
@@ -109,7 +109,7 @@ class Launcher:
         os.close(commands_read)
         os.close(answers_write)
         program = self.programs[name] = Program(pid, commands, answers)
-        program.asked.add(number)
+        program.unanswered.add(number)
         self.waiting.register(answers, selectors.EVENT_READ, program)
 
     def obey(self, line: bytes) -> None:
@@ -152,7 +152,7 @@ def _become(module: str, number: int, commands: int, arguments: dict[str, Any]) 
     except BaseException:  # noqa: BLE001 - a fork must never go on in its parent's code
         traceback.print_exc()
     finally:
-        # No interpreter shutdown: a rank left alone must not hang in a process group's end.
+        # No interpreter shutdown: a lone rank must not hang in a process group's end.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,4 +1,4 @@
-"""One rank of a training job in a guest; training_launcher.py forks it.
+"""Rank of a training job in a guest; training_launcher.py forks it.
 
 Commands come as JSON lines, and answers go out as such:
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from worker import stats_of
 
-from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
+from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph_trainer import Pipeline, PipelineError, TrainerContext
 
 WIDTH = 8
@@ -44,13 +44,13 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not _gate.wait(HOLD_DEADLINE):
-            raise TimeoutError(f"held for {HOLD_DEADLINE} s, and nobody said to proceed")
+            raise TimeoutError(f"held for {HOLD_DEADLINE} s, and no command to proceed came")
         return x + torch.relu(self.linear(x))
 
 
 class Momentum:
-    """Stochastic gradient descent. Not torch's: to make one of those imports the compiler, which
-    takes a minute on an emulated processor."""
+    """Stochastic gradient descent. Not torch's: its import brings the compiler, which takes a
+    minute on an emulated processor."""
 
     def __init__(self, module: nn.Module, rate: float, momentum: float) -> None:
         self.rate, self.momentum = rate, momentum

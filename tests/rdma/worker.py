@@ -1,4 +1,4 @@
-"""One end of a link, in a guest: commands as JSON lines on stdin, answers on stdout.
+"""End of a link, in a guest: commands as JSON lines on stdin, answers on stdout.
 
     python worker.py ENGINE_MODULE
 
@@ -37,17 +37,17 @@ def _bytes_at_random(size: int) -> bytes:
 
 
 def payload(index: int, size: int) -> bytes:
-    """The same for both ends, and different for every message and in every part of it, up to 2 MiB
-    and 500 messages. Cut out of one piece: to make it takes longer than to send it."""
+    """Payload equal at both ends, and different for every message and in every part of it, up to 2
+    MiB and 500 messages. Cut out of one piece: to make it takes longer than to send it."""
     begin = index * 4099 % (2 << 20)
     repeats = 1 + size // (2 << 20)
     return (_bytes_at_random(4 << 20) * repeats)[begin : begin + size]
 
 
 def stats_of(link: Any) -> dict[str, Any]:
-    """All counters of a link, for JSON."""
+    """Counters of a link, for JSON."""
     s = link.stats()
-    path = ("kind", "rail", "state", "trouble", "epoch", "chunks", "bytes", "times_lost",
+    path = ("kind", "rail", "state", "last_error", "epoch", "chunks", "bytes", "times_lost",
             "bytes_per_second", "rtt_min")  # fmt: skip
     names = [n for n in dir(s) if not n.startswith("_") and n != "paths"]
     return {n: getattr(s, n) for n in names} | {
@@ -58,8 +58,8 @@ def stats_of(link: Any) -> dict[str, Any]:
 
 
 def respect_limits() -> None:
-    """Give up the right to lock memory beyond the limit, CAP_IPC_LOCK, in this thread. Not as
-    another user, whom the kernel lets post no more work to the devices that root has opened."""
+    """Give up the right to lock memory beyond the limit, CAP_IPC_LOCK, in this thread. Another user
+    would not do: the kernel lets it post no more work to the devices that root has opened."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # capabilities(7): version 3, this thread
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; and their upper halves
@@ -82,7 +82,7 @@ class Worker:
         return {
             "port": self.engine.port,
             "rails": self.engine.rails,
-            "trouble": self.engine.rails_trouble,
+            "trouble": self.engine.rails_error,
         }
 
     def connect(self, peer: int, host: str, port: int, timeout: float = 120.0) -> Any:
@@ -98,7 +98,7 @@ class Worker:
     def reserve(
         self, direction: int, slots: int, size: int, locked_limit: int | None = None
     ) -> Any:
-        """With a limit, as a user who may not lock more bytes of memory than that."""
+        """Reserve with a limit, as a user who may not lock more bytes of memory than that."""
         if locked_limit is not None:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (locked_limit, locked_limit))
             respect_limits()
@@ -109,7 +109,7 @@ class Worker:
             self.tickets.append(self.link.send((0, 0, i, direction, 0), payload(i, size)))
 
     def send_leased(self, direction: int, first: int, count: int, size: int) -> Any:
-        """Each from memory of the engine's, when there is some."""
+        """Send each from memory of the engine's, when there is some."""
         for i in range(first, first + count):
             end = time.monotonic() + 120.0
             while (lease := self.link.lease((0, 0, i, direction, 0), size)) is None:
@@ -125,7 +125,7 @@ class Worker:
             self.link.wait_sent(ticket, timeout)
 
     def receive(self, direction: int, first: int, count: int, timeout: float = 120.0) -> Any:
-        """Returns the numbers of the messages that were not what was sent."""
+        """Returns the numbers of the messages that differ from those sent."""
         wrong = []
         for i in range(first, first + count):
             message = self.link.receive((0, 0, i, direction, 0), timeout)
@@ -150,7 +150,7 @@ class Worker:
         return time.perf_counter() - begin
 
     def send_singly(self, direction: int, size: int, count: int, first: int) -> Any:
-        """Each when the one before it has arrived."""
+        """Send each when the one before it has arrived."""
         data = payload(0, size)
         for i in range(first, first + count):
             self.link.wait_sent(self.link.send((0, 0, i, direction, 0), data), 120.0)

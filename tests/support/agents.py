@@ -1,4 +1,4 @@
-"""What an agent is connected to, for tests: ranks that tell, and an ingest."""
+"""Peers of an agent for tests: ranks that report, and an ingest."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from aiohttp import web
 from launch import free_port
 from schedule_text import schedule_of
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.rank_monitor import RankMonitor
+from pipemorph.detection.rank_monitor import RankMonitor
 from pipemorph.planning.ir import Plan, Policy, Route
-from pipemorph.wire import (
+from pipemorph.protocol import (
     Directive,
     DirectiveEnvelope,
     IterationSample,
@@ -29,7 +28,8 @@ from pipemorph.wire import (
     StageProfile,
     WireTime,
 )
-from pipemorph.wire.ranks import RankReport
+from pipemorph.protocol.rank_messages import RankReport
+from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.agent.client import AgentClient
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.context import TrainerContext
@@ -39,7 +39,7 @@ DEADLINE = 60.0
 ENOUGH = 20
 """Windows of a first iteration from which what is normal for a link is learned."""
 MOST_ITERATIONS = 256
-"""That one report tells of."""
+"""Iterations in one report."""
 SECRET = b"the attempt's secret"
 
 
@@ -58,7 +58,7 @@ class Ingest:
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self.port = free_port()
-        """Kept while nobody listens: what comes back finds it free."""
+        """Reserved while the ingest is down, so that a restart finds it free."""
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.up()
@@ -67,7 +67,7 @@ class Ingest:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE)
 
     def up(self) -> None:
-        """Come up, without what was told before."""
+        """Start without the state of earlier reports."""
         self.memory = secrets.token_hex(8)
         self._run(self._up())
 
@@ -152,10 +152,10 @@ class Ingest:
 
 
 def pumping(line: AgentClient, what: Callable[[], T]) -> Callable[[], T]:
-    """``what``, while the line moves on as a rank's does, which asks for plans between its ops."""
+    """Returns ``what``, preceded by a rank's poll of the line for plans between its ops."""
 
     def look() -> T:
-        assert line.newest_plan() is None
+        assert line.pop_newest_plan() is None
         return what()
 
     return look
@@ -173,7 +173,7 @@ def plan(version: int, stages: int = 2, microbatches: int = 2) -> Plan:
 
 
 def directive(plan_version: int) -> Directive:
-    message = PlanMessage.of(plan(plan_version))
+    message = PlanMessage.from_plan(plan(plan_version))
     return Directive(
         plan_version=plan_version, issued_at=time.time(), reason="link 0 is slow", plan=message
     )
@@ -195,12 +195,12 @@ def sample(link: int = 0, p50: float = 0.001, iteration: int = 0, replica: int =
 
 
 def samples(p50: float, count: int, iteration: int = 0) -> list[LinkSample]:
-    """So many windows: ``ENOUGH`` are enough to know what is normal."""
+    """Samples of ``count`` windows: ``ENOUGH`` are enough to know what is normal."""
     return [sample(p50=p50, iteration=iteration)] * count
 
 
 MONITORS: dict[int, RankMonitor] = {}
-"""Of the ranks that have told telemetry; a fixture forgets them."""
+"""Monitors of the ranks that have sent telemetry; a fixture forgets them."""
 
 
 def telemetry(
@@ -211,14 +211,14 @@ def telemetry(
     mesh: MeshShape = MeshShape(2),  # noqa: B008
     **fields: Any,
 ) -> RankTelemetry:
-    """What a rank publishes after these windows, with any fields of its report."""
+    """Telemetry of a rank after these windows, with any fields of its report."""
     now = time.monotonic()
     monitor = MONITORS.setdefault(rank, RankMonitor(mesh, rank))
-    monitor.observe(links, now, profiles=() if profile is None else (profile,))
+    monitor.observe_windows(links, now, profiles=() if profile is None else (profile,))
     values: dict[str, Any] = {"state": "training", "iteration": 0, "applied_plan_version": 0}
-    report = RankReport(rank=rank, **(monitor.take(now) | values | fields))
+    report = RankReport(rank=rank, **(monitor.take_changes(now) | values | fields))
     return RankTelemetry(
-        stage=mesh.coordinate(rank).stage,
+        stage=mesh.find_coordinate(rank).stage,
         state=report.state,
         iteration=report.iteration,
         applied_plan_version=report.applied_plan_version,

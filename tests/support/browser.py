@@ -19,10 +19,10 @@ import aiohttp
 from testbed import catalog
 
 ANSWER_SECONDS = 60.0
-MOST_HEARD = 200
+MAX_EVENTS = 200
 
 CODES = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}
-"""Of keys that the browser itself acts upon."""
+"""Codes of keys that the browser itself acts upon."""
 
 
 class Browser:
@@ -32,12 +32,12 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory(prefix="pipemorph-browser-")
         self._loop = asyncio.new_event_loop()
         self._number = 0
-        self._heard: deque[dict[str, Any]] = deque(maxlen=MOST_HEARD)
-        """Newest events that nobody has waited for yet."""
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        """Newest events that no wait has matched yet."""
         self.errors: list[str] = []
         """Exceptions of pages, and what they tried to load and could not."""
         self.requests: list[str] = []
-        """URLs that pages have asked for."""
+        """URLs that pages have requested."""
 
     def __enter__(self) -> Browser:
         program = catalog.find_browser()
@@ -71,7 +71,7 @@ class Browser:
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
-        self._heard.clear()
+        self._events.clear()
         self.send("Page.navigate", url=url)
         self._call(self._event("Page.loadEventFired"))
 
@@ -121,7 +121,7 @@ class Browser:
         """Click an element, and wait until the file that it offers is in ``folder``."""
         self.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder),
                   eventsEnabled=True)  # fmt: skip
-        self._heard.clear()
+        self._events.clear()
         self.click(selector)
         begun = self._call(self._event("Browser.downloadWillBegin"))
         while self._call(self._event("Browser.downloadProgress"))["state"] != "completed":
@@ -166,8 +166,8 @@ class Browser:
     async def _event(self, name: str) -> dict[str, Any]:
         """Wait for an event, which may have come with an answer before; its parameters."""
         while True:
-            while self._heard:
-                message = self._heard.popleft()
+            while self._events:
+                message = self._events.popleft()
                 if message["method"] == name:
                     return dict(message["params"])
             await self._next()
@@ -175,7 +175,7 @@ class Browser:
     async def _next(self) -> dict[str, Any]:
         message: dict[str, Any] = await self._socket.receive_json()
         if "method" in message:
-            self._heard.append(message)
+            self._events.append(message)
         match message.get("method"):
             case "Runtime.exceptionThrown":
                 self.errors.append(str(message["params"]["exceptionDetails"]))

@@ -20,7 +20,7 @@ def self_signed(folder: Path, *hosts: str, name: str = "tls") -> KeyPair:
 
 
 def is_issued_by(certificate: str, authorities: str) -> bool:
-    """Whether one of the authorities signed the certificate. Both are PEM texts."""
+    """True if one of the authorities signed the certificate. Both are PEM texts."""
     issued = x509.load_pem_x509_certificate(certificate.encode())
     for authority in x509.load_pem_x509_certificates(authorities.encode()):
         try:

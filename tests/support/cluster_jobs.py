@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipemorph.api.status import AdaptationSummary, Condition, JobStatus, TrainingStatus
-from pipemorph.api.status_links import RailsStatus, SlowLink
+from pipemorph.spec.job_status import AdaptationSummary, Condition, JobStatus, TrainingStatus
+from pipemorph.spec.status_links import RailsStatus, SlowLink
 
 NOW = datetime(2026, 1, 2, 3, 10, 0, tzinfo=UTC).timestamp()
-"""When the tests look."""
+"""Time of the commands under test."""
 
 
 def at(seconds_ago: float) -> str:
@@ -123,7 +123,7 @@ def cluster_job(
 
 
 KUBECTL = """#!/bin/sh
-echo "$*" >> {folder}/asked
+echo "$*" >> {folder}/calls
 case "$3" in
 -*) exec cat {folder}/list ;;
 esac
@@ -143,7 +143,7 @@ class Kubectl:
         self.has()
 
     def becomes(self, script: str) -> None:
-        """Another program, at once."""
+        """Replace the program at once."""
         written = self.folder / "kubectl.new"
         written.write_text(script)
         written.chmod(0o755)
@@ -156,6 +156,6 @@ class Kubectl:
             written.write_text(json.dumps(content))
             written.rename(self.folder / name)
 
-    def asked(self) -> list[str]:
-        """Its arguments, call by call."""
-        return (self.folder / "asked").read_text().splitlines()
+    def calls(self) -> list[str]:
+        """Arguments, call by call."""
+        return (self.folder / "calls").read_text().splitlines()

@@ -35,7 +35,7 @@ class Seen:
 def _on_gpu(context: TrainerContext) -> None:
     os.environ.update(ENVIRON)
     device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
-    # Not the trainer's business: which kernels a stage runs. The embedding's adds atomically.
+    # The trainer does not choose the kernels of a stage. The embedding's adds atomically.
     torch.use_deterministic_algorithms(True)
     make_stage, make_batch = jobs.make_stage, jobs.make_batch
     for module in (jobs, several_jobs):

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels import direct
-from pipemorph_trainer.links.channels.departures import Departures
-from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.links.faults import LinkFaults
-from pipemorph_trainer.links.message import Batch, Direction
-from pipemorph_trainer.links.recorder import LinkRecorder, OpClock, PeerClock
-from pipemorph_trainer.topology.accelerator import Accelerator, Event
+from pipemorph_trainer.topology.accelerator import Accelerator, DeviceEvent
+from pipemorph_trainer.transport import control_socket
+from pipemorph_trainer.transport.channels import direct
+from pipemorph_trainer.transport.channels.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.transport.channels.send_timestamps import SendTimestamps
+from pipemorph_trainer.transport.fault_injection import LinkFaults
+from pipemorph_trainer.transport.link_recorder import LinkRecorder, OpClock, PeerClock
+from pipemorph_trainer.transport.message import Direction, MessageBatch
 
 TIMEOUT = 30.0
 
@@ -34,9 +34,9 @@ class _Meeting:
 
     def __init__(self) -> None:
         self.source: Tensor | None = None
-        self.ready: Event | None = None
+        self.ready: DeviceEvent | None = None
         self.destination: Tensor | None = None
-        self.done: Event | None = None
+        self.done: DeviceEvent | None = None
         self.launched = threading.Event()
 
 
@@ -62,7 +62,7 @@ class Wire:
             meeting = self._meeting(self._sends)
             self._sends += 1
             meeting.source = tensors[0]
-            meeting.ready = self._sender.record(self._sender.compute_stream())
+            meeting.ready = self._sender.record_event(self._sender.compute_stream())
             self._launch(meeting)
 
         def complete() -> bool:
@@ -81,7 +81,7 @@ class Wire:
             assert meeting.launched.wait(TIMEOUT), "nothing was sent"
             if meeting.done is None:
                 raise RuntimeError("the communicator was aborted")
-            self._receiver.wait(self.side(), meeting.done)
+            self._receiver.wait_event(self.side(), meeting.done)
 
         return SimpleNamespace(wait=wait, is_completed=lambda: True, exception=lambda: None)
 
@@ -98,9 +98,9 @@ class Wire:
     def _launch(self, meeting: _Meeting) -> None:
         if meeting.ready is None or meeting.destination is None or meeting.source is None:
             return
-        self._sender.wait(self.stream, meeting.ready)
+        self._sender.wait_event(self.stream, meeting.ready)
         self._carry(self.stream, meeting.destination, meeting.source)
-        meeting.done = self._sender.record(self.stream)
+        meeting.done = self._sender.record_event(self.stream)
         meeting.launched.set()
 
 
@@ -112,18 +112,13 @@ class DirectLink:
     outgoing: DirectOutgoing
     incoming: DirectIncoming
     recorder: LinkRecorder
-    departures: Departures
-    mine: peer_socket.PeerSocket
-    other: peer_socket.PeerSocket
+    departures: SendTimestamps
+    mine: control_socket.ControlSocket
+    other: control_socket.ControlSocket
 
-    def begin(self, batch: Batch) -> None:
-        self.outgoing.begin(batch)
-        self.incoming.begin(batch)
-
-    def told(self) -> None:
-        """What the sender's rank and the receiver's do between two ops."""
-        self.outgoing.tell_departures()
-        self.other.pump()
+    def begin(self, batch: MessageBatch) -> None:
+        self.outgoing.begin_batch(batch)
+        self.incoming.begin_batch(batch)
 
 
 @contextlib.contextmanager
@@ -134,12 +129,12 @@ def direct_link(
     carry: Callable[[Any, Tensor, Tensor], None],
 ) -> Iterator[DirectLink]:
     monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
-    with peer_socket.listen("127.0.0.1") as listener:
-        mine = peer_socket.PeerSocket(socket.create_connection(listener.getsockname()), 1)
-        other = peer_socket.PeerSocket(listener.accept()[0], 0)
+    with control_socket.open_listener("127.0.0.1") as listener:
+        mine = control_socket.ControlSocket(socket.create_connection(listener.getsockname()), 1)
+        other = control_socket.ControlSocket(listener.accept()[0], 0)
     wire = Wire(sender, receiver, carry)
     group: Any = wire
-    departures, recorder = Departures(sender), LinkRecorder(0, 0, Direction.FORWARD)
+    departures, recorder = SendTimestamps(sender), LinkRecorder(0, 0, Direction.FORWARD)
     poller: Any = SimpleNamespace(wake=lambda: None, awaited=True)
     incoming = DirectIncoming(
         group=group, peer=0, direction=Direction.FORWARD, socket=other, poller=poller,
@@ -147,10 +142,10 @@ def direct_link(
         accelerator=receiver, posted=direct.POSTED_ON_DEVICE,
     )  # fmt: skip
     wire.side = lambda: incoming._side
-    monkeypatch.setattr(incoming, "abandon", wire.abort)
+    monkeypatch.setattr(incoming, "abort_connection", wire.abort)
     outgoing = DirectOutgoing(
         group=group, peer=1, direction=Direction.FORWARD, socket=mine,
-        hold=LinkFaults([], Direction.FORWARD).hold, on_block=lambda *_: None,
+        hold=LinkFaults([], Direction.FORWARD).hold_message, on_block=lambda *_: None,
         on_unblock=lambda: None, deadline=TIMEOUT, device=sender.device,
         max_outstanding=direct.OUTSTANDING_ON_DEVICE, departures=departures,
     )  # fmt: skip

@@ -11,8 +11,16 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from pipemorph.planning.ir import KINDS
-from pipemorph.planning.offload import Residency
-from pipemorph.planning.simulation.core import INF, Costs, DelayAt, Guide, Ran, Rules, Waits
+from pipemorph.planning.offload import DeviceResidency
+from pipemorph.planning.simulation.execution import (
+    INF,
+    Costs,
+    DelayAt,
+    DispatchGuide,
+    DispatchRules,
+    Execution,
+    Waits,
+)
 
 F, B, W, BW = range(4)
 _END, _CHOOSE = 0, 1
@@ -26,14 +34,14 @@ class _Op(NamedTuple):
 
 
 _Chooser = Callable[[int, float], tuple[_Op | None, float]]
-"""(rank, now) → the op that it starts now; or None, and when to ask again."""
+"""(rank, now) → the op that it starts now; or None, and the time of the next try."""
 
 
 class _Core:
-    """The state of an iteration. The arguments are those of :func:`in_order`."""
+    """The state of an iteration. The arguments are those of :func:`execute_in_order`."""
 
     def __init__(self, costs: Costs, delay_at: DelayAt | None, transfer_at: DelayAt | None) -> None:
-        n, stages, stages_of = costs.microbatches, costs.stage_count, costs.stages_of
+        n, stages, stages_of = costs.microbatches, costs.stage_count, costs.stages_by_rank
         self.costs, self.delay_at, self.transfer_at = costs, delay_at, transfer_at
         self.last = stages - 1
         self.ranks = len(stages_of)
@@ -41,7 +49,7 @@ class _Core:
         self.done = [[0] * stages for _ in range(3)]
         self.arrival = [[[INF] * n for _ in range(stages)] for _ in (F, B)]
         self.arrival[F][0] = [0.0] * n
-        self.residency = [Residency(limit) for limit in costs.device_limits]
+        self.residency = [DeviceResidency(limit) for limit in costs.device_limits]
         # Arrivals over each half-duplex link, both directions in the order of their sends.
         self.shared: list[list[float]] = [[] for _ in costs.delay]
         # When each direction of each link has sent all it was given; of half-duplex links one.
@@ -57,24 +65,24 @@ class _Core:
         return _Op(code, stage, kind, self.done[B if kind == BW else kind][stage])
 
     def arrived(self, op: _Op) -> float:
-        """When the input of an op is there."""
+        """Time at which the input of an op is there."""
         if op.kind == W:
             return 0.0
         return self.arrival[B if op.kind == BW else op.kind][op.stage][op.microbatch]
 
     def fits(self, stage: int, kind: int, m: int) -> bool:
-        return self.residency[stage].fits(KINDS[kind], m)
+        return self.residency[stage].can_run(KINDS[kind], m)
 
     def clear(self, op: _Op) -> float:
-        """When the link takes the message of an op."""
+        """Time at which the link takes the message of an op."""
         to, link, row = self._way(op)
         bound = self.costs.outstanding[link] if to is not None else 0
         return row[op.microbatch - bound] if bound and op.microbatch >= bound else 0.0
 
-    def run(self, choose: _Chooser) -> Ran:
+    def run(self, choose: _Chooser) -> Execution:
         """Run until nothing can."""
         running: list[_Op | None] = [None] * self.ranks
-        begins = self.costs.before
+        begins = self.costs.rank_starts
         events = [(begins[rank], _CHOOSE, rank) for rank in range(self.ranks)]
         heapify(events)
         while events:
@@ -98,7 +106,7 @@ class _Core:
                 elif again < INF:
                     heappush(events, (again, _CHOOSE, rank))
         codes = [bytes(row) for row in self.codes]
-        return Ran(codes, self.start, self.end, self.free, *self.arrival)
+        return Execution(codes, self.start, self.end, self.free, *self.arrival)
 
     def _begin(self, rank: int, op: _Op, now: float) -> float:
         """Record an op; returns its end."""
@@ -107,8 +115,8 @@ class _Core:
         costs = self.costs
         times = (costs.forward, costs.backward_input, costs.backward_weight, costs.whole_backward)
         took = times[op.kind][op.stage]
-        if self.residency[op.stage].run(KINDS[op.kind], op.microbatch):
-            extra = self.costs.leaving if op.kind == F else self.costs.returning
+        if self.residency[op.stage].record_op(KINDS[op.kind], op.microbatch):
+            extra = self.costs.departure_times if op.kind == F else self.costs.return_times
             took += extra[op.stage]
         self.codes[rank].append(op.code)
         self.start[rank].append(now)
@@ -151,13 +159,13 @@ class _Core:
         return self.rank_of[to], arrival
 
 
-def in_order(
+def execute_in_order(
     costs: Costs,
     codes: Sequence[bytes],
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
-) -> Ran:
-    """See :func:`pipemorph.planning.simulation.core.in_order`."""
+) -> Execution:
+    """See :func:`pipemorph.planning.simulation.execution.execute_in_order`."""
     core = _Core(costs, delay_at, transfer_at)
 
     def choose(rank: int, now: float) -> tuple[_Op | None, float]:
@@ -165,21 +173,21 @@ def in_order(
         if position == len(codes[rank]):
             return None, INF
         code = codes[rank][position]
-        op = core.op(code, costs.stages_of[rank][code // 4])
+        op = core.op(code, costs.stages_by_rank[rank][code // 4])
         ready = core.arrived(op)
         return (op, now) if ready <= now else (None, ready)
 
     return core.run(choose)
 
 
-def online(costs: Costs, rules: Rules) -> tuple[list[bytes], float]:
-    """See :func:`pipemorph.planning.simulation.core.online`: the first ready op of B, F, W, of two
-    stages that of the later one."""
+def schedule_online(costs: Costs, rules: DispatchRules) -> tuple[list[bytes], float]:
+    """See :func:`pipemorph.planning.simulation.execution.schedule_online`: the first ready op of B,
+    F, W, of two stages that of the later one."""
     core = _Core(costs, None, None)
     n, done = costs.microbatches, core.done
 
     def choose(rank: int, now: float) -> tuple[_Op | None, float]:
-        later, again = list(enumerate(costs.stages_of[rank]))[::-1], INF
+        later, again = list(enumerate(costs.stages_by_rank[rank]))[::-1], INF
         for kind in (B, F):
             for place, i in later:
                 f, b, w = (done[each][i] for each in (F, B, W))
@@ -206,21 +214,21 @@ def online(costs: Costs, rules: Rules) -> tuple[list[bytes], float]:
         return None, again
 
     ran = core.run(choose)
-    return list(ran.codes), ran.makespan(costs.after)
+    return list(ran.op_codes), ran.compute_makespan(costs.rank_tails)
 
 
-def guided(
-    costs: Costs, guide: Guide, delay_at: DelayAt | None, transfer_at: DelayAt | None
-) -> Ran:
-    """See :func:`pipemorph.planning.simulation.core.guided`: of the ready ops the first in the
-    plan's order."""
+def execute_guided(
+    costs: Costs, guide: DispatchGuide, delay_at: DelayAt | None, transfer_at: DelayAt | None
+) -> Execution:
+    """See :func:`pipemorph.planning.simulation.execution.execute_guided`: of the ready ops the
+    first in the plan's order."""
     core = _Core(costs, delay_at, transfer_at)
-    n, stages_of = costs.microbatches, costs.stages_of
+    n, stages_of = costs.microbatches, costs.stages_by_rank
     position = [[_positions(row, 4 * p) for p in range(len(mine))]
-                for row, mine in zip(guide.codes, stages_of, strict=True)]  # fmt: skip
+                for row, mine in zip(guide.op_codes, stages_of, strict=True)]  # fmt: skip
     backwards = [[[code % 4 for code in row if code in (4 * p + B, 4 * p + BW)]
                   for p in range(len(mine))]
-                 for row, mine in zip(guide.codes, stages_of, strict=True)]  # fmt: skip
+                 for row, mine in zip(guide.op_codes, stages_of, strict=True)]  # fmt: skip
     waits = list(map(frozenset, guide.waits))
 
     def choose(rank: int, now: float) -> tuple[_Op | None, float]:
@@ -260,8 +268,10 @@ def guided(
     return core.run(choose)
 
 
-def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float, float]:
-    """See :func:`pipemorph.planning.simulation.core.jittered`."""
+def compute_jittered_makespans(
+    costs: Costs, guide: DispatchGuide, most: float, draws: int
+) -> tuple[float, float]:
+    """See :func:`pipemorph.planning.simulation.execution.compute_jittered_makespans`."""
     own = guided_ = 0.0
     for draw in range(draws):
 
@@ -272,14 +282,14 @@ def jittered(costs: Costs, guide: Guide, most: float, draws: int) -> tuple[float
             mixed = (mixed ^ mixed >> 12) * 0x297A2D39 % 2**32
             return costs.delay[link] + most * ((mixed ^ mixed >> 15) / 2**32)
 
-        own += in_order(costs, guide.codes, delay_at).makespan(costs.after)
-        guided_ += guided(costs, guide, delay_at, None).makespan(costs.after)
+        own += execute_in_order(costs, guide.op_codes, delay_at).compute_makespan(costs.rank_tails)
+        guided_ += execute_guided(costs, guide, delay_at, None).compute_makespan(costs.rank_tails)
     return own / draws, guided_ / draws
 
 
 def _positions(codes: bytes, place: int) -> list[list[int]]:
-    """Per kind and microbatch, where the ops of a stage are in the order of its rank. ``place``:
-    what the codes of its kinds begin at. A BW is a B and a W."""
+    """Positions of the ops of a stage in the order of its rank, per kind and microbatch. ``place``:
+    first codes of its kinds. A BW is a B and a W."""
     found: list[list[int]] = [[], [], []]
     for position, code in enumerate(codes):
         if place <= code < place + 4:
@@ -288,15 +298,17 @@ def _positions(codes: bytes, place: int) -> list[list[int]]:
     return found
 
 
-def waits(costs: Costs, codes: Sequence[bytes], peaks: Sequence[int]) -> Waits:
-    """See :func:`pipemorph.planning.simulation.core.planned_waits`."""
-    ran = in_order(costs, codes)
-    return tuple(_waits(costs, ran, rank, peaks) for rank in range(len(codes)))
+def find_waits(costs: Costs, codes: Sequence[bytes], peaks: Sequence[int]) -> Waits:
+    """See :func:`pipemorph.planning.simulation.execution.find_planned_waits`."""
+    ran = execute_in_order(costs, codes)
+    return tuple(_find_rank_waits(costs, ran, rank, peaks) for rank in range(len(codes)))
 
 
-def _waits(costs: Costs, ran: Ran, rank: int, peaks: Sequence[int]) -> tuple[int, ...]:
-    mine = costs.stages_of[rank]
-    n, codes, free = costs.microbatches, ran.codes[rank], ran.free[rank]
+def _find_rank_waits(
+    costs: Costs, ran: Execution, rank: int, peaks: Sequence[int]
+) -> tuple[int, ...]:
+    mine = costs.stages_by_rank[rank]
+    n, codes, free = costs.microbatches, ran.op_codes[rank], ran.free_at[rank]
     backwards = [
         [code % 4 for code in codes if code in (4 * place + B, 4 * place + BW)]
         for place in range(len(mine))
@@ -307,17 +319,21 @@ def _waits(costs: Costs, ran: Ran, rank: int, peaks: Sequence[int]) -> tuple[int
         its, kind = divmod(code, 4)
         stage, forwards = mine[its], done[its][F]
         sends = costs.outstanding[stage] if kind == F and stage < costs.stage_count - 1 else 0
-        taken = ran.above[stage + 1][forwards - sends] if sends and forwards >= sends else 0.0
+        taken = (
+            ran.forward_arrivals[stage + 1][forwards - sends]
+            if sends and forwards >= sends
+            else 0.0
+        )
         if start > idle_since or taken > start:
             other = INF
             for place, each in enumerate(mine):
                 f, b, w = done[place]
                 here = kind if place == its else None
                 if here != F and f < n and f - w < peaks[each]:
-                    other = min(other, ran.above[each][f])
+                    other = min(other, ran.forward_arrivals[each][f])
                 splits = b < f and (backwards[place][b] == B or w == b)
                 if here not in (B, BW) and splits:
-                    other = min(other, ran.below[each][b])
+                    other = min(other, ran.gradient_arrivals[each][b])
                 if here != W and w < b:
                     other = idle_since
             if max(other, idle_since) < start or taken > start:

@@ -32,23 +32,23 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
-from pipemorph_operator.cluster.client import ApiRefused, Cluster, path_of
+from pipemorph_operator.kube.client import KubeApiError, KubeClient, build_object_path
 
 Object = dict[str, Any]
 Key = tuple[str, str]
 
 
-class FakeCluster(Cluster):
-    """The objects of an API server, with the methods of :class:`Cluster`. See the module.
+class FakeCluster(KubeClient):
+    """The objects of an API server, with the methods of :class:`KubeClient`. See the module.
 
     A test overrides :meth:`arrives`, :meth:`admit` and :meth:`answers` for what goes wrong.
     """
 
     def __init__(self, *objects: Object) -> None:
         self.objects: dict[str, Object] = {}
-        """By URL path."""
+        """Objects by URL path."""
         self.requests: list[tuple[str, str]] = []
-        """All requests: method of :class:`Cluster`, and URL path."""
+        """Requests, all of them: method of :class:`KubeClient`, and URL path."""
         self._versions = itertools.count(1)
         self._applied: dict[tuple[str, str, str], Object] = {}
         for each in objects:
@@ -73,16 +73,16 @@ class FakeCluster(Cluster):
 
     def put(self, obj: Object) -> Object:
         """Write an object, whatever there is."""
-        return self._write(path_of(obj), obj)
+        return self._write(build_object_path(obj), obj)
 
     def _write(self, url: str, obj: Object) -> Object:
         old, new = self.objects.get(url), copy.deepcopy(obj)
         self.admit(old, new)
         metadata = new.setdefault("metadata", {})
-        kept = (
+        current = (
             old["metadata"] if old is not None else {"uid": f"uid-{len(self.objects)}"} | metadata
         )
-        metadata["uid"] = kept["uid"]
+        metadata["uid"] = current["uid"]
         metadata.pop("resourceVersion", None)
         if old is None or new != _without_version(old):
             new["metadata"]["resourceVersion"] = str(next(self._versions))
@@ -109,7 +109,7 @@ class FakeCluster(Cluster):
             each.pop("kind"), each.pop("apiVersion")
         return found
 
-    async def metadata(self, url: str) -> AsyncIterator[Object]:
+    async def list_metadata(self, url: str) -> AsyncIterator[Object]:
         await self._arrives("list", url)
         for each in self._in(url):
             yield copy.deepcopy(each["metadata"])
@@ -130,7 +130,7 @@ class FakeCluster(Cluster):
         ]
 
     async def create(self, obj: Object, owner: str) -> Object | None:
-        url = path_of(obj)
+        url = build_object_path(obj)
         await self._arrives("create", url)
         if url in self.objects:
             return None
@@ -139,7 +139,7 @@ class FakeCluster(Cluster):
         return made
 
     async def replace(self, obj: Object, owner: str = "") -> Object:
-        url = path_of(obj)
+        url = build_object_path(obj)
         await self._arrives("replace", url)
         self._must_be(url, obj, exists=True)
         made = self._write(url, obj)
@@ -147,7 +147,7 @@ class FakeCluster(Cluster):
         return made
 
     async def apply(self, obj: Object, owner: str, *, subresource: str = "") -> Object:
-        url = path_of(obj)
+        url = build_object_path(obj)
         await self._arrives("apply", url)
         self._must_be(url, obj, exists=bool(subresource))
         now = copy.deepcopy(self.objects.get(url, {}))
@@ -165,7 +165,7 @@ class FakeCluster(Cluster):
         url = url.removesuffix("/status")
         found = self.objects.get(url)
         if found is None:
-            raise ApiRefused(404, "NotFound", f"{url} not found")
+            raise KubeApiError(404, "NotFound", f"{url} not found")
         made = self._write(url, _patched(found, changes))
         await self.answers("patch", url)
         return made
@@ -188,9 +188,9 @@ class FakeCluster(Cluster):
         """Refuse a write of an object that is gone, or of another version than is there."""
         found, version = self.objects.get(url), obj["metadata"].get("resourceVersion")
         if found is None and exists:
-            raise ApiRefused(404, "NotFound", f"{url} not found")
+            raise KubeApiError(404, "NotFound", f"{url} not found")
         if found is not None and version not in (None, found["metadata"]["resourceVersion"]):
-            raise ApiRefused(409, "Conflict", "the object has been modified")
+            raise KubeApiError(409, "Conflict", "the object has been modified")
 
 
 def _without_version(obj: Object) -> Object:
@@ -199,7 +199,7 @@ def _without_version(obj: Object) -> Object:
 
 
 def _selects(labels: str | None, obj: Object) -> bool:
-    """Whether a label selector, of equalities and names, matches."""
+    """True if a label selector, of equalities and names, matches."""
     found = obj["metadata"].get("labels") or {}
     for term in (labels or "").split(",") if labels else ():
         name, equals, value = term.partition("=")
@@ -217,7 +217,7 @@ def _patched(now: Any, changes: Any) -> Any:
 
 
 def _merged(now: Any, before: Any, new: Any) -> Any:
-    """Fields as they are after an apply of ``new`` by whoever applied ``before``."""
+    """Fields as they are after an apply of ``new`` by the applier of ``before``."""
     if isinstance(now, dict) and isinstance(new, dict):
         before = before if isinstance(before, dict) else {}
         stay = {k: v for k, v in now.items() if k in new or k not in before}
@@ -239,15 +239,15 @@ class FakeApi:
     def __init__(self) -> None:
         self.objects: dict[Key, Object] = {}
         self.version = 100
-        self.asked: list[dict[str, str]] = []
+        self.requests: list[dict[str, str]] = []
         self.refusals: list[int] = []
         """Statuses with which the next requests are refused; 0 for none."""
         self.refused: dict[str, int] = {}
         """Statuses with which every request about a namespace is refused."""
         self.mute = False
-        """Whether watches are not told what happens, as if it had happened while they were down."""
+        """True if watches receive no events, as if these had happened while they were down."""
         self.ends_watches = False
-        """Whether each watch is ended at once."""
+        """True if each watch is ended at once."""
         self._events: list[tuple[int, Object]] = []
         self._oldest = 0
         self._snapshots: dict[int, list[Object]] = {}
@@ -274,11 +274,11 @@ class FakeApi:
         self._send(_event("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}}))
 
     def end_watches(self) -> None:
-        """As the API server does every few minutes."""
+        """End the watches as the API server does every few minutes."""
         self._send(None)
 
     def forget(self) -> None:
-        """As after a compaction and a restart: of the past, only the present is known."""
+        """Forget the past, as after a compaction and a restart: only the present is known."""
         self.version += 1
         self._oldest = self.version
         self._snapshots.clear()
@@ -286,7 +286,7 @@ class FakeApi:
         self.end_watches()
 
     async def idle(self, watches: int = 1) -> None:
-        """Until so many watches have been told everything."""
+        """Wait until so many watches have received all events."""
         async with asyncio.timeout(10):
             while len(self._watching) < watches or any(not each.empty() for each in self._watching):
                 await asyncio.sleep(0.001)
@@ -307,7 +307,7 @@ class FakeApi:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         query = dict(request.query)
-        self.asked.append(query)
+        self.requests.append(query)
         namespace = query["namespace"] = request.match_info.get("namespace", "")
         status = self.refused.get(namespace, 0)
         status = status or (self.refusals.pop(0) if self.refusals else 0)
@@ -354,7 +354,7 @@ class FakeApi:
 
 
 @asynccontextmanager
-async def fake_api() -> AsyncIterator[tuple[FakeApi, Cluster]]:
+async def fake_api() -> AsyncIterator[tuple[FakeApi, KubeClient]]:
     """A server, and a client of it."""
     api, app = FakeApi(), web.Application()
     app.router.add_get("/apis/batch/v1/jobs", api._answer)
@@ -364,7 +364,7 @@ async def fake_api() -> AsyncIterator[tuple[FakeApi, Cluster]]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0]
     try:
-        async with Cluster(Configuration(host=f"http://{host}:{port}")) as cluster:
+        async with KubeClient(Configuration(host=f"http://{host}:{port}")) as cluster:
             yield api, cluster
     finally:
         await runner.cleanup()

@@ -1,4 +1,4 @@
-"""Stages of bfloat16 whose gradients add up in float32, as docs/trainer.md describes them."""
+"""Stages of bfloat16 whose gradients add up in float32: docs/how-to/write-a-training-script.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def in_float32(module: nn.Module) -> None:
 
 
 def rounding(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """For an optimizer that takes gradients of its parameters' dtype only: round them when it
+    """Optimizer that takes gradients of its parameters' dtype only, changed to round them when it
     steps, once."""
     optimizer.register_step_pre_hook(round_gradients)
     optimizer.register_step_post_hook(widen_gradients)

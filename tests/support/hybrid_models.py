@@ -51,8 +51,8 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """Some layers of the model, numbered as in the whole model. ``tied``: the output layer's weight
-    is that of the embedding."""
+    """Layers of the model, numbered as in the whole model. ``tied``: the output layer's weight is
+    that of the embedding."""
 
     def __init__(self, layers: range, *, tied: bool = False) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def distribute(
     averages over replicas, too. ``reshard``: after the forward, of layers and of the rest."""
     names = mesh.mesh_dim_names or ()
     if "tp" in names and part.tied:
-        # Each rank has a part of the vocabulary, of which 11 are no even parts.
+        # Ranks have parts of the vocabulary, of which 11 are no even parts.
         plan: Any = {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
             "head": ColwiseParallel(output_layouts=Replicate()),
@@ -107,7 +107,7 @@ def distribute(
         )
     for layer in part.layers.values():
         if "tp" in names:
-            # Each rank norms a part of the sequence. The weights' gradients are partial sums.
+            # Ranks norm parts of the sequence. The weights' gradients are partial sums.
             parallelize_module(
                 layer.norm,  # type: ignore[arg-type]
                 mesh["tp"],

@@ -9,13 +9,13 @@ from typing import Any
 
 import aiohttp
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.decide.replan import Proposal, Replan
+from pipemorph.control.decide.plan_choice import DecisionRequest, PlanProposal
 from pipemorph.control.snapshot import Snapshot
-from pipemorph.ingest import BearerAuthenticator, IngestServer, Limits, MemoryStore
-from pipemorph.ingest.app import Timeouts
-from pipemorph.wire import Directive, DirectiveEnvelope, LinkHealthReport, PlanMessage
+from pipemorph.ingest import BearerAuthenticator, IngestServer, InMemoryJobStore, RateLimits
+from pipemorph.ingest.app import ClientTimeouts
+from pipemorph.protocol import Directive, DirectiveEnvelope, LinkHealthReport, PlanMessage
+from pipemorph.spec.job_spec import JobSpec
 
 TOKEN = "correct horse"
 PATIENCE = 15.0
@@ -39,7 +39,7 @@ def controller() -> JobController:
 
 def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
     return {
-        "protocol": 6,
+        "protocol": 7,
         "job": "gpt",
         "namespace": "default",
         "attempt": 0,
@@ -61,14 +61,14 @@ class Scripted:
         self.sequences: list[int] = []
         self.on_report: Callable[[LinkHealthReport], None] = lambda report: None
         self._directive: Directive | None = None
-        self._plan = PlanMessage.of(controller().wanted)
+        self._plan = PlanMessage.from_plan(controller().wanted_plan)
 
-    def report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
+    def process_report(self, report: LinkHealthReport, now: float) -> DirectiveEnvelope:
         self.sequences.append(report.sequence)
         self.on_report(report)
         return DirectiveEnvelope(memory="m")
 
-    def tick(self, now: float) -> None:
+    def check_silence(self, now: float) -> None:
         pass
 
     def want(self, plan_version: int) -> None:
@@ -77,27 +77,27 @@ class Scripted:
             plan_version=plan_version, issued_at=1.0, reason="test", plan=self._plan
         )
 
-    def directive(self, after: int = 0) -> Directive | None:
+    def get_directive(self, after: int = 0) -> Directive | None:
         wanted = self._directive
         return wanted if wanted is not None and wanted.plan_version > after else None
 
-    replan = None
+    pending_request = None
 
-    def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
-        raise AssertionError("nothing was asked")
+    def apply_proposal(self, request: DecisionRequest, proposal: PlanProposal, now: float) -> None:
+        raise AssertionError("nothing was requested")
 
-    def snapshot(self) -> dict[str, Any]:
+    def take_snapshot(self) -> dict[str, Any]:
         return {"plan_version": self.plan_version}
 
     spec = controller().spec
-    wants_snapshot = False
+    accepts_snapshot = False
     term = 0
 
     @property
-    def state(self) -> tuple[object, ...]:
+    def snapshot_key(self) -> tuple[object, ...]:
         return (self.plan_version,)
 
-    def hand_in(self, attempt: int, saved: Snapshot, now: float) -> None:
+    def adopt_plan(self, attempt: int, saved: Snapshot, now: float) -> None:
         raise AssertionError("no snapshot is wanted")
 
     def refuse_snapshot(self) -> None:
@@ -136,19 +136,19 @@ class Client:
 async def serve(
     job: Any,
     *,
-    store: MemoryStore | None = None,
-    limits: Limits | None = None,
-    timeouts: Timeouts | None = None,
+    store: InMemoryJobStore | None = None,
+    limits: RateLimits | None = None,
+    timeouts: ClientTimeouts | None = None,
     authenticator: Any = None,
 ) -> AsyncIterator[tuple[Client, IngestServer]]:
     """A server on loopback that has ``job``, and a client."""
-    jobs = store or MemoryStore()
-    jobs.add("default", "gpt", job)
+    jobs = store or InMemoryJobStore()
+    jobs.add_job("default", "gpt", job)
     server = IngestServer(
         jobs,
         authenticator or BearerAuthenticator(TOKEN),
         limits=limits,
-        timeouts=timeouts or Timeouts(shutdown=PATIENCE),
+        timeouts=timeouts or ClientTimeouts(shutdown=PATIENCE),
     )
     async with server, aiohttp.ClientSession() as session:
         yield Client(session, server.url), server

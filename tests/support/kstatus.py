@@ -1,6 +1,6 @@
-"""How generic tools read the status of an object of a kind without rules of its own.
+"""Rules by which generic tools read the status of an object of a kind without rules of its own.
 
-After the documentation of kstatus (sigs.k8s.io/cli-utils, pkg/kstatus) and of ``kubectl wait``.
+Source: documentation of kstatus (sigs.k8s.io/cli-utils, pkg/kstatus) and of ``kubectl wait``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def kstatus(obj: Mapping[str, Any]) -> str:
 
 
 def wait_ends(obj: Mapping[str, Any], kind: str = "Ready") -> bool:
-    """Whether ``kubectl wait --for=condition=KIND`` ends with this object."""
+    """True if ``kubectl wait --for=condition=KIND`` ends with this object."""
     status = obj.get("status") or {}
     for each in status.get("conditions") or []:
         if each["type"] == kind:

@@ -2,7 +2,7 @@
 
 Processes are forked from a server that has imported torch once, so a test with four ranks
 starts in a fraction of a second. Every wait has a deadline; a rank that does not end in time
-is killed and the test is told what all of them last said.
+is killed and the test reports the last output of all of them.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _context.set_forkserver_preload(
         "pipemorph_trainer.pipeline",
     ]
 )
-# It would end by itself. Waited for, what it and the ranks computed is counted as the tests'.
+# The server would end by itself. The wait makes its and the ranks' time count as the tests'.
 atexit.register(multiprocessing.forkserver._forkserver._stop)  # type: ignore[attr-defined]
 
 
 class Missing(NamedTuple):
-    """The message a rank told of: one that did not come, or one that its neighbour did not take."""
+    """Message that a rank reported: one that did not come, or that its neighbour did not take."""
 
     kind: str
     microbatch: int
     iteration: int
     stage: int
-    """The neighbour's."""
+    """Stage of the neighbour."""
     link: int
     taken: bool
-    """Whether it was to be taken."""
+    """True if the neighbour was to take it."""
 
 
 _WHAT = r"(F|B) of microbatch (\d+) of iteration (\d+)"
@@ -66,7 +66,7 @@ _TO_TAKE = re.compile(rf"waited [\d.]+ s for stage (\d+) to take {_WHAT} {_WHERE
 
 
 def missing_in(text: str) -> Missing:
-    """What a rank says it was missing. Raises AssertionError if it names no message."""
+    """Message that a rank was missing. Raises AssertionError if the text names no message."""
     if found := _TO_COME.search(text):
         kind, *numbers = found.groups()
         return Missing(kind, *map(int, numbers), False)  # type: ignore[call-arg, arg-type]
@@ -78,7 +78,7 @@ def missing_in(text: str) -> Missing:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended. ``error`` is its last exception as text, ``output`` its stdio."""
+    """Result of a rank. ``error`` is its last exception as text, ``output`` its stdio."""
 
     rank: int
     exitcode: int | None
@@ -92,9 +92,9 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nobody else is given while this process lives. A store may have it: it asks to
-    share, and it alone listens. It listens at all addresses, so it is held at all of them: somebody
-    else's listener at another address of this machine would be in its way."""
+    """Port that is reserved while this process lives. A store may have it: it requests to share the
+    port, and it alone listens. It listens at all addresses, so it is held at all of them: a foreign
+    listener at another address of this machine would be in its way."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
@@ -103,8 +103,8 @@ def free_port() -> int:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended. One whose parent is gone may stay a zombie, as in a container
-    whose first process reaps nobody."""
+    """True if a process has ended. If its parent is gone, it may stay a zombie, as in a container
+    whose first process reaps none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -168,8 +168,8 @@ class Ranks:
         deadline = time.monotonic() + timeout
         for rank in ranks:
             self.processes[rank].join(max(0.0, deadline - time.monotonic()))
-        left = [rank for rank in ranks if self.processes[rank].exitcode is None]
-        assert not left, f"ranks {left} have not ended within {timeout:.0f} s"
+        remaining = [rank for rank in ranks if self.processes[rank].exitcode is None]
+        assert not remaining, f"ranks {remaining} have not ended within {timeout:.0f} s"
 
     def wait(self, timeout: float = 100.0) -> list[RankResult]:
         """Wait for all to end. Those still running after ``timeout`` are killed, and have
@@ -182,8 +182,8 @@ class Ranks:
                     ended[rank] = time.monotonic() - self._began
             waiting = [p.sentinel for p in self.processes if p.exitcode is None]
             if waiting:
-                left = max(0.0, deadline - time.monotonic())
-                multiprocessing.connection.wait(waiting, left)
+                remaining = max(0.0, deadline - time.monotonic())
+                multiprocessing.connection.wait(waiting, remaining)
         results = []
         for rank, process in enumerate(self.processes):
             code = process.exitcode
@@ -212,12 +212,12 @@ def run_ranks(world: int, entry: Callable[..., Any], *args: Any, **kwargs: Any) 
     results = Ranks(world, entry, *args, **kwargs).wait(timeout)
     failed = [r for r in results if r.exitcode != 0]
     if failed:
-        told = "\n".join(
+        outputs = "\n".join(
             f"--- rank {r.rank}: exit {r.exitcode} after {r.seconds:.1f} s\n"
             f"{r.error}{r.output[-3000:]}"
             for r in failed
         )
-        raise AssertionError(f"{len(failed)} of {world} ranks failed\n{told}")
+        raise AssertionError(f"{len(failed)} of {world} ranks failed\n{outputs}")
     return [r.value for r in results]
 
 
@@ -247,5 +247,5 @@ def _child(
     Path(f"{file}.tmp").rename(f"{file}.result")
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skips interpreter shutdown: a rank left alone must not hang in a process group's end.
+    # Skips interpreter shutdown: a lone rank must not hang in a process group's end.
     os._exit(1 if error else 0)

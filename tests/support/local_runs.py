@@ -16,8 +16,8 @@ from manifests import manifest_of
 
 STAGES, MICROBATCHES = 4, 12
 ITERATIONS = 30
-"""Enough for the return even if a stall before a fault had passed for a slow link: then it is put
-off by eight iterations."""
+"""Iterations that suffice for the return even if a stall before a fault had passed for a slow link:
+then it is put off by eight iterations."""
 TIMES = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 DEADLINE = 280
 
@@ -73,34 +73,35 @@ def report_of(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
 MOVES = """
 import json, sys
 from pathlib import Path
-from pipemorph.control.decide.layouts import moves
-from pipemorph.control.decide.layouts.relayout import Proposal
-from pipemorph.local import host
-from pipemorph.local.processes import supervise
+from pipemorph.control.decide.layouts import layout_changes
+from pipemorph.control.decide.layouts.layout_search import LayoutProposal
+from pipemorph.local import run
+from pipemorph.local.processes import supervision
 
-job, out, what, told = *sys.argv[1:4], json.loads(sys.argv[4])
+job, out, what, changes = *sys.argv[1:4], json.loads(sys.argv[4])
 
-def consider(self, network, cost, finished):
-    if len(self.made) == len(told):
+def search_for_change(self, network, cost, finished):
+    if len(self.made_changes) == len(changes):
         return None
-    wanted = told[len(self.made)]
-    layout = self.layout.with_layers(wanted) if what == "layers" else self.layout.read(wanted)
-    return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
+    wanted = changes[len(self.made_changes)]
+    change = self.layout.with_layers if what == "layers" else self.layout.read_places
+    proposal = LayoutProposal(change(wanted), 2.0, 1.0, cost, network.iterations_remaining, 0.0)
+    return layout_changes.LayoutChange("as planned", proposal, self.layout)
 
-if told:
-    moves.Moves.consider = consider
-moves.PLACES_SECONDS = 0.0
+if changes:
+    layout_changes.LayoutChanges.search_for_change = search_for_change
+layout_changes.CHECK_SECONDS = 0.0
 if what == "layers":
-    moves.REST = 0.0
-    supervise.REFRESH_SECONDS = 0.005
-sys.exit(host.run_job(job, Path(out)))
+    layout_changes.REST_FACTOR = 0.0
+    supervision.REFRESH_SECONDS = 0.005
+sys.exit(run.run_job(job, Path(out)))
 """
 
 
 def run_moves(
-    folder: Path, script: str, what: str, told: Sequence[Any], args: dict[str, Any], **spec: Any
+    folder: Path, script: str, what: str, changes: Sequence[Any], args: dict[str, Any], **spec: Any
 ) -> dict[str, Any]:
-    """The report of a job of ``script``, in which ranks move as ``told``: ``what``, ``layers`` or
+    """Report of a job of ``script``, in which ranks move by ``changes``: ``what``, ``layers`` or
     ``places``, they have after each change; ``said``: its output."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
@@ -115,25 +116,25 @@ def run_moves(
     base["trainer"] = {"command": command, "iterations": iterations, "args": args}
     (folder / "job.json").write_text(json.dumps(manifest(**base | spec)))
     drive = [sys.executable, str(folder / "driver.py"), str(folder / "job.json")]
-    drive += [str(folder / "out"), what, json.dumps(told)]
+    drive += [str(folder / "out"), what, json.dumps(changes)]
     done = prepared_processes.run(drive, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return Done(0, done.stdout, folder / "out").report | {"said": done.stdout}
 
 
 def losses(report: dict[str, Any]) -> dict[int, float]:
-    """By iteration."""
+    """Losses by iteration."""
     return {each["index"]: each["loss"] for each in report["iterations"]}
 
 
 def read_until(host: subprocess.Popen[str], iteration: int) -> str:
-    """What a run says until ``iteration`` or a later one is over: not each has a line."""
+    """Output of a run until ``iteration`` or a later one is over: not each has a line."""
     assert host.stdout is not None
     said = ""
     for line in host.stdout:
         said += line
-        told = re.search(r"iteration (\d+) of", line)
-        if told is not None and int(told[1]) >= iteration:
+        found = re.search(r"iteration (\d+) of", line)
+        if found is not None and int(found[1]) >= iteration:
             return said
     raise AssertionError(f"the run ended before iteration {iteration}:\n{said}")
 
@@ -148,7 +149,7 @@ def rank_of(host: int, rank: int) -> int:
 
 
 def _is_rank(pid: int, host: int, rank: int) -> bool:
-    """Whether a process is that rank of that host (and not something the rank started)."""
+    """True if a process is that rank of that host (and not something the rank started)."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -77,7 +77,7 @@ def everyone():
 
 everyone()
 if action == "finish" or (action in ("recover", "cling") and attempt > 0):
-    # As a pipeline leaves it when it is closed; "finish 3": after three of five iterations.
+    # State of a closed pipeline; "finish 3": after three of five iterations.
     done = {"rank": rank, "iterations": int(rest[0]) if rest else 5, "faults": []}
     Path(os.environ["PIPEMORPH_TRACE_DIR"], f"faults-rank{rank}.json").write_text(json.dumps(done))
     sys.exit(0)
@@ -114,7 +114,7 @@ while True:  # In turns: a signal that comes just before a wait is handled after
 
 @dataclass
 class LocalRun:
-    """One ``pipemorph run`` of the fake rank in ``folder``."""
+    """Run of the fake rank in ``folder`` by ``pipemorph run``."""
 
     folder: Path
     ranks: dict[int, str]
@@ -124,7 +124,7 @@ class LocalRun:
     env: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     executed: bool = False
-    """Whether it is a program of its own, instead of a fork of a prepared process."""
+    """True for a program of its own, instead of a fork of a prepared process."""
     host: subprocess.Popen[str] | None = None
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class LocalRun:
         return [*python, "job.yaml", "--out", "out", *extra]
 
     def environment(self) -> dict[str, str]:
-        # A folder of our own for temporary files, to see that none is left.
+        # A folder of our own for temporary files, to see that none remains.
         ours = {MARK: self.mark, "TMPDIR": str(self.folder / "tmp")}
         return dict(os.environ) | ours | self.env
 
@@ -211,7 +211,7 @@ class LocalRun:
         return json.loads((self.out / "report.json").read_text())
 
     def processes(self) -> list[int]:
-        """Every process on this machine that descends from this run, zombies aside."""
+        """Processes on this machine that descend from this run, zombies aside."""
         executed = [pid for pid in _processes() if _has_mark(pid, self.mark)]
         return [*executed, *prepared_processes.forks_in(self.folder)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemorph.api.spec import PipeMorphJob
+from pipemorph.spec.job_spec import PipeMorphJob
 
 
 def manifest_of(spec: dict[str, Any], name: str = "gpt", **metadata: str) -> dict[str, Any]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.observe.observer import Observer
-from pipemorph.control.observed.reports import settings_of
-from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
-from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
+from pipemorph.control.job_state.reports import build_observer_settings
+from pipemorph.detection.job_observer import JobObserver
+from pipemorph.protocol import DirectiveEnvelope, LinkHealthReport
+from pipemorph.replay.replayed_ranks import JobTelemetry, ReplayedRanks
+from pipemorph.spec.job_spec import JobSpec
 
 
 def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
     """A report of a job that trains, with any fields."""
     values: dict[str, Any] = {
-        "protocol": 6, "job": "j", "namespace": "default", "attempt": 0, "sequence": sequence,
+        "protocol": 7, "job": "j", "namespace": "default", "attempt": 0, "sequence": sequence,
         "sent_at": 1.0, "state": "training", "iteration": 0, "observed_plan_version": 0,
         "applied_plan_version": 0,
     }  # fmt: skip
@@ -24,7 +24,7 @@ def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
 
 
 def trained(*indices: int, seconds: float = 1.0, **fields: Any) -> LinkHealthReport:
-    """A report of finished iterations, which took so many ``seconds`` each; with any fields."""
+    """A report of finished iterations, which took ``seconds`` each; with any fields."""
     common = {"seconds": seconds, "plan_version": 0, "loss": None, "bubble_fraction": 0.1}
     return report(iterations=[{"index": index, **common} for index in indices], **fields)
 
@@ -43,21 +43,21 @@ class Agent:
         paced: bool = False,
     ) -> None:
         mesh = spec.parallelism.mesh
-        self.observer = Observer(mesh, job=job, namespace=namespace, attempt=attempt)
-        self.ranks = PlayedRanks(mesh, self.observer)
+        self.observer = JobObserver(mesh, job=job, namespace=namespace, attempt=attempt)
+        self.ranks = ReplayedRanks(mesh, self.observer)
         self.paced, self.attempt = paced, attempt
         self.sequence = 0
-        # As from the answer to its first report, which it sends before ranks measure anything.
-        self._take(0.0, DirectiveEnvelope(settings=settings_of(spec)))
+        # State after the answer to the first report, which it sends before ranks measure.
+        self._take(0.0, DirectiveEnvelope(settings=build_observer_settings(spec)))
 
     def _take(self, now: float, answer: DirectiveEnvelope) -> None:
-        nothing = self.observer.report(1, now, 0)
-        self.observer.delivered(nothing, answer)
+        nothing = self.observer.build_report(1, now, 0)
+        self.observer.record_delivery(nothing, answer)
 
     def observe(self, now: float, **telemetry: Any) -> bool:
         """Take in telemetry. Returns whether a report is due."""
-        self.ranks.observe(JobTelemetry(**telemetry), now, refresh=not self.paced)
-        return not self.paced or self.observer.due(now)
+        self.ranks.process_telemetry(JobTelemetry(**telemetry), now, refresh=not self.paced)
+        return not self.paced or self.observer.is_report_due(now)
 
     def tell(
         self,
@@ -73,9 +73,9 @@ class Agent:
         if not self.observe(now, **telemetry):
             return False
         self.sequence += 1
-        sent = self.observer.report(self.sequence, now, observed, plan_issued_at=issued_at)
-        arrived = LinkHealthReport.model_validate_json(sent.body())
-        self.observer.delivered(sent, controller.report(arrived, now))
+        sent = self.observer.build_report(self.sequence, now, observed, plan_issued_at=issued_at)
+        arrived = LinkHealthReport.model_validate_json(sent.to_json())
+        self.observer.record_delivery(sent, controller.process_report(arrived, now))
         return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from fake_api import FakeCluster, Object
 
-from pipemorph_operator.cluster.client import path
+from pipemorph_operator.kube.client import build_path
 from pipemorph_operator.names import LABEL_LEADER
 
 INGEST = {"app.kubernetes.io/component": "ingest"}
@@ -20,10 +20,10 @@ class Leases(FakeCluster):
         super().__init__()
         self.away = False
         self.before_write: Callable[[], Awaitable[None]] | None = None
-        """What happens once, when the next write of a Lease is on its way."""
+        """Callback that is run once, when the next write of a Lease is on its way."""
 
     def another(self) -> Leases:
-        """Another client of the same Leases."""
+        """Second client of the same Leases."""
         made = copy.copy(self)
         made.away, made.before_write = False, None
         return made
@@ -37,7 +37,7 @@ class Leases(FakeCluster):
             raise ConnectionRefusedError("away")
 
     def lease(self, name: str) -> Object:
-        return self.objects[path("Lease", "system", name)]
+        return self.objects[build_path("Lease", "system", name)]
 
     def spec(self, name: str) -> Object:
         return self.lease(name)["spec"]
@@ -50,7 +50,7 @@ class Leases(FakeCluster):
 
     def lose(self, name: str) -> None:
         """A Lease is deleted."""
-        del self.objects[path("Lease", "system", name)]
+        del self.objects[build_path("Lease", "system", name)]
 
     def add(self, name: str, *, leads: bool = False, **labels: str) -> None:
         """A pod, of the ingest unless it has other labels."""

@@ -9,15 +9,15 @@ from typing import Any
 from fake_api import FakeCluster
 
 from pipemorph_operator import names
-from pipemorph_operator.children import Attempt
-from pipemorph_operator.children.naming import attempt_name
-from pipemorph_operator.children.objects import batch_job
-from pipemorph_operator.cluster.client import path
-from pipemorph_operator.cluster.facts import Ended, JobFacts, PodFacts
-from pipemorph_operator.cluster.job import dump, read_job
 from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.kube.client import build_path
+from pipemorph_operator.kube.job_object import dump_status, read_job
+from pipemorph_operator.kube.object_facts import JobCondition, JobFacts, PodFacts
 from pipemorph_operator.reconcile.decide import decide
-from pipemorph_operator.reconcile.decision import Decision, Observed
+from pipemorph_operator.reconcile.decision import ObservedJob, ReconcileDecision
+from pipemorph_operator.resources import Attempt
+from pipemorph_operator.resources.attempt_objects import build_batch_job
+from pipemorph_operator.resources.object_names import build_attempt_name
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 UID = "0b7c9d2e-1111-2222-3333-444455556666"
@@ -56,7 +56,7 @@ def body(name: str = "gpt", stages: int = 2, **spec: Any) -> Object:
 
 def job_facts(attempt: int = 0, *, stages: int = 2, **changes: Any) -> JobFacts:
     values: dict[str, Any] = {
-        "name": attempt_name("gpt", UID, attempt, stages),
+        "name": build_attempt_name("gpt", UID, attempt, stages),
         "uid": f"job-{attempt}",
         "owner": "gpt",
         "owner_uid": UID,
@@ -67,8 +67,8 @@ def job_facts(attempt: int = 0, *, stages: int = 2, **changes: Any) -> JobFacts:
     return JobFacts(**(values | changes))
 
 
-def failed(message: str = "", reason: str = "BackoffLimitExceeded") -> Ended:
-    return Ended(reason, message, T0)
+def failed(message: str = "", reason: str = "BackoffLimitExceeded") -> JobCondition:
+    return JobCondition(reason, message, T0)
 
 
 def pod(index: int, **changes: Any) -> PodFacts:
@@ -82,7 +82,7 @@ def attempt(number: int = 0, excluded: tuple[str, ...] = (), **spec: Any) -> Att
 
 
 def template(made: Attempt, config: OperatorConfig = CONFIG) -> Object:
-    return batch_job(made, config)["spec"]["template"]
+    return build_batch_job(made, config)["spec"]["template"]
 
 
 def trainer(made: Attempt) -> Object:
@@ -130,9 +130,9 @@ class World:
     def message(self, kind: str) -> str:
         return next(c["message"] for c in self.status["conditions"] if c["type"] == kind)
 
-    def observe(self) -> Observed:
+    def observe(self) -> ObservedJob:
         number = self.status.get("attempt", 0)
-        return Observed(
+        return ObservedJob(
             self.body,
             self.now,
             self.jobs.get(number),
@@ -142,41 +142,43 @@ class World:
 
     def seen_pods(self) -> list[PodFacts]:
         """The pods, with how long it is known that they end."""
-        ending = [p for p in self.pods if p.gone_by is not None or p.exit_code is not None]
+        ending = [
+            p for p in self.pods if p.deletion_deadline is not None or p.exit_code is not None
+        ]
         self.sighted = {p.name: self.sighted.get(p.name, self.now) for p in ending}
         since = {name: (self.now - at).total_seconds() for name, at in self.sighted.items()}
-        return [replace(p, sighted=since.get(p.name, 0.0)) for p in self.pods]
+        return [replace(p, ending_seconds=since.get(p.name, 0.0)) for p in self.pods]
 
-    def turn(self, *, write_status: bool = True) -> Decision:
-        """One reconcile. Without ``write_status`` the operator dies before it."""
+    def turn(self, *, write_status: bool = True) -> ReconcileDecision:
+        """Run a reconcile. Without ``write_status`` the operator dies before it."""
         seen = self.observe()
         decision = decide(seen, self.config)
         if decision.needs_pods:
             self.looked += 1
-            seen = replace(seen, pods=self.seen_pods(), no_pod=self.no_pod)
+            seen = replace(seen, pods=self.seen_pods(), missing_pod_reason=self.no_pod)
             decision = decide(seen, self.config)
-            assert not decision.needs_pods, "the pods were given and are asked for again"
-        if decision.create is not None:
-            number = decision.create.number
-            self.jobs.setdefault(number, job_facts(number, stages=decision.create.ranks))
+            assert not decision.needs_pods, "the pods were given and are requested again"
+        if decision.create_attempt is not None:
+            number = decision.create_attempt.number
+            self.jobs.setdefault(number, job_facts(number, stages=decision.create_attempt.ranks))
             decision.status.job_uid = self.jobs[number].uid
         if not write_status:
             return decision
         if decision.status is not None:
-            self.body["status"] = dump(decision.status) | {
+            self.body["status"] = dump_status(decision.status) | {
                 k: v for k, v in self.status.items() if k in ("training", "recoveries")
             }
         for name in decision.delete_jobs:
             self.jobs = {n: j for n, j in self.jobs.items() if j.name != name}
         self.events += [event.reason for event in decision.events]
-        self.counts += decision.counts
+        self.counts += decision.job_counters
         return decision
 
-    def settle(self, most: int = 8) -> Decision:
+    def settle(self, most: int = 8) -> ReconcileDecision:
         """Turns until nothing is due at once."""
         for _ in range(most):
             decision = self.turn()
-            if decision.again_in != 0.0:
+            if decision.requeue_seconds != 0.0:
                 return decision
         raise AssertionError("it never settles")
 
@@ -189,13 +191,13 @@ class World:
 
 
 class RunningJob(FakeCluster):
-    """The API server of a job that runs, and of one pod of it, with what is asked and done."""
+    """API server of a job that runs, and of one pod of it, with its requests and changes."""
 
     def __init__(self, pod: Object, terminating: int = 1, **metadata: Any) -> None:
         world, started = World(body(failurePolicy={"maxRestarts": 2})), "2026-01-01T00:00:00Z"
         world.running()
         world.status["jobStartTime"] = started
-        made = batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
+        made = build_batch_job(attempt(failurePolicy={"maxRestarts": 2}), CONFIG)
         made["metadata"]["uid"] = "job-0"
         counts = {"active": 1, "ready": 1, "terminating": terminating, "startTime": started}
         metadata |= {
@@ -212,13 +214,13 @@ class RunningJob(FakeCluster):
             made | {"status": counts},
             about | {"spec": {"nodeName": "n"}, "status": pod},
         )
-        self.asked: list[str] = []
+        self.field_selectors: list[str] = []
         self.removed: list[tuple[str, int | None]] = []
         self.patched: list[tuple[str, Object]] = []
 
     @property
     def status(self) -> Object:
-        found: Object = self.objects[path("PipeMorphJob", "team", "gpt")]["status"]
+        found: Object = self.objects[build_path("PipeMorphJob", "team", "gpt")]["status"]
         return found
 
     async def list(
@@ -226,7 +228,7 @@ class RunningJob(FakeCluster):
     ) -> list[Object]:
         if not url.endswith("/events"):
             return await super().list(url, labels=labels)
-        self.asked.append(fields or "")
+        self.field_selectors.append(fields or "")
         said = {"type": "Warning", "reason": "FailedMount", "message": "no volume"}
         return [said | {"lastTimestamp": "2026-01-01T00:00:00Z"}]
 

@@ -15,15 +15,15 @@ from typing import Any
 from observing import trained
 from operator_objects import body
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.ingest import GenerationDesk
+from pipemorph.ingest import RestartHandler
+from pipemorph.spec.job_spec import JobSpec
 from pipemorph_operator import names
-from pipemorph_operator.cluster.client import ApiRefused, path
-from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.ingest.job_store import ClusterJobStore
+from pipemorph_operator.kube.client import KubeApiError, build_path
 
 KEY = ("team", "gpt")
 _sequence = count(1)
-"""Of reports: each is newer than those before."""
+"""Numbers of reports: each is newer than those before."""
 
 
 def spec_of(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
@@ -32,27 +32,27 @@ def spec_of(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
     return JobSpec.model_validate(given)
 
 
-def hear(store: ClusterStore, *indices: int, now: float | None = None, **fields: Any) -> None:
+def hear(store: ClusterJobStore, *indices: int, now: float | None = None, **fields: Any) -> None:
     """The job's agent reports finished iterations, as of ``trained``. ``now``: wall clock."""
-    controller = store.lookup(*KEY)
+    controller = store.find_job(*KEY)
     assert controller is not None
     sent = trained(*indices, **{"sequence": next(_sequence)} | fields)
-    controller.report(sent, time.time() if now is None else now)
+    controller.process_report(sent, time.time() if now is None else now)
 
 
-async def tell(desk: GenerationDesk, pod: int, wait: str = "0", **fields: Any) -> dict[str, Any]:
-    """The launcher of a pod tells that no rank is left there, or what the fields of its word say.
-    Returns the answer."""
+async def tell(desk: RestartHandler, pod: int, wait: str = "0", **fields: Any) -> dict[str, Any]:
+    """Report from the launcher of a pod that its ranks are gone, or what the fields say. Returns
+    the answer."""
     given: dict[str, Any] = {"attempt": 0, "generation": 0, "pod": pod, "event": "gone"}
-    reply = await desk.tell(*KEY, json.dumps(given | fields).encode(), wait)
+    reply = await desk.handle_pod_report(*KEY, json.dumps(given | fields).encode(), wait)
     assert reply.status == 200, reply
     return json.loads(reply.body)
 
 
-async def known(store: ClusterStore, body: dict[str, Any]) -> None:
+async def known(store: ClusterJobStore, body: dict[str, Any]) -> None:
     """Tell the store of the job, and wait until it is tracked."""
-    store.changed(KEY, copy.deepcopy(body))
-    await store.arrival(*KEY)
+    store.process_change(KEY, copy.deepcopy(body))
+    await store.wait_for_job(*KEY)
 
 
 class Shared:
@@ -63,8 +63,8 @@ class Shared:
         self.job["metadata"]["resourceVersion"] = "1"
         self.job["status"] = {"attempt": 0}
         self.breaks: list[Exception] = []
-        """What writers are told of writes that got through."""
-        self.asked: list[str] = []
+        """Errors that writers get for writes that got through."""
+        self.requests: list[str] = []
 
     def write(self, status: dict[str, Any]) -> None:
         self.job["status"] |= status
@@ -77,18 +77,18 @@ class Shared:
         self.job["status"]["replacements"] = [record]
 
     async def get(self, url: str) -> dict[str, Any] | None:
-        self.asked.append("get")
-        assert url == path(names.KIND, *KEY)
+        self.requests.append("get")
+        assert url == build_path(names.KIND, *KEY)
         return copy.deepcopy(self.job)
 
     async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any] | None:
         return obj
 
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
-        self.asked.append("apply")
+        self.requests.append("apply")
         version = obj["metadata"].get("resourceVersion")
         if version not in (None, self.job["metadata"]["resourceVersion"]):
-            raise ApiRefused(409, "Conflict", "the object has been modified")
+            raise KubeApiError(409, "Conflict", "the object has been modified")
         self.write(obj["status"])
         if self.breaks:
             raise self.breaks.pop(0)

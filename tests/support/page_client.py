@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from pipemorph.wire.page import OpsWanted, PageFeed
+from pipemorph.protocol.page_messages import OpsWanted, PageFeed
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.page_feed import SOCKET_VARIABLE
 
@@ -43,22 +43,22 @@ class PageClient:
         until(reached, "the agent's socket of the page")
 
     def want(self, column: int, seconds: float) -> None:
-        self._socket.send(frames.encode(OpsWanted(column=column, seconds=seconds)))
+        self._socket.send(frames.encode_frame(OpsWanted(column=column, seconds=seconds)))
 
     def read(self) -> list[PageFeed]:
-        """What has come since the last call."""
+        """Feeds that have come since the last call."""
         assert self._socket is not None
         before = len(self.feed)
         with contextlib.suppress(BlockingIOError):
             while data := self._socket.recv(1 << 20):
                 self._reader.feed(data)
-        while (payload := self._reader.next()) is not None:
-            self.feed.append(frames.decode(PageFeed, payload))
+        while (payload := self._reader.next_frame()) is not None:
+            self.feed.append(frames.decode_message(PageFeed, payload))
         return self.feed[before:]
 
     @property
     def ops(self) -> list[PageFeed]:
-        """Those with ops, of all that has come."""
+        """Feeds with ops, of all that have come."""
         self.read()
         return [each for each in self.feed if each.ops]
 

@@ -8,8 +8,8 @@ from functools import cache
 from itertools import product
 
 from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate, validate
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Costs
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import Costs
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.planning.validator import ScheduleError
 
@@ -41,8 +41,8 @@ def runs_to_the_end(schedule: Schedule) -> bool:
     return all(position[i] == len(ops) for i, ops in enumerate(schedule.stages))
 
 
-def told_copies(ops: Sequence[Op], limit: int | None) -> list[bool]:
-    """Which ops copy, told from where every microbatch is: nowhere, on the device or the host."""
+def derive_copies(ops: Sequence[Op], limit: int | None) -> list[bool]:
+    """True for each op that copies, from the place of every microbatch: none, device or host."""
     place: dict[int, str] = {}
     copies = []
     for kind, m, _ in ops:
@@ -62,10 +62,10 @@ def told_copies(ops: Sequence[Op], limit: int | None) -> list[bool]:
 
 
 def most_resident(ran: Sequence[TimedOp], limit: int | None) -> int:
-    """Most microbatches on the device at any moment of a stage's run, from its start and end
-    times: from the start of F to its end if it goes, else to the end of W; and from the start of
-    its B to that end if it went."""
-    copies = told_copies([Op(op.kind, op.microbatch) for op in ran], limit)
+    """Peak number of microbatches on the device in a stage's run, from its start and end times:
+    from the start of F to its end if it goes, else to the end of W; and from the start of its B to
+    that end if it went."""
+    copies = derive_copies([Op(op.kind, op.microbatch) for op in ran], limit)
     changes: list[tuple[float, int, int]] = []
     away: set[int] = set()
     for position, (op, copied) in enumerate(zip(ran, copies, strict=True)):
@@ -100,7 +100,7 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
     """
     end: dict[Key, float] = {}
     arrival: dict[Key, float] = {}
-    left: dict[Key, float] = {}
+    sent: dict[Key, float] = {}
     for i, ops in enumerate(schedule.stages):
         for kind, m, _ in ops:
             end[i, kind, m] = 0.0
@@ -124,7 +124,7 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
                 else times.fused_backward,
             }
             free = 0.0
-            copies = told_copies(ops, times.device_limit)
+            copies = derive_copies(ops, times.device_limit)
             for (kind, m, _), copied in zip(ops, copies, strict=True):
                 start = free
                 if kind is OpKind.F and i > 0:
@@ -164,10 +164,10 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
                     leaves = max(leaves, history[m - way.queues])
                 if way.transfer:
                     before = [
-                        left[i, same, m - 1] for same in direction if (i, same, m - 1) in left
+                        sent[i, same, m - 1] for same in direction if (i, same, m - 1) in sent
                     ]
                     leaves = max([leaves, *before]) + way.transfer
-                    left[i, kind, m] = leaves
+                    sent[i, kind, m] = leaves
                 if leaves + way.delay > arrival[i, kind, m]:
                     arrival[i, kind, m] = leaves + way.delay
                     changed = True
@@ -175,7 +175,7 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
 
 
 def assert_runs_as_the_fixpoint(schedule: Schedule, problem: Problem) -> None:
-    """Every op ends when :func:`fixpoint_ends` says, in the simulation and the prediction."""
+    """Assert that ops end when :func:`fixpoint_ends` says, in the simulation and the prediction."""
     ends = fixpoint_ends(schedule, problem)
     simulation = simulate(schedule, problem)
     for i, ops in enumerate(simulation.stages):
@@ -191,7 +191,7 @@ def optimum(problem: Problem) -> float:
     order. Only for two or three stages and microbatches.
     """
     n, count = problem.microbatches, problem.stage_count
-    caps = [n if k is None else min(n, k) for k in problem.in_flight_limits()]
+    caps = [n if k is None else min(n, k) for k in problem.list_in_flight_limits()]
     delays = [link.delay for link in problem.links]
     best = float("inf")
     seen: dict[tuple[tuple[int, int, int], ...], list[list[float]]] = {}
@@ -203,18 +203,18 @@ def optimum(problem: Problem) -> float:
     ) -> None:
         """``done[i]`` are the F, B and W run on stage i; ``free[i]`` is when it ended."""
         nonlocal best
-        left = [
+        remaining = [
             (n - f) * times.forward
             + (n - b) * times.backward_input
             + (n - w) * times.backward_weight
             for (f, b, w), times in zip(done, problem.stages, strict=True)
         ]
-        if max(map(sum, zip(free, left, strict=True))) >= best:
+        if max(map(sum, zip(free, remaining, strict=True))) >= best:
             return
         if all(w == n for _, _, w in done):
             best = max(free)
             return
-        # What is still waited for. No better than a state seen with the same ops: no use.
+        # Pending ops. A state no better than one seen with the same ops is of no use.
         state = [*free]
         for i, (f, b, _) in enumerate(done):
             received = done[i + 1][0] if i < count - 1 else b
@@ -252,7 +252,7 @@ def optimum(problem: Problem) -> float:
 
 @cache
 def orders(microbatches: int, fused: bool) -> list[tuple[Op, ...]]:
-    """All orders of the ops of a stage, with a split backward or a fused one."""
+    """Yields all orders of the ops of a stage, with a split backward or a fused one."""
     kinds = (OpKind.F, OpKind.BW) if fused else (OpKind.F, OpKind.B, OpKind.W)
     found: list[tuple[Op, ...]] = []
 
@@ -275,7 +275,7 @@ def shortest_of_all_orders(problem: Problem) -> float:
         + (orders(problem.microbatches, fused=True) if stage.fused_backward is not None else [])
         for stage in problem.stages
     ]
-    limits, shortest = problem.in_flight_limits(), float("inf")
+    limits, shortest = problem.list_in_flight_limits(), float("inf")
     for each in product(*choices):
         # Some orders exceed a limit, or wait for each other for ever.
         with suppress(ScheduleError):
@@ -284,5 +284,8 @@ def shortest_of_all_orders(problem: Problem) -> float:
             if problem.objective == "period":
                 shortest = min(shortest, simulate(schedule, problem).period)
             else:
-                shortest = min(shortest, core.makespan(Costs.of(problem), schedule.codes))
+                shortest = min(
+                    shortest,
+                    execution.compute_makespan(Costs.from_problem(problem), schedule.op_codes),
+                )
     return shortest

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from observing import Agent
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
-from pipemorph.control.decide.replan import propose
-from pipemorph.planning import OpKind, Plan, Route, StageTimes, problem_for, validate
-from pipemorph.planning.offload import device_peak
-from pipemorph.planning.simulation.simulator import following, simulate
-from pipemorph.wire import IterationSample, LinkSample, StageProfile, WireTime
+from pipemorph.control.decide.plan_choice import decide
+from pipemorph.planning import OpKind, Plan, Route, StageTimes, build_problem, validate
+from pipemorph.planning.offload import count_device_peak
+from pipemorph.planning.simulation.simulator import compute_next_starts, simulate
+from pipemorph.protocol import IterationSample, LinkSample, StageProfile, WireTime
+from pipemorph.spec.job_spec import JobSpec
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 BASE = 0.004
@@ -42,9 +42,9 @@ def spec(stages: int = 4, microbatches: int = 12, **fields: Any) -> JobSpec:
 
 def settle(controller: JobController, now: float) -> None:
     """Make the decision that waits, if one does."""
-    asked = controller.replan
-    if asked is not None:
-        controller.settle(asked, propose(asked), now)
+    request = controller.pending_request
+    if request is not None:
+        controller.apply_proposal(request, decide(request), now)
 
 
 class Plant:
@@ -63,28 +63,28 @@ class Plant:
         self.prepared: tuple[int, Plan] | None = None
         self.iteration = self.sequence = self.observed = 0
         self.issued_at: float | None = None
-        """When the newest directive was issued that it has received."""
+        """Time of issue of the newest directive that it has received."""
         self.now = 1000.0
         self.agent: Agent | None = None
         self.agent_of = 0
-        """Its attempt."""
+        """Attempt of the agent."""
         self.seconds: list[float] = []
         self.versions: list[int] = []
         self.overhead = 0.0
-        """What the delegated route adds to the normal wire time."""
+        """Seconds that the delegated route adds to the normal wire time."""
         self.avoided = False
-        """Whether the delegated route knows nothing of the delays."""
+        """True if the delegated route has none of the delays."""
         self.split: Literal["module", "emulated"] = "emulated"
         self.decides = True
-        """Whether decisions are made as soon as they are asked for."""
+        """True if decisions are made as soon as they are requested."""
         self.activation_bytes: int | None = None
-        """What a microbatch is measured to hold; ``ops`` say what a copy of it takes."""
+        """Measured bytes of a microbatch; ``ops`` give the time of a copy."""
         self.input_bytes: int | None = None
-        """What it holds if it is computed again."""
+        """Bytes of a microbatch that is computed again."""
         self.barrier: bool | None = None
-        """What the ranks say of a barrier between iterations."""
+        """Report of the ranks on a barrier between iterations."""
         self.waits = True
-        """Whether there is one."""
+        """True if there is a barrier."""
         self._before = [0.0] * self.stages
 
     def run(self, iterations: int) -> None:
@@ -92,23 +92,23 @@ class Plant:
             self.step()
 
     def step(self) -> None:
-        """One iteration: reports in the middle of it, commit at its start."""
+        """Run an iteration: reports in the middle of it, commit at its start."""
         if self.prepared is not None and self.iteration >= self.prepared[0]:
             self.plan, self.prepared = self.prepared[1], None
         felt = [
             BASE + (delay if route is Route.DIRECT else self.overhead + delay * (not self.avoided))
             for delay, route in zip(self.delays, self.plan.routes, strict=True)
         ]
-        problem = problem_for(
+        problem = build_problem(
             self.spec.schedule.microbatches, self.ops, felt, self.plan.routes, queues=8
-        ).under(self.plan)
+        ).with_plan_limits(self.plan)
         result = simulate(
             self.plan.schedule, problem, self.plan.dispatch, delay_at=lambda link, _: felt[link],
             before=self._before, waits=self.plan.waits,
         )  # fmt: skip
         seconds = result.makespan
         if not self.waits:
-            seconds, self._before = following(result.ran.free, result.after)
+            seconds, self._before = compute_next_starts(result.execution.free_at, result.rank_tails)
         windows = max(2, int(seconds / 0.05))
         for _ in range(windows):
             self.now += seconds / windows
@@ -137,10 +137,10 @@ class Plant:
         )
 
     def profile(self, stage: int, op: StageTimes) -> StageProfile:
-        """What the stage's rank measures. While it fuses, that is one time for B and W."""
+        """Profile that the stage's rank measures. While it fuses, that is one time for B and W."""
         ops = self.plan.schedule.stages[stage]
         fuses = any(each.kind is OpKind.BW for each in ops)
-        held = device_peak(ops, self.plan.device_limits[stage])
+        held = count_device_peak(ops, self.plan.device_limits[stage])
         return StageProfile(
             stage=stage,
             forward=op.forward,
@@ -184,15 +184,15 @@ class Plant:
         self.sequence = self.agent.sequence
         if self.decides:
             settle(self.controller, self.now)
-        directive = self.controller.directive(self.observed)
+        directive = self.controller.get_directive(self.observed)
         if directive is not None:
-            plan = directive.plan.plan()
+            plan = directive.plan.to_plan()
             validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
             self.observed, self.issued_at = directive.plan_version, directive.issued_at
             self.prepared = (self.iteration + 1, plan)
 
     def health(self) -> list[Health]:
-        return [link.health for link in self.controller.links(self.now)]
+        return [link.health for link in self.controller.get_link_states(self.now)]
 
     def only(self) -> AdaptationRecord:
         (record,) = self.controller.records

@@ -1,4 +1,4 @@
-"""An ingest that answers what the test says."""
+"""Ingest with answers that the test sets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 class PlayedIngest:
-    """``certificate``: None for plain HTTP. ``asked``: the tokens of all requests."""
+    """``certificate``: None for plain HTTP. ``tokens``: the tokens of all requests."""
 
     def __init__(self, certificate: tuple[Path, Path] | None) -> None:
         self.certificate = certificate
-        self.asked: list[str] = []
+        self.tokens: list[str] = []
         self.says: dict[str, object] = {}
         self.status = 200
         self.headers: dict[str, str] = {}
@@ -46,5 +46,5 @@ class PlayedIngest:
             await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        self.asked.append(request.headers["Authorization"])
+        self.tokens.append(request.headers["Authorization"])
         return web.json_response(self.says, status=self.status, headers=self.headers)

@@ -1,12 +1,12 @@
 """``python pod_ingest.py JOB_FILE TOKEN PORT FOLDER``: an ingest for the pods of one job.
 
-Pods prove themselves by ``TOKEN/UID``. It keeps what belongs into status in
+Pods prove themselves by ``TOKEN/UID``. The ingest stores what belongs into status in
 ``FOLDER/recoveries.json``, which the next process goes on from, and appends every reported
-iteration to ``FOLDER/iterations.jsonl``. What the operator would write of lost pods it reads from
-``FOLDER/replacements.jsonl``. In place of decisions on the layout it has ``FOLDER/asks.jsonl``:
-an iteration, and the layout that it asks for once that is finished; what ranks are asked to leave
-for is in ``FOLDER/asked.jsonl``. If there is ``FOLDER/dies-at-a-move``, it is killed
-when ranks have left for another layout and nobody knows it but it.
+iteration to ``FOLDER/iterations.jsonl``. It reads the operator's records of lost pods from
+``FOLDER/replacements.jsonl``. In place of decisions on the layout it has ``FOLDER/asks.jsonl``: an
+iteration, and the layout that it requests once that is finished; the requested layouts are in
+``FOLDER/requested.jsonl``. If there is ``FOLDER/dies-at-a-move``, it is killed when ranks have
+departed for another layout and only it knows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipemorph.api.layout import RankLayout
-from pipemorph.api.running import Running
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status_recoveries import PodReplacement, Recoveries
 from pipemorph.control import JobController
-from pipemorph.control.generations import Generations
+from pipemorph.control.job_generations import JobGenerations
 from pipemorph.ingest import (
     BearerAuthenticator,
-    GenerationDesk,
     Identity,
     IngestServer,
-    MemoryStore,
+    InMemoryJobStore,
+    RestartHandler,
 )
-from pipemorph.wire import LinkHealthReport
+from pipemorph.protocol import LinkHealthReport
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.layout import RankLayout
+from pipemorph.spec.running_subset import RunningSubset
+from pipemorph.spec.status_recoveries import PodReplacement, Recoveries
 
 
 class PodTokens:
@@ -42,21 +42,21 @@ class PodTokens:
     def __init__(self, token: str) -> None:
         self._of_job = BearerAuthenticator(token)
 
-    async def authenticate(
+    async def authenticate_caller(
         self, token: str, namespace: str, job: str, source: str = ""
     ) -> Identity:
         of_job, _, uid = token.rpartition("/")
-        await self._of_job.authenticate(of_job, namespace, job, source)
+        await self._of_job.authenticate_caller(of_job, namespace, job, source)
         return Identity(f"pod {uid}", uid)
 
 
-class Kept:
+class JobFiles:
     """The generations of the job, and its files."""
 
     def __init__(self, job: PipeMorphJob, folder: Path) -> None:
         self._file, self._iterations = folder / "recoveries.json", folder / "iterations.jsonl"
         self._replacements = folder / "replacements.jsonl"
-        self._asks, self._asked = folder / "asks.jsonl", folder / "asked.jsonl"
+        self._asks, self._requested = folder / "asks.jsonl", folder / "requested.jsonl"
         self._dies = folder / "dies-at-a-move"
         saved = None
         if self._file.exists():
@@ -64,7 +64,7 @@ class Kept:
         done = [json.loads(line)[0] + 1 for line in _lines(self._iterations)]
         spec = job.spec
         most = spec.failure_policy.max_restarts
-        self.of_job = Generations(
+        self.of_job = JobGenerations(
             spec.parallelism.pods,
             most,
             saved=saved,
@@ -75,10 +75,10 @@ class Kept:
         )
 
     def lost(self) -> list[PodReplacement]:
-        """What the operator has written of lost pods."""
+        """Records of lost pods that the operator would write."""
         return [PodReplacement.model_validate_json(line) for line in _lines(self._replacements)]
 
-    def generations(self, namespace: str, job: str) -> Generations:
+    def find_generations(self, namespace: str, job: str) -> JobGenerations:
         return self.of_job
 
     async def persist_generations(self, namespace: str, job: str) -> None:
@@ -89,26 +89,28 @@ class Kept:
 
     @property
     def wanted(self) -> RankLayout:
-        """The layout to ask for next; empty: none now."""
-        asks = [json.loads(line) for line in _lines(self._asks)][len(_lines(self._asked)) :]
+        """The layout to request next; empty: none now."""
+        asks = [json.loads(line) for line in _lines(self._asks)][len(_lines(self._requested)) :]
         if asks and asks[0][0] < len(_lines(self._iterations)):
             return RankLayout.model_validate(asks[0][1])
         return RankLayout()
 
-    def asked(self, layout: RankLayout) -> None:
-        with self._asked.open("a") as file:
+    def record_request(self, layout: RankLayout) -> None:
+        with self._requested.open("a") as file:
             print(layout.model_dump_json(), file=file)
 
     def write(self) -> None:
         new = self._file.with_suffix(".new")
-        new.write_text((self.of_job.told or self.of_job.saved).model_dump_json(by_alias=True))
+        new.write_text(
+            (self.of_job.status_recoveries or self.of_job.saved).model_dump_json(by_alias=True)
+        )
         new.rename(self._file)
 
     def reported(self, report: LinkHealthReport) -> None:
         with self._iterations.open("a") as file:
             for each in report.iterations:
                 print(json.dumps([each.index, each.loss]), file=file)
-        if self.of_job.reported(report, time.time()):
+        if self.of_job.process_rank_report(report, time.time()):
             self.write()
 
 
@@ -117,39 +119,43 @@ def _lines(file: Path) -> list[str]:
 
 
 async def serve(job: PipeMorphJob, token: str, port: int, folder: Path) -> None:
-    kept, store = Kept(job, folder), MemoryStore()
+    files, store = JobFiles(job, folder), InMemoryJobStore()
     key = job.metadata.namespace, job.metadata.name
     controllers = [
         JobController(
-            Running(job.spec.parallelism, kept.of_job.left_out).spec(job.spec),
-            on_report=kept.reported,
+            RunningSubset(job.spec.parallelism, files.of_job.excluded_replicas).build_reduced_spec(
+                job.spec
+            ),
+            on_report=files.reported,
         )
     ]
-    store.add(*key, controllers[0])
+    store.add_job(*key, controllers[0])
 
-    sizes = [kept.of_job.left_out]
+    sizes = [files.of_job.excluded_replicas]
 
     def changed(*_: Any) -> None:
-        spec = Running(job.spec.parallelism, kept.of_job.left_out).spec(job.spec)
-        if sizes[0] != kept.of_job.left_out:
-            sizes[0] = kept.of_job.left_out
-            controllers[0] = controllers[0].resized(spec)
-            store.add(*key, controllers[0])
-        kept.write()
+        spec = RunningSubset(
+            job.spec.parallelism, files.of_job.excluded_replicas
+        ).build_reduced_spec(job.spec)
+        if sizes[0] != files.of_job.excluded_replicas:
+            sizes[0] = files.of_job.excluded_replicas
+            controllers[0] = controllers[0].with_replicas_of(spec)
+            store.add_job(*key, controllers[0])
+        files.write()
 
-    desk = GenerationDesk(kept, on_change=changed)
-    async with IngestServer(store, PodTokens(token), port=port, desk=desk):
+    desk = RestartHandler(files, on_change=changed)
+    async with IngestServer(store, PodTokens(token), port=port, restart_handler=desk):
         print("serving", flush=True)
         while True:
-            # As a watch brings it.
-            before = kept.of_job.told
-            kept.of_job.expect(kept.lost(), time.time())
-            if kept.of_job.told != before:
-                kept.write()
-            desk.hurry(kept.of_job)
-            of = kept.of_job.attempt, kept.of_job.saved.generation
-            if (wanted := kept.wanted) and await desk.ask(*key, wanted, of=of):
-                kept.asked(wanted)
+            # A watch would bring these.
+            before = files.of_job.status_recoveries
+            files.of_job.expect_replacements(files.lost(), time.time())
+            if files.of_job.status_recoveries != before:
+                files.write()
+            desk.notify_loss(files.of_job)
+            of = files.of_job.attempt, files.of_job.saved.generation
+            if (wanted := files.wanted) and await desk.request_layout(*key, wanted, of=of):
+                files.record_request(wanted)
             await asyncio.sleep(0.05)
 
 

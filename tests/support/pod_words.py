@@ -1,24 +1,24 @@
-"""What launchers and the operator tell of a job's pods, for tests of what follows from it."""
+"""Reports of launchers and the operator on a job's pods, for tests of what follows from them."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
 
-from pipemorph.api.status_recoveries import PodReplacement
-from pipemorph.wire import Loss, PodReport
+from pipemorph.protocol import PodFailure, PodReport
+from pipemorph.spec.status_recoveries import PodReplacement
 
 
 def word(event: str, pod: int, generation: int = 0, **fields: Any) -> PodReport:
-    """What the launcher of a pod tells of a generation, with any fields."""
+    """Report of the launcher of a pod on a generation, with any fields."""
     given = {"attempt": 0, "generation": generation, "pod": pod, "event": event}
     return PodReport.model_validate(given | {"launcher": f"pod {pod}"} | fields)
 
 
-def lost_peer(at: float, **fields: Any) -> Loss:
+def lost_peer(at: float, **fields: Any) -> PodFailure:
     """The ranks of a pod have ended, since they lost another one."""
     given = {"reason": "rank 0 lost another one", "at": at, "rank": 0, "lost_peer": True}
-    return Loss.model_validate(given | fields)
+    return PodFailure.model_validate(given | fields)
 
 
 def lost_pod(pod: int, at: float, **fields: Any) -> PodReplacement:

@@ -16,8 +16,8 @@ from launch import free_port
 from manifests import manifest_of
 from prepared_processes import PreparedProcess
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.api.status_recoveries import PodReplacement, Recoveries
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.status_recoveries import PodReplacement, Recoveries
 
 DEADLINE = 120.0
 ITERATIONS = 24
@@ -108,7 +108,7 @@ class Job:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lives = 0
         self._uids: dict[int, str] = {}
-        """Of each pod."""
+        """UID of each pod."""
         self.ingest = self.start_ingest()
         self.pods = {index: self.start_pod(index) for index in range(cut.pods)}
 
@@ -129,8 +129,8 @@ class Job:
         return found
 
     def start_pod(self, index: int) -> subprocess.Popen[bytes]:
-        kept = self.folder / f"kept-{index}-{self._lives}"
-        kept.mkdir()
+        memory = self.folder / f"kept-{index}-{self._lives}"
+        memory.mkdir()
         uid = self._uids[index] = f"life-{self._lives}"
         self._lives += 1
         token = self.folder / f"token-{uid}"
@@ -141,7 +141,7 @@ class Job:
             *module,
             *(sys.executable, "-u", str(self.folder / "train.py")),
             PIPEMORPH_POD_INDEX=str(index),
-            PIPEMORPH_KEPT_DIR=str(kept),
+            PIPEMORPH_KEPT_DIR=str(memory),
             PIPEMORPH_TOKEN_FILE=str(token),
         )
 
@@ -150,13 +150,13 @@ class Job:
         self.kill(index)
         self.pods[index] = self.start_pod(index)
 
-    def kill(self, index: int, *, told: bool = False) -> float:
-        """Kill a launcher, and with it its ranks. ``told``: the operator has noticed, as it does
-        within a second. Returns the time."""
+    def kill(self, index: int, *, replaced: bool = False) -> float:
+        """Kill a launcher, and with it its ranks. ``replaced``: the operator records the loss, as
+        it does within a second. Returns the time."""
         self.pods[index].kill()
         at = time.time()
         self.pods[index].wait(DEADLINE)
-        if told:
+        if replaced:
             when = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
             record = PodReplacement(
                 attempt=0,
@@ -170,10 +170,10 @@ class Job:
         return at
 
     def ask(self, layout: Sequence[int] | dict[str, Any], *, after: int = 0) -> None:
-        """Have the ranks leave for another layout, once so many more iterations are finished."""
-        asked = layout if isinstance(layout, dict) else {"layers": list(layout)}
+        """Have the ranks leave for another layout, after ``after`` more iterations."""
+        requested = layout if isinstance(layout, dict) else {"layers": list(layout)}
         with (self.folder / "asks.jsonl").open("a") as file:
-            print(json.dumps([len(self.iterations()) + after, asked]), file=file)
+            print(json.dumps([len(self.iterations()) + after, requested]), file=file)
 
     def log(self, name: str) -> str:
         file = self.folder / f"{name}.log"
@@ -190,9 +190,9 @@ class Job:
         return Recoveries.model_validate_json(file.read_text() if file.exists() else "{}")
 
     def recovered(self, count: int) -> bool:
-        """Whether the ranks have, from so many losses, and from the last one."""
-        told = self.recoveries().last
-        return len(told) == count and told[-1].seconds is not None
+        """True if the ranks have recovered from ``count`` losses, the last one included."""
+        losses = self.recoveries().last
+        return len(losses) == count and losses[-1].seconds is not None
 
     def rank(self, number: int) -> int:
         """The process id of a rank. Of its pod's launcher it is a child."""

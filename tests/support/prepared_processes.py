@@ -27,14 +27,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipemorph.local.processes.forks import SPAWN, set_subreaper, subreaper
+from pipemorph.local.processes.fork_client import SPAWN, is_subreaper, set_subreaper
 
 SERVER = Path(__file__).with_name("prepared_server.py")
 FORK_SECONDS = 100.0
-"""For an answer of the server, which imports torch first, on a machine that may be busy. Less than
-a test may take: one that is ended meanwhile leaves an answer to the next."""
+"""Seconds for an answer of the server, which imports torch first, on a machine that may be busy.
+Less than a test may take: one that is ended meanwhile leaves an answer to the next."""
 CLOSE_SECONDS = 5.0
-"""For it to end."""
+"""Seconds for it to end."""
 STARTERS = ("pipemorph.cli", "pipemorph_trainer.launcher", "torch.distributed.run")
 """Modules that compute nothing themselves, but start programs that do."""
 READ_AT_IMPORT = (
@@ -46,10 +46,10 @@ READ_LATER = (
     "TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONPATH", "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
-"""Of these, what a program reads later, or what the server can make up for in a fork. torch sets
+"""Variables that a program reads later, or that the server can make up for in a fork. torch sets
 the folder of its compiler's cache when it first compiles."""
 THREADS = {"OMP_NUM_THREADS": "1"}
-"""Of the server, as ranks have it. A program whose environment has none has them too."""
+"""Threads of the server, as ranks have them. A program whose environment has none has them too."""
 EXECUTE = "PIPEMORPH_TEST_EXECUTE"
 """Set it to have every program executed, to see whether a failure is one of forks only."""
 
@@ -84,7 +84,7 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether it is the server of this process, and not of one that forked this process."""
+        """True in the process of the server's owner, and not in one that was forked from it."""
         return os.getpid() == self._owner
 
     def fork(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
@@ -96,7 +96,7 @@ class Server:
                 self._channel.sendall(body)
                 answer = self._answer()
             except BaseException:
-                self.kill()  # Its answer would be taken for that to the next request.
+                self.kill()  # The late answer would pass for that to the next request.
                 raise
         if "error" in answer:
             raise OSError(answer["error"])
@@ -140,7 +140,7 @@ _servers: list[Server] = []
 
 class _Fork:
     here = False
-    """Whether this process is itself a fork of the session's server."""
+    """True if this process is itself a fork of the session's server."""
 
 
 def forks_in(folder: Path) -> list[int]:
@@ -148,7 +148,7 @@ def forks_in(folder: Path) -> list[int]:
     the system shows of them is that of the server."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It has ended.
+        with contextlib.suppress(OSError):  # The server has ended.
             command = (entry / "cmdline").read_bytes().split(b"\0")
             if os.fsencode(SERVER) in command and (entry / "cwd").readlink() == folder.resolve():
                 found.append(int(entry.name))
@@ -156,7 +156,7 @@ def forks_in(folder: Path) -> list[int]:
 
 
 def server() -> Server | None:
-    """That of this process, if it has one."""
+    """Server of this process, if it has one."""
     return _servers[-1] if _servers and _servers[-1].usable else None
 
 
@@ -200,8 +200,8 @@ def run(
 
 
 def fork_instead_of_executing(own: Server) -> None:
-    """From now on :class:`subprocess.Popen` forks ``own`` in this process, where that is the
-    same."""
+    """Let :class:`subprocess.Popen` fork ``own`` in this process from now on, where that is
+    equivalent."""
     _servers.append(own)
     _Fork.here = True
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
@@ -256,7 +256,7 @@ def _fork_or_execute(self: Any, *given: Any) -> None:
 
 
 def _to_fork(call: Mapping[str, Any]) -> Request | None:
-    """How to fork what a :class:`subprocess.Popen` is to start. None: it has to be executed."""
+    """Request to fork what :class:`subprocess.Popen` would start; None if it must be executed."""
     if isinstance(call["args"], (str, bytes, os.PathLike)) or not call["close_fds"]:
         return None
     if os.environ.get(EXECUTE) or call["preexec_fn"] or call["shell"] or call["executable"]:
@@ -284,9 +284,9 @@ def _to_fork(call: Mapping[str, Any]) -> Request | None:
 
 
 def _imports_the_same(request: Request, env: Mapping[str, str]) -> bool:
-    """Whether an environment has those values of the server's that are read at imports."""
-    asked = {**env, **THREADS} if request.is_starter else {**THREADS, **env}
-    return _read_at_import(asked) == _read_at_import({**_ENVIRON, **THREADS})
+    """True if an environment has those values of the server's that are read at imports."""
+    requested = {**env, **THREADS} if request.is_starter else {**THREADS, **env}
+    return _read_at_import(requested) == _read_at_import({**_ENVIRON, **THREADS})
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
@@ -298,7 +298,7 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
 
 
 _ENVIRON = dict(os.environ)
-"""As it was when this process, or the server that forked it, was started."""
+"""Environment when this process, or the server that forked it, was started."""
 
 
 def _environment(call: Mapping[str, Any]) -> dict[str, str]:
@@ -322,7 +322,7 @@ def _is_ignored(number: signal.Signals) -> bool:
 @contextlib.contextmanager
 def _subreaper_here() -> Iterator[None]:
     """Orphans become children of this process meanwhile: forks lose their first parent."""
-    before = subreaper()
+    before = is_subreaper()
     set_subreaper(True)
     try:
         yield

@@ -5,7 +5,7 @@ is a JSON object with its length in 4 bytes before it, and the program's descrip
 answer is ``{"pid": …}`` or ``{"error": …}``.
 
 A program is forked twice, and its first parent ends, so that it becomes a child of the process that
-asked for it. It has a server of its own, another fork, if it starts Python programs itself. It runs
+requested it. It has a server of its own, another fork, if it starts Python programs itself. It runs
 at the bottom of the stack, as in :mod:`pipemorph.local.processes.fork_server`.
 """
 
@@ -14,7 +14,7 @@ import sys
 import prepared_processes
 
 if sys.path and sys.path[0] == __file__.rpartition("/")[0]:
-    del sys.path[0]  # As for any other program.
+    del sys.path[0]  # Other programs have no such entry.
 
 import atexit
 import ctypes
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.local.processes import fork_server
-from pipemorph.local.processes.forks import SERVER as SERVER_OF_RANKS
+from pipemorph.local.processes.fork_client import SERVER as SERVER_OF_RANKS
 
 MODULES = (
     "pipemorph_trainer.launcher.preload",
@@ -46,7 +46,7 @@ MODULES = (
     "pipemorph.commands.serve",
     "pipemorph.local",
     "pipemorph.local.serve",
-    "pipemorph.pictures",
+    "pipemorph.views.pictures",
     "torch.distributed.run",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "numpy.random",
@@ -57,15 +57,15 @@ RUN = (
 )  # fmt: skip
 """Programs among them, which are imported again when they are run."""
 FIRST_OWN_DESCRIPTOR = 500
-"""Those of a program are below."""
+"""Descriptors of a program are below."""
 PATH = tuple(sys.path)
 NAME = Path("/proc/self/comm").read_bytes().strip()
 FOR_THE_PROGRAM = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
-"""Signals to the process group, which a server leaves to the process that asks it."""
+"""Signals to the process group, which a server leaves to the requesting process."""
 
 
 def main(parent: int, channel: socket.socket) -> list[str]:
-    """Serve requests until the process that asks has ended. Returns only in programs: their
+    """Serve requests until the requesting process has ended. Returns only in programs: their
     Python's arguments."""
     gc.disable()  # Collecting in forks would copy the pages that they share.
     for module in MODULES:
@@ -93,10 +93,10 @@ def serve(parent: int, channel: socket.socket) -> list[str]:
             if os.fork() > 0:
                 os._exit(0)
             try:
-                fork_server._await_end_of(first)
+                fork_server._await_parent_exit(first)
                 return _become_program(channel, request, descriptors)
-            except BaseException as error:  # noqa: BLE001 - told to the process that asks
-                fork_server._answer(channel, error=f"{type(error).__name__}: {error}")
+            except BaseException as error:  # noqa: BLE001 - sent to the requesting process
+                fork_server._send_answer(channel, error=f"{type(error).__name__}: {error}")
                 os._exit(1)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -130,7 +130,7 @@ def _become_program(
     os.chdir(request["cwd"])
     multiprocessing.process.ORIGINAL_DIR = request["cwd"]  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(fork_server.PR_SET_NAME, NAME)
-    tempfile.tempdir = None  # Of another environment.
+    tempfile.tempdir = None  # The cached value is of another environment.
     env: dict[str, str] = request["env"]
     os.environ.clear()
     os.environ.update(env)
@@ -141,7 +141,7 @@ def _become_program(
         faulthandler.enable()
     sys.modules["numpy.random"].seed()  # Python's own generator does so itself.
     gc.enable()
-    fork_server._answer(channel, pid=os.getpid())
+    fork_server._send_answer(channel, pid=os.getpid())
     channel.close()
     return list(request["arguments"])
 
@@ -178,7 +178,7 @@ def serve_ranks(arguments: list[str]) -> list[str]:
 
 def run(arguments: list[str]) -> None:
     """Run ``python ARGUMENTS`` and end this process as Python would."""
-    name, code = fork_server.prepare(arguments)
+    name, code = fork_server.prepare_main_module(arguments)
     status = 0
     try:
         if code is None:
@@ -228,17 +228,17 @@ def _open_standard_streams(unbuffered: bool) -> None:
 def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(fork_server.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # It died before.
+        os._exit(1)  # The child died before.
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next request and its descriptors; None when nobody asks any more."""
+    """The next request and its descriptors, or None at the end of the requests."""
     data, descriptors, _, _ = socket.recv_fds(channel, 4, 64)
     if not data:
         return None
-    size = int.from_bytes(data + fork_server._exactly(channel, 4 - len(data)), "big")
+    size = int.from_bytes(data + fork_server._receive_exactly(channel, 4 - len(data)), "big")
     moved = [_move(descriptor) for descriptor in descriptors]
-    return json.loads(fork_server._exactly(channel, size)), moved
+    return json.loads(fork_server._receive_exactly(channel, size)), moved
 
 
 def _moved(end: socket.socket) -> socket.socket:

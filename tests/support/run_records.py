@@ -8,19 +8,19 @@ from typing import Any
 
 from manifests import job_of
 
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.control.observe.events import Event
-from pipemorph.local.processes.supervise import End, Ending
+from pipemorph.detection.event_log import HealthEvent
+from pipemorph.local.processes.supervision import AttemptOutcome, AttemptResult
 from pipemorph.local.results.report import RunRecord
-from pipemorph.wire import (
+from pipemorph.protocol import (
     AdaptationRecord,
-    FallenLink,
     IterationSample,
     RailHealth,
+    RailProblem,
     RailsView,
-    RailTrouble,
+    TransportFallback,
     TransportsView,
 )
+from pipemorph.spec.job_spec import PipeMorphJob
 
 STAGES, MICROBATCHES = 2, 3
 
@@ -68,9 +68,9 @@ def record(**fields: Any) -> AdaptationRecord:
 def run_record(of: PipeMorphJob, iterations: int = 8) -> RunRecord:
     run = RunRecord(of, 1.0)
     attempt = run.begin_attempt(2.0)
-    ending = Ending(End.COMPLETED)
-    attempt.end(ending, 3.0)
-    run.finish(ending, [sample(i) for i in range(iterations)], [record()])
+    ending = AttemptResult(AttemptOutcome.COMPLETED)
+    attempt.record_result(ending, 3.0)
+    run.record_results(ending, [sample(i) for i in range(iterations)], [record()])
     return run
 
 
@@ -95,13 +95,13 @@ def write_trace(folder: Path, iterations: int, *, ranks: int = STAGES) -> None:
 
 
 RAILS = RailsView(
-    health=RailHealth.SICK,
+    health=RailHealth.FAULTY,
     ports=2,
-    sick_count=1,
-    sick=(RailTrouble(1, 0, "mlx5_0", 1, "DOWN", "is DOWN"),),
+    faulty_count=1,
+    faulty=(RailProblem(1, 0, "mlx5_0", 1, "DOWN", "is DOWN"),),
 )
-FALLEN = FallenLink(2, 0, "forward", "rdma", "tcp", 1, "mlx5_0 port 1: port error")
+FALLEN = TransportFallback(2, 0, "forward", "rdma", "tcp", 1, "mlx5_0 port 1: port error")
 TRANSPORTS = TransportsView(
     links=("gloo", "gloo", "tcp"), fallen_count=1, fallen=(FALLEN,), fallbacks=1
 )
-HAPPENED = Event(7, 1.0, 5, "link 2 of replica 0 fell back from rdma to tcp")
+HAPPENED = HealthEvent(7, 1.0, 5, "link 2 of replica 0 fell back from rdma to tcp")

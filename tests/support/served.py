@@ -16,7 +16,7 @@ from launch import free_port
 from manifests import manifest_of
 from prepared_processes import PreparedProcess
 
-from pipemorph.api.spec import PipeMorphJob
+from pipemorph.spec.job_spec import PipeMorphJob
 
 OP = {"forward": 10, "backwardInput": 10, "backwardWeight": 10}
 DEADLINE = 60.0
@@ -44,7 +44,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 def torchrun(
     folder: Path, script: str, environment: dict[str, str], *options: str
 ) -> tuple[int, str]:
-    """Two ranks of a script; their exit status and output."""
+    """Run two ranks of a script; returns their exit status and output."""
     file = folder / "train.py"
     file.write_text(script)
     done = prepared_processes.run(
@@ -80,7 +80,7 @@ class Served:
         return self._log.read_text()
 
     def environment(self) -> dict[str, str]:
-        """What it says that every rank needs."""
+        """Environment that the output gives for every rank."""
         self.says("PIPEMORPH_SECRET_FILE=")
         lines = [line for line in self.output.splitlines() if line.startswith("  export ")]
         pairs = (line.removeprefix("  export ").partition("=") for line in lines)
@@ -95,7 +95,7 @@ class Served:
             time.sleep(0.02)
 
     def ended(self) -> int:
-        """Its exit status, once it has ended."""
+        """Exit status, once it has ended."""
         return self.process.wait(DEADLINE)
 
     def stop(self) -> None:

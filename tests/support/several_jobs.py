@@ -21,7 +21,7 @@ from trainer_jobs import (
 )
 
 from pipemorph.planning import Dispatch, Plan
-from pipemorph_trainer import Options, Part, Pipeline, TrainerContext
+from pipemorph_trainer import ModelShard, Options, Pipeline, TrainerContext
 
 PLACEMENT = {"zero-bubble-v": "v", "1f1b-interleaved": "interleaved"}
 
@@ -48,16 +48,18 @@ def placement_of(plan: Plan) -> str:
 def train(
     context: TrainerContext, job: Job, as_list: bool = False
 ) -> dict[int, tuple[Record, list[str]]]:
-    """Like :func:`trainer_jobs.train`: a record per stage of this rank, and the order it ran in."""
+    """Train as :func:`trainer_jobs.train`: a record per stage of this rank, and their order."""
     plan = job.initial
     ranks, placement = len(plan.schedule.ranks), placement_of(plan)
     place = context.coordinate(job.stages, job.stages // ranks, placement)  # type: ignore[arg-type]
 
-    def build(part: Part) -> nn.Module:
+    def build(part: ModelShard) -> nn.Module:
         return make_stage(part.stage, part.stages, job.dtype)
 
-    stages: Any = [build(Part(s, job.stages)) for s in place.held] if as_list else build
-    records = {stage: Record() for stage in place.held}
+    stages: Any = (
+        [build(ModelShard(s, job.stages)) for s in place.held_stages] if as_list else build
+    )
+    records = {stage: Record() for stage in place.held_stages}
     order: list[str] = []
     with Pipeline(
         stages,
@@ -66,7 +68,7 @@ def train(
         microbatches=job.microbatches,
         optimizer=lambda modules: torch.optim.SGD(modules.parameters(), lr=0.1),
         stages=job.stages,
-        stages_per_rank=len(place.held),
+        stages_per_rank=len(place.held_stages),
         placement=placement,  # type: ignore[arg-type]
         plan=plan,
         options=Options(
@@ -81,7 +83,7 @@ def train(
         for iteration in range(job.iterations):
             for at, new, whose in job.switches:
                 if at == iteration and context.rank in whose:
-                    pipe.install(new)
+                    pipe.install_plan(new)
             # Other shapes half-way: they have to be exchanged again.
             batch = job.batch * (2 if iteration >= job.iterations // 2 else 1)
             tokens, target = make_batch(1000 * place.replica + iteration, batch * job.microbatches)
@@ -92,8 +94,8 @@ def train(
             order = [f"{stage}{op.kind.value}{op.microbatch}" for stage, op in turns.ran]
             for stage, module in pipe.modules.items():
                 copies = [copy for whose, copy in turns.copied if whose == stage]
-                records[stage].moved.append(sum(copy.out for copy in copies))
-                records[stage].again.append(sum(copy.again for copy in copies))
+                records[stage].moved.append(sum(copy.to_host for copy in copies))
+                records[stage].again.append(sum(copy.recomputed for copy in copies))
                 records[stage].losses.append(loss)
                 records[stage].seconds.append(took)
                 records[stage].versions.append(pipe.plan.version)
@@ -143,7 +145,7 @@ def check(
     last = max((new for _, new, _ in job.switches), key=lambda new: new.version, default=plan)
     varies = last.dispatch is Dispatch.GUIDED
     for rank, ops in enumerate(last.schedule.ranks):
-        held = schedule.stages_of[rank]
+        held = schedule.stages_by_rank[rank]
         wanted = [f"{held[op.chunk]}{op.kind.value}{op.microbatch}" for op in ops]
         for _, order in found[rank].values():
             assert sorted(order) == sorted(wanted)

@@ -1,5 +1,5 @@
-"""Two replicas of a pipeline whose ranks have several stages, with all that a loop needs: keyword
-arguments, tied weights, the gradient norm, evaluations and checkpoints."""
+"""Training of two replicas of a pipeline whose ranks have several stages, with all that a loop
+needs: keyword arguments, tied weights, the gradient norm, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gate import same_bits
 from torch import Tensor, nn
 from trainer_jobs import VOCABULARY, WIDTH, loss_fn, make_batch
 
-from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.planning import Plan
-from pipemorph_trainer import Part, Pipeline, TrainerContext
+from pipemorph.spec.sections.trainer import Checkpoint
+from pipemorph_trainer import ModelShard, Pipeline, TrainerContext
 
 ITERATIONS = 4
 
 
 class Piece(nn.Module):
-    """Some of the layers of a small language model, named by their place in it."""
+    """Layers of a small language model, named by their place in it."""
 
-    def __init__(self, part: Part, seed: int = 0) -> None:
+    def __init__(self, part: ModelShard, seed: int = 0) -> None:
         super().__init__()
         self.first, self.last = part.is_first, part.is_last
         self.layers = nn.ModuleDict()
@@ -58,7 +58,7 @@ def replicated(
     moved: Plan | None = None,
     **arguments: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[float]]:
-    """Two replicas of a pipeline of two ranks: losses, norms and evaluations; what is left of the
+    """Train two replicas of a pipeline of two ranks: losses, norms and evaluations; the remaining
     gradients; and where it began. ``moved``: a plan that comes before the second iteration."""
     place = context.coordinate(2 * per_rank, per_rank, placement)
     found = []
@@ -72,7 +72,7 @@ def replicated(
     ) as pipe:  # fmt: skip
         for iteration in range(pipe.start_iteration, ITERATIONS):
             if moved is not None and iteration == 1:
-                pipe.install(moved)
+                pipe.install_plan(moved)
             tokens, target, keep = batch_of(iteration, place.replica)
             loss = pipe.step(tokens, keep=keep, target=target)
             norm = pipe.clip_grad_norm_(1e9)
@@ -91,10 +91,10 @@ def replicated(
 
 
 def one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """The same in one process: the replicas one after the other, and their mean."""
+    """Train in one process: the replicas one after the other, and their mean."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    stages = [Piece(Part(stage, 4)) for stage in range(4)]
+    stages = [Piece(ModelShard(stage, 4)) for stage in range(4)]
     parameters = {n: p for stage in stages for n, p in stage.named_parameters()}
     parameters["head.weight"].data.copy_(parameters["embed.weight"])
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.05)

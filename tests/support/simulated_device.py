@@ -2,10 +2,10 @@
 
 Addresses are real and copies are by address, as a copy engine's are: a copy neither keeps a tensor
 alive nor sees that it is gone. Memory is written over as early as a caching allocator could give it
-to somebody else, so whoever reads too late or writes too early is found by what he reads:
+to another owner, so code that reads too late or writes too early is found by what it reads:
 
 * device memory, once the tensor is gone, after what its own stream was given until then and after
-  the streams that :meth:`SimulatedDevice.keep` named, but not after others;
+  the streams that :meth:`SimulatedDevice.keep_until_done` named, but not after others;
 * page-locked memory, once the tensor is gone and the copies that use it are done.
 
 A device may be *strict*: what page-locks memory waits for all that the device was given until then,
@@ -70,7 +70,7 @@ class _Block:
     memory: np.ndarray
     home: SimulatedStream | None
     """The stream it was allocated in; None for page-locked memory."""
-    kept: set[SimulatedStream] = field(default_factory=set)
+    streams: set[SimulatedStream] = field(default_factory=set)
     copies: int = 0
     free: bool = False
 
@@ -86,7 +86,7 @@ class SimulatedDevice:
     """See the module. ``register_refuses``: why memory of others cannot be page-locked.
     ``strict``: page-locking waits for everything, at most ``patience`` seconds.
 
-    ``clock``: of the device, seconds, see :meth:`seconds`.
+    ``clock``: of the device, seconds, see :meth:`elapsed_seconds`.
 
     ``prompt``: ops are run by the host as they are launched, as those of torch on the CPU. Then
     the compute stream is where the host is, and to wait in it is to wait on the host.
@@ -109,7 +109,7 @@ class SimulatedDevice:
         self.waited_for_all: list[str] = []
         """The calls that did, in order."""
         self.receives: list[tuple[str, SimulatedEvent]] = []
-        """Those that are posted and not complete, by name."""
+        """Receives that are posted and not complete, by name."""
         self.progress = threading.Condition(threading.RLock())
         self.compute = SimulatedStream("compute")
         self.streams = [self.compute]
@@ -117,7 +117,7 @@ class SimulatedDevice:
         self.ever_registered: list[int] = []
         self.register_refuses = register_refuses
         self.broken: str | None = None
-        """What every wait for the device raises from now on."""
+        """Error that every wait for the device raises from now on."""
         self.copied: list[tuple[str, int]] = []
         """Stream and bytes of every copy done, in order."""
         self.pinned_blocks: list[_Block] = []
@@ -137,10 +137,10 @@ class SimulatedDevice:
         self.streams.append(stream)
         return stream
 
-    def using(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[None]:
+    def use_stream(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def record(self, stream: SimulatedStream, *, timed: bool = False) -> SimulatedEvent:
+    def record_event(self, stream: SimulatedStream, *, timed: bool = False) -> SimulatedEvent:
         event = SimulatedEvent(self)
 
         def passed() -> None:
@@ -149,13 +149,13 @@ class SimulatedDevice:
         self._enqueue(stream, passed)
         return event
 
-    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+    def wait_event(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         if self._prompt and stream is self.compute:
             event.synchronize()
         else:
             self._enqueue(stream, event)
 
-    def copy(self, stream: SimulatedStream, destination: Tensor, source: Tensor) -> None:
+    def copy_tensor(self, stream: SimulatedStream, destination: Tensor, source: Tensor) -> None:
         assert destination.is_contiguous() and source.is_contiguous()
         assert destination.shape == source.shape and destination.dtype == source.dtype
         to, at = destination.data_ptr(), source.data_ptr()
@@ -176,22 +176,24 @@ class SimulatedDevice:
 
         self._enqueue(stream, copy)
 
-    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+    def keep_until_done(self, tensor: Tensor, stream: SimulatedStream) -> None:
         block = self._block(tensor.data_ptr())
         if block is not None:
-            block.kept.add(stream)
+            block.streams.add(stream)
             return
-        # Of torch's own allocator, which is not told here: held until the stream gets here.
+        # Memory of torch's own allocator is not tracked here: held until the stream gets here.
         held = [tensor]
         self._enqueue(stream, held.clear)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, stream: SimulatedStream) -> Tensor:
+    def allocate_empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, stream: SimulatedStream
+    ) -> Tensor:
         return self._allocate(shape, dtype, stream)
 
-    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._allocate(shape, dtype, None)
 
-    def register(self, address: int, nbytes: int) -> str | None:
+    def lock_pages(self, address: int, nbytes: int) -> str | None:
         if self.register_refuses is not None:
             return self.register_refuses
         assert address not in self.registered, "cudaErrorHostMemoryAlreadyRegistered"
@@ -200,12 +202,12 @@ class SimulatedDevice:
         self.ever_registered.append(address)
         return None
 
-    def unregister(self, address: int) -> None:
+    def unlock_pages(self, address: int) -> None:
         with self.progress:
             assert not any(stream.work for stream in self.streams[1:]), "a copy is under way"
         del self.registered[address]
 
-    def seconds(self, start: SimulatedEvent, end: SimulatedEvent) -> float:
+    def elapsed_seconds(self, start: SimulatedEvent, end: SimulatedEvent) -> float:
         assert start.passed_at is not None and end.passed_at is not None
         return end.passed_at - start.passed_at
 
@@ -227,15 +229,15 @@ class SimulatedDevice:
         if not self._strict:
             return
         self.waited_for_all.append(call)
-        given = [self.record(stream) for stream in self.streams]
+        given = [self.record_event(stream) for stream in self.streams]
         given += [event for _, event in self.receives]
         with self.progress:
             done = self.progress.wait_for(lambda: all(e.query() for e in given), self._patience)
             if not done:
-                left = ", ".join(name for name, _ in self.receives) or "work in streams"
+                pending = ", ".join(name for name, _ in self.receives) or "work in streams"
                 raise RuntimeError(
                     f"{call} waited {self._patience:g} s for all that the device was given; not"
-                    f" complete: {left}"
+                    f" complete: {pending}"
                 )
 
     # --- what a test does -------------------------------------------------------------------
@@ -274,12 +276,12 @@ class SimulatedDevice:
             self.progress.notify_all()
 
     def run(self, *streams: SimulatedStream) -> None:
-        """Everything that can be done in these streams, or in all; the first stream first."""
+        """Run all possible work of these streams, or of all; the first stream first."""
         while ready := [s for s in self.runnable() if not streams or s in streams]:
             self.step(ready[0])
 
     def fail(self, why: str) -> None:
-        """Break the device: everything is over, and whoever waits is told why."""
+        """Break the device: everything is over, and waiting callers get the reason."""
         with self.progress:
             self.broken = why
             for stream in self.streams:
@@ -306,7 +308,7 @@ class SimulatedDevice:
                 self._blocks.append(block)
                 if home is None:
                     self.pinned_blocks.append(block)
-            block.kept = set()
+            block.streams = set()
         array = (ctypes.c_uint8 * size).from_address(block.address)
         weakref.finalize(array, self._gone.append, block)
         whole = torch.frombuffer(array, dtype=torch.uint8)
@@ -321,7 +323,7 @@ class SimulatedDevice:
                 self._recycle(block)
                 continue
             # In stream order, as its next user there would come.
-            for stream in block.kept:
+            for stream in block.streams:
                 event = SimulatedEvent(self)
                 stream.work.append(_passing(event))
                 block.home.work.append(event)

@@ -6,12 +6,12 @@ import itertools
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pipemorph.fabric.hosts import Host, Rail, describe
+from pipemorph.fabric.hosts import FabricHost, FabricRail, connect_host
 from pipemorph.fabric.json_process import ProbeError
 
 
-def rail(number: int, host: int, **changes: Any) -> Rail:
-    made = Rail(
+def rail(number: int, host: int, **changes: Any) -> FabricRail:
+    made = FabricRail(
         device=f"mlx5_{number}",
         port=1,
         state="ACTIVE",
@@ -26,7 +26,7 @@ def rail(number: int, host: int, **changes: Any) -> Rail:
 
 @dataclass
 class Way:
-    """How a direction is."""
+    """Properties of a direction."""
 
     rate: float = 12e9
     round_trip: float = 4e-6
@@ -47,8 +47,8 @@ class Plant:
         self._ids = itertools.count(1)
         self._peers: dict[str, tuple[str, str]] = {}
 
-    def all_hosts(self) -> list[Host]:
-        def made(number: int) -> Host:
+    def all_hosts(self) -> list[FabricHost]:
+        def made(number: int) -> FabricHost:
             rails = [asdict(rail(n, number)) for n in range(self.rails)]
 
             def send(request: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Plant:
                     return {"rails": rails}
                 return self.carry_out(f"h{number}", request)
 
-            return describe(f"h{number}", send)
+            return connect_host(f"h{number}", send)
 
         return [made(number) for number in range(self.hosts)]
 

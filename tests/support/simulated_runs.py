@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from simulated_device import Driver, SimulatedDevice, SimulatedEvent
 
-from pipemorph_trainer.links import rendezvous
-from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.links.message import Batch
-from pipemorph_trainer.steps import parts
+from pipemorph_trainer.schedule import pipeline_builder
+from pipemorph_trainer.transport import rendezvous
+from pipemorph_trainer.transport.channels.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.transport.message import MessageBatch
 
 
 class _Send:
@@ -42,8 +42,8 @@ class _Send:
 
 def seat(device: SimulatedDevice) -> None:
     """Put a device in place of the rank's, for the rest of the process."""
-    for module in (rendezvous, parts):
-        vars(module)["accelerator_of"] = lambda _: device
+    for module in (rendezvous, pipeline_builder):
+        vars(module)["get_accelerator"] = lambda _: device
     make = DirectOutgoing.__init__
 
     def made(self: Any, *, group: dist.ProcessGroup, **options: Any) -> None:
@@ -65,10 +65,10 @@ def device_with_receives(
     device = SimulatedDevice(prompt=True, strict=True, patience=patience)
     driver = Driver(device, seed)
     seat(device)
-    post, wait = DirectIncoming._post, DirectIncoming._wait
+    post, wait = DirectIncoming._post_receive, DirectIncoming._wait_for_message
     given: dict[int, SimulatedEvent] = {}
 
-    def posted(self: Any, batch: Batch) -> Any:
+    def posted(self: Any, batch: MessageBatch) -> Any:
         found = post(self, batch)
         what = f"{self.direction.letter} of microbatch {self._next} of iteration {batch.iteration}"
         given[id(found[1])] = device.post_receive(what)
@@ -80,8 +80,8 @@ def device_with_receives(
         device.deliver(event)
         return found
 
-    DirectIncoming._post = posted  # type: ignore[method-assign]
-    DirectIncoming._wait = waited  # type: ignore[method-assign]
+    DirectIncoming._post_receive = posted  # type: ignore[method-assign]
+    DirectIncoming._wait_for_message = waited  # type: ignore[method-assign]
     yield device, given
     driver.close()
     assert not device.registered, "memory stayed page-locked"

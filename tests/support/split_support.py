@@ -13,10 +13,10 @@ from gate import same_bits
 from torch import Tensor, nn
 
 from pipemorph.planning import OpKind
-from pipemorph.planning.offload import Residency
-from pipemorph_trainer.executor.offload import ActivationStore
-from pipemorph_trainer.executor.split import StageRunner
-from pipemorph_trainer.executor.split.measured import MEASURED
+from pipemorph.planning.offload import DeviceResidency
+from pipemorph_trainer.backward import ModuleRunner
+from pipemorph_trainer.backward.stage_measurements import MEASURED
+from pipemorph_trainer.memory import ActivationStore
 
 torch.set_num_threads(1)
 
@@ -36,17 +36,17 @@ class Job:
     prepare: Callable[[nn.Module], object] = lambda module: None
     """Done to each copy of the module: hooks and compilation do not survive a copy."""
     offloads: bool = False
-    """Whether the runner has host memory for activations."""
+    """True if the runner has host memory for activations."""
     recomputes: bool = False
-    """Whether what exceeds a device limit is computed again."""
+    """True if what exceeds a device limit is computed again."""
 
     def fresh(self) -> nn.Module:
         module = copy.deepcopy(self.module)
         self.prepare(module)
         return module
 
-    def runner(self, module: nn.Module | None = None) -> StageRunner:
-        return StageRunner(
+    def runner(self, module: nn.Module | None = None) -> ModuleRunner:
+        return ModuleRunner(
             module or self.module,
             is_first=self.is_first,
             is_last=self.is_last,
@@ -96,7 +96,7 @@ def host_store(limit: int | None = None) -> ActivationStore:
 
 @dataclass
 class Result:
-    """What a run leaves behind, in the order it came."""
+    """Results of a run, in the order they came."""
 
     outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
     input_grads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def sequential(job: Job) -> Result:
 
 def split(
     job: Job, order: str, *, device_limit: int | None = None, measures: bool = False
-) -> tuple[Result, StageRunner]:
+) -> tuple[Result, ModuleRunner]:
     """Run ``order``, as in ``"F0 F1 B0 B1 W0 W1"``. ``measures``: as in a first iteration, whose
     backwards are whole and apart in turns."""
     module = job.fresh()
@@ -152,7 +152,7 @@ def split(
     torch.manual_seed(5)
     result = Result()
     if not measures:
-        runner.measured.whole(MEASURED)
+        runner.measured.choose_whole_backwards(MEASURED)
     runner.begin_iteration(fused={int(op[2:]) for op in order.split() if op.startswith("BW")})
     run_order(job, runner, order, result, device_limit)
     assert runner.in_flight == 0
@@ -161,29 +161,29 @@ def split(
 
 
 def run_order(
-    job: Job, runner: StageRunner, order: str, result: Result, device_limit: int | None = None
+    job: Job, runner: ModuleRunner, order: str, result: Result, device_limit: int | None = None
 ) -> int:
     """Run the ops, offloading or recomputing as a plan with this device limit does; bytes that went
     out."""
-    held = Residency(device_limit)
+    held = DeviceResidency(device_limit)
     moved = 0
     for op in order.split():
         kind, k = op.rstrip("0123456789"), int(op.lstrip("FBW"))
-        copies = held.run(OpKind(kind), k)
+        copies = held.record_op(OpKind(kind), k)
         if kind == "F":
             how = {"recompute" if job.recomputes else "offload": copies}
-            outs = runner.forward(k, job.make_args(k), {}, job.make_target(k), **how)
+            outs = runner.run_forward(k, job.make_args(k), {}, job.make_target(k), **how)
             assert all(o.grad_fn is None for o in outs)
             result.outputs.append(tuple(o.clone() for o in outs))
             if copies and not job.recomputes:
-                moved += runner.offload(k)
+                moved += runner.offload_activations(k)
         elif kind == "W":
             runner.backward_weight(k)
         else:
             if copies:
-                (runner.recompute if job.recomputes else runner.fetch)(k)
+                (runner.recompute_forward if job.recomputes else runner.fetch_activations)(k)
             given = None if job.is_last else output_grads(result.outputs[k], k)
-            run = runner.backward_input if kind == "B" else runner.backward
+            run = runner.backward_input if kind == "B" else runner.run_fused_backward
             result.input_grads[k] = run(k, given)
     return moved
 
@@ -216,7 +216,7 @@ def _same(x: Tensor | None, y: Tensor | None, what: str) -> None:
 
 
 def random_order(microbatches: int, rng: random.Random) -> str:
-    """Any order with each kind in microbatch order and F before B before W."""
+    """Draw an order with each kind in microbatch order and F before B before W."""
     done = {"F": 0, "B": 0, "W": 0}
     ops = []
     while done["W"] < microbatches:

@@ -12,11 +12,11 @@ from simulated_device import SimulatedDevice
 from torch import Tensor
 from waiting import until
 
-from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
-from pipemorph_trainer.links.engine import engine_module
-from pipemorph_trainer.links.faults import LinkFaults
-from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock
+from pipemorph_trainer.transport.channels.staging import StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.transport.engine_setup import load_engine_module
+from pipemorph_trainer.transport.fault_injection import LinkFaults
+from pipemorph_trainer.transport.link_recorder import LinkRecorder, PeerClock
+from pipemorph_trainer.transport.message import Direction, MessageBatch, TensorMeta
 
 TIMEOUT = 60.0
 SECRET = b"a secret of the test"
@@ -34,12 +34,12 @@ class Rig:
     incoming: StagedIncoming
     rings: list[str]
 
-    def batch(self, *metas: TensorMeta, iteration: int = 0, microbatches: int = 8) -> Batch:
-        return Batch(1, iteration, microbatches, metas)
+    def batch(self, *metas: TensorMeta, iteration: int = 0, microbatches: int = 8) -> MessageBatch:
+        return MessageBatch(1, iteration, microbatches, metas)
 
-    def lease(self, batch: Batch, slots: int = 8) -> None:
+    def lease(self, batch: MessageBatch, slots: int = 8) -> None:
         """Reserve slots, as many and one more, and page-lock them where they are leased."""
-        self.incoming.reserve(slots, batch)
+        self.incoming.reserve_slots(slots, batch)
         until(lambda: self.free_slots() == slots + 1, "the slots are granted")
         self.out.page_lock_added()
 
@@ -52,11 +52,11 @@ class Rig:
         ends = self.outgoing.link.stats(), self.incoming._link.stats()
         return ends[0].bytes_copied_out, ends[1].bytes_copied_in
 
-    def begin(self, batch: Batch, slots: int = 8) -> None:
+    def begin(self, batch: MessageBatch, slots: int = 8) -> None:
         if slots:
-            self.incoming.reserve(slots, batch)
-        self.outgoing.begin(batch)
-        self.incoming.begin(batch)
+            self.incoming.reserve_slots(slots, batch)
+        self.outgoing.begin_batch(batch)
+        self.incoming.begin_batch(batch)
 
     @property
     def sent(self) -> int:
@@ -73,13 +73,13 @@ class Rig:
             lambda: self.incoming.ready_at(microbatch) is not None,
             f"microbatch {microbatch} has arrived",
         )
-        return self.incoming.take(microbatch)
+        return self.incoming.pop_message(microbatch)
 
 
 @contextlib.contextmanager
 def linked(transport: str) -> Iterator[tuple[Any, Any]]:
     """The two ends of an engine link, which is number 4: of rank 0, that sends, and of rank 1."""
-    module = engine_module()
+    module = load_engine_module()
     engines = [
         module.Engine(
             job="staging", rank=rank, secret=SECRET, host="127.0.0.1", transport=transport
@@ -135,7 +135,7 @@ def _rigged(
             name="link 4",
             link=low,
             direction=Direction.FORWARD,
-            hold=LinkFaults([], Direction.FORWARD).hold,
+            hold=LinkFaults([], Direction.FORWARD).hold_message,
             queues=8,
             on_block=lambda iteration, microbatch: None,
             on_unblock=lambda: None,

@@ -27,7 +27,7 @@ class Screen(pyte.HistoryScreen):  # type: ignore[misc]  # pyte has no types.
 
     @property
     def whole(self) -> list[str]:
-        """All lines, also those above the screen."""
+        """Lines of the terminal, also those above the screen."""
         above = ("".join(line[i].data for i in range(self.columns)) for line in self.history.top)
         return [*(line.rstrip() for line in above), *str(self).split("\n")]
 
@@ -44,10 +44,10 @@ class Terminal:
         self.screen = Screen(rows, columns)
         self._master, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.program = subprocess.Popen(
             command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
-            env={**kept, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
+            env={**inherited, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
         )  # fmt: skip
         os.close(terminal)
 
@@ -61,27 +61,27 @@ class Terminal:
         os.close(self._master)
 
     def until(self, shown: Callable[[str], object], seconds: float) -> str:
-        """What is on the screen as soon as ``shown`` is true of it."""
+        """Text of the screen as soon as ``shown`` is true of it."""
         deadline = time.monotonic() + seconds
         while not shown(str(self.screen)):
             assert self._read(deadline), f"it has ended, and shows\n{self.screen}"
         return str(self.screen)
 
     def ended(self, seconds: float) -> int:
-        """Its exit status, after all that it has written."""
+        """Exit status, after all output."""
         deadline = time.monotonic() + seconds
         while self._read(deadline):
             pass
         return self.program.wait(seconds)
 
     def _read(self, deadline: float) -> bool:
-        """Whether it has written more. Fails if it does not within its time."""
-        left = deadline - time.monotonic()
-        ready = left > 0 and select.select([self._master], [], [], left)[0]
+        """Read more output. Returns false at the end. Fails at the deadline."""
+        remaining = deadline - time.monotonic()
+        ready = remaining > 0 and select.select([self._master], [], [], remaining)[0]
         assert ready, f"not in time; it shows\n{self.screen}"
         try:
             sent = os.read(self._master, 1 << 16)
-        except OSError:  # EIO: nobody has the other end open any more.
+        except OSError:  # EIO: the other end is closed.
             return False
         self.screen.feed(sent)
         return bool(sent)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import trainer_jobs
 
-from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan
 from pipemorph.planning.ir import StagePlacement
-from pipemorph_trainer import TrainerContext
-from pipemorph_trainer.agent.messages import NoControl
+from pipemorph.spec.mesh import MeshShape
+from pipemorph_trainer import Options, TrainerContext
+from pipemorph_trainer.agent.messages import NullControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
 
 STEPS = 4
@@ -32,23 +32,23 @@ class TitanJob:
     adaptive: bool
     pipeline: int = 2
     replicate: int = 1
-    """Above 1, with ``shard``: hybrid-sharded data parallel."""
+    """Replicas; above 1, with ``shard``: hybrid-sharded data parallel."""
     shard: int = 1
     tensor: int = 1
     chunked_loss: bool = False
     recompute: str = ""
     schedule: str = "1F1B"
-    """By torchtitan's name; one for several stages gives each rank two."""
+    """Schedule by torchtitan's name; one for several stages gives each rank two."""
     placement: StagePlacement = "interleaved"
-    """Of several stages per rank, as the schedule has them."""
+    """Placement of several stages per rank, as the schedule has them."""
     plan: Plan | None = None
     """A plan that arrives while it trains."""
 
 
 @dataclass
 class TitanRun:
-    """What one rank saw: exact losses and norms, a hash of its final parameters; of an adaptive
-    run also its last plan's version and the parameters that W computed."""
+    """Results of a rank: exact losses and norms, a hash of its final parameters; of an adaptive run
+    also its last plan's version and the parameters that W computed."""
 
     seen: list[tuple[int, float, float]]
     parameters: str
@@ -56,13 +56,13 @@ class TitanRun:
     deferred: frozenset[str] = frozenset()
 
 
-class Arriving(NoControl):
+class Arriving(NullControlClient):
     """A control client whose plan is there from the beginning."""
 
     def __init__(self, plan: RankPlan | None) -> None:
         self._plan = plan
 
-    def newest_plan(self) -> RankPlan | None:
+    def pop_newest_plan(self) -> RankPlan | None:
         plan, self._plan = self._plan, None
         return plan
 
@@ -187,7 +187,7 @@ def configure(job: TitanJob, plan: RankPlan | None) -> tuple[Any, list[tuple[int
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     make = pipelining_fn if job.adaptive else pipeline_llm
-    options = {"adaptive": {"control": Arriving(plan)}} if job.adaptive else {}
+    options = {"adaptive": {"options": Options(control=Arriving(plan))}} if job.adaptive else {}
 
     def sums_on_gloo(model: Any, **given: Any) -> Any:
         built = make(model, **given, **options)

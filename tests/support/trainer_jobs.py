@@ -11,13 +11,13 @@ import torch
 from gate import same_bits
 from torch import Tensor, nn
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Dispatch, Link, Plan, Policy, Problem, Route, StageTimes, plan
-from pipemorph.wire import StageProfile
+from pipemorph.protocol import StageProfile
+from pipemorph.spec.mesh import MeshShape
+from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import Options, Pipeline, TrainerContext
-from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
-from pipemorph_trainer.agent.rank_plan import RankPlan, cut
+from pipemorph_trainer.agent.messages import NullControlClient, OffloadStats, RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan, split_plan
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 3
 
@@ -84,8 +84,8 @@ class Loader:
 
 @dataclass(frozen=True)
 class Job:
-    """What :func:`train` runs on each rank. ``switches`` installs a plan on a rank when it
-    is about to run an iteration: ``(iteration, plan, ranks)``."""
+    """Job that :func:`train` runs on each rank. ``switches`` installs a plan on a rank when it is
+    about to run an iteration: ``(iteration, plan, ranks)``."""
 
     stages: int
     microbatches: int
@@ -147,9 +147,9 @@ def make_plan(
 
 
 def part(plan: Plan, rank: int, mesh: MeshShape) -> RankPlan:
-    """What one rank of a mesh runs of a plan."""
-    at = mesh.coordinate(rank)
-    return cut(plan, mesh, [at.along("pp")])[0]
+    """Part of a plan that one rank of a mesh runs."""
+    at = mesh.find_coordinate(rank)
+    return split_plan(plan, mesh, [at.index_along("pp")])[0]
 
 
 @dataclass
@@ -165,16 +165,16 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     split: str = ""
     profiles: list[StageProfile] = field(default_factory=list)
-    offloaded: list[Offloaded | None] = field(default_factory=list)
-    """Per iteration."""
+    offloaded: list[OffloadStats | None] = field(default_factory=list)
+    """Statistics per iteration."""
     moved: list[int] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
-    """Per iteration: microbatches that went to host memory, and whose forward ran again."""
+    """Microbatches per iteration that went to host memory, and whose forward ran again."""
     threads: list[str] = field(default_factory=list)
 
 
-class Told(NoControl):
-    """Keeps what a rank tells of its iterations."""
+class RecordingClient(NullControlClient):
+    """Records a rank's telemetry of its iterations."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -192,7 +192,7 @@ def train(context: TrainerContext, job: Job) -> Record:
     module = make_stage(stage, job.stages, job.dtype)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     record = Record()
-    told = Told(record)
+    client = RecordingClient(record)
     with Pipeline(
         module,
         context=context,
@@ -206,7 +206,7 @@ def train(context: TrainerContext, job: Job) -> Record:
             engine=job.engine,  # type: ignore[arg-type]
             faults=job.faults,
             host_memory=job.host_memory,
-            control=told,
+            control=client,
         ),
         plan=job.initial,
         deadline_seconds=job.deadline,
@@ -216,7 +216,7 @@ def train(context: TrainerContext, job: Job) -> Record:
         for iteration in range(job.iterations):
             for at, plan_, ranks in job.switches:
                 if at == iteration and context.rank in ranks:
-                    pipe.install(plan_)
+                    pipe.install_plan(plan_)
             tokens, target = make_batch(1000 * replica + iteration, job.batch * job.microbatches)
             began = time.monotonic()
             loss = pipe.step(tokens, target=target)
@@ -237,7 +237,7 @@ def train(context: TrainerContext, job: Job) -> Record:
 def reference(
     job: Job, replica: int = 0, batch_of: Callable[[int], int] | None = None
 ) -> list[Record]:
-    """The same training in one process: microbatches one after another, no pipeline.
+    """Train in one process: microbatches one after another, no pipeline.
 
     ``batch_of(iteration)``: samples per microbatch, where they change.
     """

@@ -17,15 +17,21 @@ from operator_objects import body
 from operator_status import Shared, known
 from plant_support import Plant
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import ControlState
-from pipemorph.ingest import IngestHandler, Limits
-from pipemorph.wire import Directive, DirectiveEnvelope, HandIn, LinkHealthReport, revision_of
-from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph.ingest import IngestHandler, RateLimits
+from pipemorph.protocol import (
+    Directive,
+    DirectiveEnvelope,
+    LinkHealthReport,
+    SnapshotMessage,
+    compute_revision,
+)
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.job_status import ControlStatus
+from pipemorph_operator.ingest.job_store import ClusterJobStore
 
 KEY = ("team", "gpt")
 TURNS = ((0.0, 0.06, 0.0), (0.0, 0.15, 0.0), (0.08, 0.0, 0.0))
-"""Delays of the links: each asks for another plan."""
+"""Delays of the links: each requires another plan."""
 SLOW, SLOWER = list(TURNS[0]), list(TURNS[1])
 
 
@@ -41,12 +47,12 @@ class Api(Shared):
         self.job = body(stages=4, trainer=trainer, schedule=schedule)
         self.job["status"] = {"attempt": 0}
 
-    def control(self) -> ControlState | None:
+    def control(self) -> ControlStatus | None:
         found = self.job["status"].get("control")
-        return None if found is None else ControlState.model_validate(found)
+        return None if found is None else ControlStatus.model_validate(found)
 
     def write(self, status: dict[str, Any]) -> None:
-        """As the CRD's rules allow."""
+        """Write as the CRD's rules allow."""
         old, new = self.job["status"].get("control"), status.get("control")
         if old is not None:
             assert new is not None and new["planVersion"] >= old["planVersion"]
@@ -54,8 +60,8 @@ class Api(Shared):
 
 
 class Host:
-    """One ingest: until it is killed, at the write with number ``dies_at``: before the API server
-    has it, or after (``got_through``). ``term``: of its Lease."""
+    """Ingest until it is killed, at the write with number ``dies_at``: before the API server has
+    it, or after (``got_through``). ``term``: of its Lease."""
 
     def __init__(
         self, api: Api, clock: Callable[[], float], dies_at: int = -1, term: int = 0
@@ -63,11 +69,11 @@ class Host:
         self.api, self.dies_at, self.got_through = api, dies_at, False
         self.dead = self.away = False
         self.late: asyncio.Event | None = None
-        """Until when its writes are on their way."""
+        """Event until which its writes are on their way."""
         self.writes = 0
         cluster: Any = self
-        self.store = ClusterStore(cluster, clock=clock, monotonic=clock, term=lambda: term)
-        self.handler = IngestHandler(self.store, limits=Limits(1e9, 1_000_000_000))
+        self.store = ClusterJobStore(cluster, clock=clock, monotonic=clock, term=lambda: term)
+        self.handler = IngestHandler(self.store, limits=RateLimits(1e9, 1_000_000_000))
 
     @property
     def controller(self) -> Any:
@@ -100,7 +106,7 @@ class Host:
         if self.away:
             raise ConnectionResetError("no API server")
         if self.dead:
-            await asyncio.Event().wait()  # For ever: nothing happens in a process that is gone.
+            await asyncio.Event().wait()  # Waits for ever: the process is gone.
 
 
 class Ranks(Plant):
@@ -111,7 +117,7 @@ class Ranks(Plant):
         self.api, self.loop = api, loop
         self.hosts: list[Host] = []
         self.plans: dict[int, str] = {}
-        """By version: every plan that the ranks were given."""
+        """Plans that the ranks were given, by version."""
         self.loses_replies = False
         self.drops, self.chance = 0.0, random.Random(0)
         """Share of replies that are lost, though the ingest has the reports."""
@@ -141,18 +147,18 @@ class Ranks(Plant):
             return
         self.sequence += 1
         observer = self.observes.observer
-        report = observer.report(
+        report = observer.build_report(
             self.sequence,
             self.now,
             self.observed,
             plan_issued_at=self.newest.issued_at if self.newest is not None else None,
             term=self.term,
-            snapshot=revision_of(self.snapshot),
+            snapshot=compute_revision(self.snapshot),
         )
         host = self.hosts[self.sequence % len(self.hosts)]
         answer = self.loop.run_until_complete(self._ask(host, report))
         if answer is not None and self.takes(answer):
-            observer.delivered(report, answer)
+            observer.record_delivery(report, answer)
             if answer.wants_snapshot and self.snapshot:
                 self.loop.run_until_complete(self._hand_in(host))
 
@@ -169,7 +175,7 @@ class Ranks(Plant):
             plan = directive.plan.model_dump_json()
             assert self.plans.setdefault(self.observed, plan) == plan, "two plans"
             if directive.plan_version > max(self.plan.version, self.prepared_version):
-                self.prepared = (self.iteration + 1, directive.plan.plan())
+                self.prepared = (self.iteration + 1, directive.plan.to_plan())
         return True
 
     @property
@@ -177,17 +183,19 @@ class Ranks(Plant):
         return self.prepared[1].version if self.prepared is not None else 0
 
     def restart_agent(self) -> None:
-        """Another process is the agent: it knows nothing."""
+        """Replace the agent by another process, without its state."""
         self.observes = Agent(self.spec, job="gpt", namespace="team", paced=True)
-        self.observes.observer._fresh = True
+        self.observes.observer._is_first_report = True
         self.forget()
 
     async def _hand_in(self, host: Host) -> None:
         async def body() -> bytes:
-            message = HandIn(job="gpt", namespace="team", attempt=0, snapshot=self.snapshot)
-            return message.body()
+            message = SnapshotMessage(
+                job="gpt", namespace="team", attempt=0, snapshot=self.snapshot
+            )
+            return message.to_json()
 
-        handing = asyncio.ensure_future(host.handler.hand_in(*KEY, body))
+        handing = asyncio.ensure_future(host.handler.handle_snapshot(*KEY, body))
         for _ in range(60):
             await asyncio.sleep(0)
         if not handing.done():
@@ -199,10 +207,10 @@ class Ranks(Plant):
     async def _ask(self, host: Host, report: LinkHealthReport) -> DirectiveEnvelope | None:
         if host.dead:
             return None
-        asking = asyncio.ensure_future(host.handler.report(*KEY, report.body()))
+        asking = asyncio.ensure_future(host.handler.handle_report(*KEY, report.to_json()))
         for _ in range(60):
             await asyncio.sleep(0)
-        looks = asyncio.gather(host.handler.tick(*KEY), host.store.look(KEY))
+        looks = asyncio.gather(host.handler.tick_job(*KEY), host.store.write_status_if_due(KEY))
         for _ in range(60):
             await asyncio.sleep(0)
         if not asking.done() or not looks.done():

@@ -8,18 +8,18 @@ from typing import Literal
 
 from manifests import job_of
 
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import JobState, TrainingStatus
-from pipemorph.api.status_links import SlowLink
 from pipemorph.control.decide.forecast import Forecast, Outlook
 from pipemorph.control.decide.situation import Situation
-from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.local.service import ControlState
+from pipemorph.control.first_plan import initial_plan, select_planning_fields
+from pipemorph.local.service import ControlSnapshot
 from pipemorph.planning import Plan, Route, StageTimes
-from pipemorph.watch.build import StageTrace, Watched
-from pipemorph.watch.document import Recovered
-from pipemorph.watch.lanes import LaneLog
-from pipemorph.wire import AdaptationRecord, Health, IterationSample, LinkState
+from pipemorph.protocol import AdaptationRecord, Health, IterationSample, LinkState
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.job_status import JobState, TrainingStatus
+from pipemorph.spec.status_links import SlowLink
+from pipemorph.views.live_page.link_history import LinkHistory
+from pipemorph.views.live_page.page_builder import StageTrace, WatchedJob
+from pipemorph.views.live_page.page_document import RecoveryEntry
 
 NOW = 1_790_000_000.0
 WIRE, LATE = 0.001, 0.06
@@ -68,7 +68,7 @@ def link_states(
     known: bool = True,
     replica: int = 0,
 ) -> list[LinkState]:
-    """``since``: the first iteration in which they were found ``slow``."""
+    """States of the links. ``since``: the first iteration in which they were found ``slow``."""
 
     def state(i: int) -> LinkState:
         if not known:
@@ -103,12 +103,12 @@ def watched(
     *,
     delegated: bool = True,
     replicas: int = 1,
-) -> tuple[Watched, list[StageTrace]]:
+) -> tuple[WatchedJob, list[StageTrace]]:
     """A job in the iteration before which the case has come about, and the ops of that. Of several
     replicas the one in the middle has the slow link."""
     made = job(stages, microbatches, replicas=replicas)
     mesh = made.spec.parallelism.mesh
-    rules, first = planning_rules(made.spec), initial_plan(made.spec)
+    rules, first = select_planning_fields(made.spec), initial_plan(made.spec)
     link = stages // 2 - 1 if stages > 2 else 0
     slow, replica = {link: LATE}, replicas // 2
     ill, well = situation_of(stages, slow), situation_of(stages, {})
@@ -116,11 +116,11 @@ def watched(
         Route.DELEGATED if delegated and i == link else Route.DIRECT for i in range(stages - 1)
     )
     hurt = Forecast(rules, ill)
-    better = replace(hurt.best(hurt.fresh(routes)).plan, version=1)
+    better = replace(hurt.choose_best(hurt.make_options(routes)).plan, version=1)
     usual, late, after = (
-        Forecast(rules, well).of(first).seconds,
-        hurt.of(first).seconds,
-        hurt.of(better).seconds,
+        Forecast(rules, well).predict_option(first).seconds,
+        hurt.predict_option(first).seconds,
+        hurt.predict_option(better).seconds,
     )
     phases = [(0, SLOW_AT, usual, 0)]
     if case != "healthy":
@@ -128,7 +128,9 @@ def watched(
     if case not in ("healthy", "slow"):
         phases.append((CHANGED_AT, WELL_AT, after, 1))
     if case == "recovered":
-        phases.append((WELL_AT, RETURNED_AT, Forecast(rules, well).of(better).seconds, 1))
+        phases.append(
+            (WELL_AT, RETURNED_AT, Forecast(rules, well).predict_option(better).seconds, 1)
+        )
         phases.append((RETURNED_AT, 60, usual, 2))
     samples = [
         IterationSample(
@@ -138,16 +140,16 @@ def watched(
         for begin, end, seconds, version in phases
         for i in range(begin, end)
     ]  # fmt: skip
-    lanes, direct = LaneLog(), first.routes
-    lanes.take(0, link_states(stages, {}, None, known=False), direct, {})
-    lanes.take(1, link_states(stages, {}, None), direct, {})
+    lanes, direct = LinkHistory(), first.routes
+    lanes.record_states(0, link_states(stages, {}, None, known=False), direct, {})
+    lanes.record_states(1, link_states(stages, {}, None), direct, {})
     changes, version, situation, running = [], 0, well, first
     if case != "healthy":
         found = link_states(stages, slow, SLOW_AT, replica=replica)
-        lanes.take(SLOW_AT + 1, found, direct, {})
+        lanes.record_states(SLOW_AT + 1, found, direct, {})
         situation = ill
     if case not in ("healthy", "slow"):
-        lanes.take(CHANGED_AT, found, routes, {})
+        lanes.record_states(CHANGED_AT, found, routes, {})
         change = record(
             1, "adapt", CHANGED_AT, better, promised=1 - after / late,
             measured=1.02 * (1 - after / late), iteration_seconds_before=late,
@@ -160,14 +162,14 @@ def watched(
         )  # fmt: skip
         changes, version, running = [change], 1, better
     if case == "recovered":
-        lanes.take(WELL_AT + 1, link_states(stages, {}, WELL_AT), routes, {})
-        lanes.take(RETURNED_AT, link_states(stages, {}, WELL_AT), direct, {})
+        lanes.record_states(WELL_AT + 1, link_states(stages, {}, WELL_AT), routes, {})
+        lanes.record_states(RETURNED_AT, link_states(stages, {}, WELL_AT), direct, {})
         changes.append(record(2, "return", RETURNED_AT, first, saving=0.0))
         version, situation, running = 2, well, replace(first, version=2)
     recoveries = []
     if case in ("recovering", "failed"):
         recoveries = [
-            Recovered(lost_at=NOW - 30, cause="rank 3 was killed by SIGKILL", went_on_with=28,
+            RecoveryEntry(lost_at=NOW - 30, cause="rank 3 was killed by SIGKILL", went_on_with=28,
                       seconds=2.3, repeated=0)
         ]  # fmt: skip
     saved = (late - after) * 25 if version else 0.0
@@ -191,13 +193,15 @@ def watched(
     )
     state: JobState = {"recovering": "Restarting", "failed": "Failed"}.get(case, "Running")
     why = "rank 2 raised RuntimeError: CUDA out of memory"
-    known = Watched(
+    known = WatchedJob(
         job=made,
         now=NOW,
-        status=ControlState(training, [], None).status(state, why if state != "Running" else ""),
+        status=ControlSnapshot(training, [], None).to_status(
+            state, why if state != "Running" else ""
+        ),
         samples=samples,
         changes=changes,
-        lanes=lanes,
+        link_history=lanes,
         recoveries=recoveries,
         available=[sample.index for sample in samples],
         outlook=Outlook(rules, situation, first, running),
@@ -207,10 +211,12 @@ def watched(
     for columns, links in (((replica,), situation), (others, well)):
         rows = [
             tuple(op._replace(start=NOW + op.start, end=NOW + op.end) for _, op in row)
-            for row in Forecast(rules, links).simulated(running)
+            for row in Forecast(rules, links).simulate_plan(running)
         ]
         traces += (
-            StageTrace(mesh.rank(stage, column), stage, column, samples[-1].index, version, ops)
+            StageTrace(
+                mesh.find_rank(stage, column), stage, column, samples[-1].index, version, ops
+            )
             for column in columns
             for stage, ops in enumerate(rows)
         )

@@ -16,9 +16,9 @@ from split_support import Lambda
 from torch import Tensor, nn
 from trainer_jobs import Job, loss_fn, make_batch, make_stage, reference
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph_trainer import Options, Pipeline, TrainerContext, start
-from pipemorph_trainer.start import Start
+from pipemorph.spec.mesh import MeshShape
+from pipemorph_trainer import Options, Pipeline, TrainerContext, startup
+from pipemorph_trainer.startup import StartupInfo
 
 
 def clipped(context: TrainerContext, job: Job) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -49,7 +49,7 @@ def test_loss_and_norm_are_on_every_rank_and_clipping_is_global() -> None:
 
 
 def scale() -> nn.Module:
-    """Any number of float and integer tensors through; changes no shape."""
+    """Scale any number of float and integer tensors; changes no shape."""
 
     def forward(m: Any, *tensors: Tensor) -> Any:
         out = tuple(t * m.weight if t.is_floating_point() else t for t in tensors)
@@ -81,7 +81,7 @@ def test_shapes_may_change_between_steps(route: str) -> None:
 
 
 def masked(m: Any, x: Tensor, *, mask: Tensor, factor: float = 1.0) -> Tensor:
-    """Takes what every stage needs by name, on each rank; the first takes its input so too."""
+    """Takes the inputs of every stage by name, on each rank; the first its own, too."""
     return x * m.weight * mask * factor
 
 
@@ -111,7 +111,7 @@ def test_keyword_arguments_go_to_the_stage_of_their_rank() -> None:
 
 
 def uneven(context: TrainerContext) -> dict[str, list[float] | None]:
-    """A stage has a parameter that only replica 1 uses, and one that nobody does."""
+    """A stage has a parameter that only replica 1 uses, and one that none uses."""
     second = context.coordinate(2).replica == 1
     names = ("always", "second", "never")
     module = Lambda(
@@ -151,8 +151,8 @@ def test_shapes_that_differ_between_microbatches_are_named() -> None:
 
 
 def joined(context: TrainerContext, through: Path) -> bool:
-    """Whether rank 1, which is slow in the middle of it, is through when this rank is."""
-    make_mesh = start.device_mesh
+    """True if rank 1, which is slow in the middle of it, is through when this rank is."""
+    make_mesh = startup.create_device_mesh
 
     def slow(*args: Any, **options: Any) -> Any:
         mesh = make_mesh(*args, **options)
@@ -161,13 +161,13 @@ def joined(context: TrainerContext, through: Path) -> bool:
         return mesh
 
     if context.rank == 1:
-        vars(start)["device_mesh"] = slow
-    start.join(context, torch.device("cpu"), Start(mesh=MeshShape(2), microbatches=1))
+        vars(startup)["create_device_mesh"] = slow
+    startup.join_job(context, torch.device("cpu"), StartupInfo(mesh=MeshShape(2), microbatches=1))
     return through.exists()
 
 
 def test_no_rank_joins_before_the_others(tmp_path: Path) -> None:
-    """One that then fails would take the store along, and the others told of that."""
+    """A rank that joined and then fails would take the store along, and others that error."""
     assert run_ranks(2, joined, tmp_path / "through") == [True, True]
 
 

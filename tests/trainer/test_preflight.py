@@ -1,4 +1,4 @@
-"""The preflight: what it finds, and that it becomes the training program."""
+"""The preflight: its findings, and that it becomes the training program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_fit_pod_becomes_its_command() -> None:
 
 
 def test_what_is_missing_is_named_and_ends_in_78(tmp_path: Path) -> None:
-    found = preflight.faults(rdma=True, memlock=False, shm_bytes=1 << 60, devices=tmp_path)
+    found = preflight.find_faults(rdma=True, memlock=False, shm_bytes=1 << 60, devices=tmp_path)
     assert "uverbs" in found[0]
     assert str(1 << 60) in found[1]
     command = [
@@ -39,14 +39,14 @@ def test_what_is_missing_is_named_and_ends_in_78(tmp_path: Path) -> None:
 
 def test_devices_are_seen(tmp_path: Path) -> None:
     (tmp_path / "uverbs0").touch()
-    assert preflight.faults(rdma=True, memlock=False, shm_bytes=None, devices=tmp_path) == []
+    assert preflight.find_faults(rdma=True, memlock=False, shm_bytes=None, devices=tmp_path) == []
 
 
 def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_may_lock", lambda: False)
 
     def limited(limit: int) -> list[str]:
-        return preflight.faults(
+        return preflight.find_faults(
             rdma=False, memlock=True, shm_bytes=None, locked_limit=lambda: limit
         )
 

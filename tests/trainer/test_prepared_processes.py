@@ -1,4 +1,4 @@
-"""Programs that tests fork from a prepared process run as those that are executed."""
+"""Programs that tests fork from a prepared process run as executed ones do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch import ended
 from prepared_processes import PreparedProcess
 from waiting import until
 
-from pipemorph.local.processes.forks import SPAWN
+from pipemorph.local.processes.fork_client import SPAWN
 
 SECONDS = 60.0
 SEEN = """
@@ -58,7 +58,7 @@ while True:
 def seen(
     start: Callable[..., Any], pipe: tuple[int, int], folder: Path, *command: str, **options: Any
 ) -> dict[str, Any]:
-    """What a program sees of itself, by its exit status and output."""
+    """View of itself that a program prints, and its exit status."""
     reads, writes = pipe
     os.write(writes, b"from a pipe")
     with start(
@@ -90,14 +90,14 @@ def test_a_program_sees_the_same(
     # torch sets it in a process that compiles, as other tests of a session do.
     env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     options = {"env": env, "start_new_session": new_session}
-    pipe = os.pipe()  # One for both: its number is an argument of both.
+    pipe = os.pipe()  # A shared pipe: its number is an argument of both.
     try:
         forked = seen(PreparedProcess, pipe, tmp_path, *command, **options)
         executed = seen(subprocess.Popen, pipe, tmp_path, *command, **options)
     finally:
         for descriptor in pipe:
             os.close(descriptor)
-    if command[0] == "-u":  # As in the ranks that a host forks.
+    if command[0] == "-u":  # A host forks ranks with this option.
         executed["original"].remove("-u")
     assert forked == executed
 
@@ -166,7 +166,7 @@ def test_what_is_read_at_imports_makes_a_program_of_its_own(variable: str, tmp_p
 
 
 def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its late answer must not be taken for that to the next request."""
+    """The late answer must not be taken for that to the next request."""
     monkeypatch.setattr(prepared_processes, "FORK_SECONDS", 0.1)
     ours, theirs = socket.socketpair()
     stuck = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

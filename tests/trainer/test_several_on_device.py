@@ -20,18 +20,18 @@ from simulated_runs import device_with_receives
 from torch import nn
 from trainer_jobs import Record, loss_fn, make_batch, make_stage
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind, Plan, Route, Schedule
+from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import Options, Pipeline, TrainerContext
-from pipemorph_trainer.agent import receives
+from pipemorph_trainer.agent import receive_windows
 
 # --- when a receive may be posted -----------------------------------------------------------------
 
 
 def reachable(plan: Plan, rank: int, ran: int) -> dict[tuple[int, bool], int]:
-    """How many messages each stage has sent up and down (False, True), where ``rank`` has run so
-    many ops and runs no more: the other ranks run all that they can."""
+    """Messages that each stage has sent up and down (False, True), where ``rank`` has run so many
+    ops and runs no more: the other ranks run all that they can."""
     schedule, last = plan.schedule, plan.schedule.stage_count - 1
     at = [0] * len(schedule.ranks)
     sent = {(stage, forward): 0 for stage in range(last + 1) for forward in (True, False)}
@@ -41,7 +41,7 @@ def reachable(plan: Plan, rank: int, ran: int) -> dict[tuple[int, bool], int]:
         if at[each] == most:
             return False
         kind, microbatch, chunk = schedule.ranks[each][at[each]]
-        stage = schedule.stages_of[each][chunk]
+        stage = schedule.stages_by_rank[each][chunk]
         forward = kind is OpKind.F
         source = (stage - 1 if forward else stage + 1, forward)
         if kind is not OpKind.W and sent.get(source, last + 99) <= microbatch:
@@ -58,7 +58,7 @@ def reachable(plan: Plan, rank: int, ran: int) -> dict[tuple[int, bool], int]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_receive_is_posted_exactly_when_its_message_can_come(seed: int) -> None:
-    """Not before, when it would depend on this rank, if only by way of others, and not later."""
+    """Earlier the receive would depend on this rank, if only by way of others."""
     rng = random.Random(seed)
     ranks = rng.randint(2, 4)
     policy = rng.choice(("1f1b-interleaved", "zero-bubble-v", "pipemorph"))
@@ -69,7 +69,7 @@ def test_a_receive_is_posted_exactly_when_its_message_can_come(seed: int) -> Non
         policy, ranks, stages, microbatches, placement=placement, delay=rng.choice((0.0, 4.0))
     )
     for rank, mine in enumerate(plan.schedule.ranks):
-        found = receives.after_ops(plan.schedule, rank)
+        found = receive_windows.count_ops_before_receives(plan.schedule, rank)
         for ran in range(len(mine) + 1):
             sent = reachable(plan, rank, ran)
             for (stage, forward), ops in found.items():
@@ -79,14 +79,14 @@ def test_a_receive_is_posted_exactly_when_its_message_can_come(seed: int) -> Non
 
 
 def test_one_stage_per_rank_counts_the_same() -> None:
-    """Messages of the link say no less there than ops of the rank."""
+    """Messages of the link say no less than ops of the rank there."""
     plan = make_plan("zero-bubble-v", 2, 4, 4)
     stages = tuple(tuple(op._replace(chunk=0) for op in ops) for ops in plan.schedule.stages)
     schedule = Schedule(4, stages)
     line = replace(plan, schedule=schedule)
     for stage in range(1, 4):
-        ops = receives.after_ops(schedule, stage)[stage, True]
-        messages = receives.after_above(line, stage)
+        ops = receive_windows.count_ops_before_receives(schedule, stage)[stage, True]
+        messages = receive_windows.count_sends_before_forward(line, stage)
         backwards = [
             at for at, op in enumerate(stages[stage], 1) if op.kind in (OpKind.B, OpKind.BW)
         ]
@@ -124,7 +124,7 @@ def on_device(context: TrainerContext, *args: Any) -> dict[int, tuple[Record, li
     ),
 )
 def test_policies(policy: str, ranks: int, stages: int, microbatches: int, route: str) -> None:
-    """Over the direct route (``auto`` begins with it), and over host memory."""
+    """Messages take the direct route (``auto`` begins with it), and go over host memory."""
     routes = [Route.DELEGATED if route == "delegated" else Route.DIRECT] * (stages - 1)
     plan = make_plan(policy, ranks, stages, microbatches, routes=routes)
     check(plan, run=on_device, route=route, engine="tcp")
@@ -138,7 +138,7 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
     new = make_plan("pipemorph", 2, 4, 6, placement=placement, version=3, delay=3.0, routes=routes)
     assert new.schedule.ranks != first.schedule.ranks
     records = check(first, run=on_device, switches=[(1, new, (0, 1))], engine="tcp", route="auto")
-    # In the second iteration, if the other rank's word of it came in time.
+    # The second iteration has it, if the other rank's message came in time.
     assert records[0].versions[::2] == [0, 3]
 
 

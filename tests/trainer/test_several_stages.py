@@ -18,12 +18,12 @@ from several_replicas import assert_as_one_process, replicated
 from torch import nn
 from trainer_jobs import Job, loss_fn, make_batch, make_stage
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Route
 from pipemorph.planning.formats.torch_csv import parse_csv
-from pipemorph.planning.offload import left
+from pipemorph.planning.offload import count_away_microbatches
+from pipemorph.spec.mesh import MeshShape
+from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.rank_plan import check_plan
 
@@ -87,7 +87,7 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
         first, switches=[(1, new, (0, 1))], faults=[Fault(link=0, delay_ms=5.0)], engine="tcp",
         route="auto",
     )  # fmt: skip
-    # In the second iteration, if the other rank's word of it came in time.
+    # The second iteration has it, if the other rank's message came in time.
     assert records[0].versions[::2] == [0, 3]
 
 
@@ -96,8 +96,8 @@ def test_a_plan_for_a_slow_link_takes_over_on_both_routes(placement: str) -> Non
     parametrize_product(["v", "interleaved"], [Dispatch.GUIDED], test=1, full=1),
 )
 def test_the_order_follows_the_messages(placement: str, dispatch: Dispatch) -> None:
-    """The same bits; also while a link is late that the plan knows nothing of, and from the second
-    iteration on under a plan for it, with links on the engine."""
+    """Results are the same bits; also while a link is late that the plan knows nothing of, and from
+    the second iteration on under a plan for it, with links on the engine."""
     first = make_plan("pipemorph", 2, 4, 6, placement=placement, dispatch=dispatch)
     check(first)
     routes = [Route.DELEGATED, Route.DIRECT, Route.DELEGATED]
@@ -119,7 +119,7 @@ def test_the_order_follows_the_messages_of_three_stages(dispatch: Dispatch) -> N
 
 
 def test_a_schedule_of_torch_from_a_csv() -> None:
-    """With a fused backward on some stages and a split one on others."""
+    """The backward is fused on some stages and split on others."""
     check(
         parse_csv(
             "0F0,0F1,2F0,2F1,2I0,2W0,0B0,2B1,0B1\n1F0,1F1,3F0,3B0,3F1,1I0,3B1,1W0,1B1\n"
@@ -159,15 +159,15 @@ def test_activations_leave_the_device(placement: str, how: str) -> None:
         )
     first = make_plan("pipemorph", 2, 4, 8, placement=placement)
     new = make_plan("pipemorph", 2, 4, 8, placement=placement, version=3, delay=20.0, **limits)
-    away = left(new.schedule, new.device_limits, new.recompute)
+    away = count_away_microbatches(new.schedule, new.device_limits, new.recompute)
     leaving = away.recomputed if how == "recompute" else away.offloaded
     assert leaving[0] and leaving[1], "on both ranks"
     records = check(first, switches=[(1, new, (0, 1))], **fields)
     for stage, record in enumerate(records):
-        told = record.again if how == "recompute" else record.moved
-        assert sum(record.again) + sum(record.moved) == sum(told), "in one way only"
+        done = record.again if how == "recompute" else record.moved
+        assert sum(record.again) + sum(record.moved) == sum(done), "in one way only"
         planned = [leaving[stage] if version == 3 else 0 for version in record.versions]
-        assert told == planned and record.versions[2:] == [3, 3]
+        assert done == planned and record.versions[2:] == [3, 3]
 
 
 def breaking(context: TrainerContext, job: Job, how: str, dispatch: str) -> None:
@@ -211,7 +211,7 @@ def breaking(context: TrainerContext, job: Job, how: str, dispatch: str) -> None
     ),
 )  # fmt: skip
 def test_a_rank_that_breaks_is_named(how: str, dispatch: str) -> None:
-    """The other rank ends soon, and says which message of which stage it missed."""
+    """The other rank ends soon, and names the message and stage that it missed."""
     job = Job(4, 4, deadline=4.0 if how == "hang" else 30.0)
     ranks = Ranks(2, breaking, job, how, dispatch)
     ranks.wait_for_end([0])

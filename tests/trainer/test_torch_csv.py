@@ -23,15 +23,15 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipemorph.cli import main
 from pipemorph.planning import Link, Policy, Problem, Schedule, StageTimes, plan, simulate, validate
-from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv, parse_csv
-from pipemorph.planning.rule_based import one_f_one_b_interleaved, zero_bubble_v
+from pipemorph.planning.formats.torch_csv import dump_communication_csv, dump_csv, parse_csv
+from pipemorph.planning.rule_based import schedule_1f1b_interleaved, schedule_zero_bubble_v
 from pipemorph_trainer import TrainerContext
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 
 
 class Stage(_PipelineStageBase):
-    """As much of a stage as torch's schedules ask for before they run."""
+    """Part of a stage that torch's schedules request before they run."""
 
     def __init__(self, index: int, stages: int, ranks: int) -> None:
         self.submod = None  # type: ignore[assignment]
@@ -113,11 +113,11 @@ def test_rules_are_those_of_torch(
     if placement == "v":
         kind, ours = (
             torch_schedules.ScheduleZBVZeroBubble,
-            zero_bubble_v(problem(stages, microbatches)),
+            schedule_zero_bubble_v(problem(stages, microbatches)),
         )
     else:
         kind = torch_schedules.ScheduleInterleaved1F1B
-        ours = one_f_one_b_interleaved(problem(stages, microbatches, ranks=ranks))
+        ours = schedule_1f1b_interleaved(problem(stages, microbatches, ranks=ranks))
         assert ours.placement == tuple(stage % ranks for stage in range(stages))
     theirs = torch_runtime(kind, ranks, stages, microbatches)
     assert own_rows(ours) == torch_rows(theirs)
@@ -188,7 +188,7 @@ def lowered(runtime: Any) -> dict[int, list[str]]:
 
 
 def messages(row: list[str], placement: tuple[int, ...], peer: int) -> list[str]:
-    """What a rank sends to and receives from another one, in order: as the sender names it."""
+    """Messages between a rank and another one, in order: as the sender names it."""
     found = []
     for action in row:
         if match := re.fullmatch(r"(\d+)(SEND|RECV)_([FB])(\d+)", action):
@@ -212,7 +212,7 @@ COMMS = [
 def test_torch_takes_our_sends_and_receives(
     case: tuple[Policy, int, int, int, float | None], tmp_path: Path
 ) -> None:
-    """The actions are those of torch's own lowering, in an order that it can run too."""
+    """Actions of torch's own lowering, in an order that it can run, too."""
     policy, ranks, stages, microbatches, delay = case
     source, plain, whole = (tmp_path / name for name in ("problem.json", "a.csv", "b.csv"))
     given = problem(stages, microbatches, ranks=ranks, delay=delay or 0.0)
@@ -235,7 +235,7 @@ def test_torch_takes_our_sends_and_receives(
         for peer in range(ranks):
             between = messages(row, placement, peer)
             assert between == messages(mine[peer], placement, rank), (rank, peer)
-    # Fails where ranks would wait for each other. It knows no actions of FSDP.
+    # Fails where ranks would wait for each other. Actions of FSDP are unknown to it.
     for rank, actions in ours.pipeline_order_with_comms.items():
         known = [each for each in actions if each.microbatch_index is not None]
         ours.pipeline_order_with_comms[rank] = known
@@ -246,11 +246,11 @@ def test_receives_are_where_their_messages_are_sent_in_the_plan() -> None:
     """Stage 0 takes 30 a forward and stage 1 takes 10: its own forwards are over long before the
     next message is sent. And where no op takes any time, a receive is still before its op."""
     ops = schedule_of(2, ["F0 F1 BW0 BW1", "F0 BW0 F1 BW1"])
-    rows = dump_comms_csv(ops, [[30, 60, 90, 120], [40, 50, 70, 80]]).splitlines()
+    rows = dump_communication_csv(ops, [[30, 60, 90, 120], [40, 50, 70, 80]]).splitlines()
     last = "1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0,1WAIT_SEND_B1"
     assert rows[1] == (f"1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,{last}")
     assert rows[0].startswith("0UNSHARD,0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,")
-    at_once = dump_comms_csv(ops, [[0] * 4] * 2).splitlines()
+    at_once = dump_communication_csv(ops, [[0] * 4] * 2).splitlines()
     for row in at_once:
         cells = row.split(",")
         for i, cell in enumerate(cells):
@@ -260,11 +260,11 @@ def test_receives_are_where_their_messages_are_sent_in_the_plan() -> None:
 
 
 def run_in_torch(context: TrainerContext, folder: str, per_edge: bool) -> list[list[str]]:
-    """Three ranks run both files of a plan, and one of several stages per rank: the hashes of the
-    gradients, per file."""
+    """Run both files of a plan, and one of several stages per rank, on three ranks: the hashes of
+    the gradients, per file."""
     dist.init_process_group("gloo", rank=context.rank, world_size=3,
         init_method=f"tcp://{context.master_addr}:{context.master_port}")  # fmt: skip
-    # As TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P sets it, which is read before a rank is forked.
+    # Set as by TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P, which is read before a rank is forked.
     config: Any = torch.distributed.config
     config.pipeline_per_edge_p2p = per_edge
     found: list[list[str]] = []

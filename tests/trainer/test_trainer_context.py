@@ -1,4 +1,4 @@
-"""A rank's environment, and what is wrong with it: one line, exit 2."""
+"""A rank's environment, and its errors: one line, exit 2."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_what_is_named_is_read(files: Path) -> None:
     )
     assert context.job is not None and context.job.spec.parallelism.stages == 2
     assert (context.secret, context.args) == (b"\x00secret", {"layers": 2})
-    assert (context.kept_dir, context.generation) == (files, 3)
+    assert (context.memory_dir, context.generation) == (files, 3)
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "error"),
     [
         ("PIPEMORPH_JOB_FILE", "gone.json", "gone.json: cannot be read: No such file"),
         ("PIPEMORPH_JOB_FILE", ".", "cannot be read: Is a directory"),
@@ -72,18 +72,18 @@ def test_what_is_named_is_read(files: Path) -> None:
         ("PIPEMORPH_ARGS", "[" * 100_000, "expected a JSON object"),
     ],
 )
-def test_what_cannot_be_read_is_named(files: Path, variable: str, value: str, told: str) -> None:
+def test_what_cannot_be_read_is_named(files: Path, variable: str, value: str, error: str) -> None:
     found = value if variable.endswith("ARGS") else str(files / value)
     with pytest.raises(InputError) as refused:
         TrainerContext.from_env(RANKS | {variable: found})
     said = str(refused.value)
-    assert said.startswith(variable) and told in said, said
+    assert said.startswith(variable) and error in said, said
     assert "\n" not in said
 
 
 @pytest.mark.parametrize("module", ["emulated", "gpt"])
 def test_a_rank_that_cannot_read_its_environment_exits_2(tmp_path: Path, module: str) -> None:
-    """On a cluster that is not tried again."""
+    """A cluster does not try that again."""
     gone = tmp_path / "secret"
     done = prepared_processes.run(
         [sys.executable, "-m", f"pipemorph_trainer.examples.{module}"],
@@ -111,7 +111,7 @@ def test_torchruns_summary_names_an_uncaught_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = files / "error.json"
-    # As that of a process group, which the script may have made before.
+    # A hook like that of a process group, which the script may have made before.
     monkeypatch.setattr(sys, "excepthook", partial(sys.__excepthook__))
     before = sys.excepthook
     monkeypatch.setenv("RANK", "3")
@@ -128,6 +128,6 @@ def test_torchruns_summary_names_an_uncaught_error(
     assert str(error) in shown[-1]
     assert file.exists() is (named is not None)
     if named is not None:
-        # As torchrun reads it for its summary.
+        # torchrun reads it so for its summary.
         failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
         assert f"traceback : {named}" in ChildFailedError("train.py", {3: failure}).format_msg()

@@ -1,4 +1,4 @@
-"""What a rank imports before it trains: it is started anew after every failure, so it is quick."""
+"""Imports of a rank before it trains: it is started anew after every failure, so it is quick."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 import pipemorph_trainer
-from pipemorph_trainer.executor.inputs import split
+from pipemorph_trainer.executor.inputs import split_batch
 
 # Each takes as long as torch itself, or brings what does.
 SLOW = ("sympy", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining")
@@ -22,8 +22,8 @@ def test_a_pipeline_is_imported_without_what_few_jobs_need():
         "import sys, torch\n"
         "brought = set(sys.modules)\n"
         "import pipemorph_trainer.pipeline\n"
-        "from pipemorph_trainer.executor.inputs import split\n"
-        "split((torch.zeros(4, 2),), {}, 2)\n"
+        "from pipemorph_trainer.executor.inputs import split_batch\n"
+        "split_batch((torch.zeros(4, 2),), {}, 2)\n"
         f"print([name for name in {SLOW} if name in sys.modules.keys() - brought])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -34,7 +34,7 @@ def test_a_pipeline_is_imported_without_what_few_jobs_need():
 @pytest.mark.parametrize("leaf", [False, True])
 def test_plain_inputs_are_cut_as_torch_cuts_them(kwargs: dict[str, object], leaf: bool):
     args = (torch.rand(4, 3).requires_grad_(leaf), nn.Parameter(torch.rand(8, 1)), 7)
-    ours = split(args, kwargs, 2)
+    ours = split_batch(args, kwargs, 2)
     theirs = split_args_kwargs_into_chunks(args, kwargs, 2)
     assert [len(part) for part in ours] == [len(part) for part in theirs] == [2, 2]
     for mine, other in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):

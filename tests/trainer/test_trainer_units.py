@@ -19,60 +19,60 @@ import pytest
 import torch
 from launch import Ranks
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.sections.faults import Fault
 from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning import OpKind, Route
-from pipemorph.wire import StageProfile
+from pipemorph.protocol import StageProfile
+from pipemorph.spec.mesh import MeshShape
+from pipemorph.spec.sections.faults import Fault
+from pipemorph_trainer.backward.stage_measurements import StageMeasurements
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
-from pipemorph_trainer.executor.device_times import TimedCopy, TimedOp
-from pipemorph_trainer.executor.dispatch import Outcome
-from pipemorph_trainer.executor.inputs import signature, split
+from pipemorph_trainer.executor.device_times import MeasuredCopy, MeasuredOp
+from pipemorph_trainer.executor.emulated_stage import EmulatedDevice, EmulatedStage
+from pipemorph_trainer.executor.inputs import shape_signature, split_batch
 from pipemorph_trainer.executor.local_stage import (
-    Footprint,
-    OwnStage,
+    LocalStage,
+    StageFootprint,
     StageMemory,
-    footprint,
-    offloaded,
-    peak_memory,
-    stage_profile,
+    build_footprint,
+    build_stage_profile,
+    read_peak_memory,
+    sum_offload_copies,
 )
-from pipemorph_trainer.executor.split.measured import Measurements
-from pipemorph_trainer.executor.stages.emulated import Accelerator, EmulatedStage
-from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.faults import LinkFaults
-from pipemorph_trainer.links.message import (
+from pipemorph_trainer.executor.stage_executor import StageRecord
+from pipemorph_trainer.executor.waiting import CollectiveWaiter, CurrentWait
+from pipemorph_trainer.signals import SigtermHandler
+from pipemorph_trainer.telemetry.trace import TraceWriter
+from pipemorph_trainer.topology import addresses
+from pipemorph_trainer.transport import control_socket
+from pipemorph_trainer.transport.fault_injection import LinkFaults
+from pipemorph_trainer.transport.link_recorder import LinkRecorder, PeerClock, record_wire_time
+from pipemorph_trainer.transport.message import (
     ALL_PRESENT,
     DIRECT_QUEUE,
-    Contents,
     Direction,
-    Held,
+    HoldTimes,
+    MessageContents,
     Note,
     SenderLoad,
     TensorMeta,
 )
-from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.links.recorder import LinkRecorder, PeerClock, record_arrival
-from pipemorph_trainer.signals import LastWord
-from pipemorph_trainer.telemetry.trace import TraceWriter
-from pipemorph_trainer.topology import addresses
+from pipemorph_trainer.transport.poller import Poller
 
 # --- faults ---------------------------------------------------------------------------------
 
 
 def test_a_delay_holds_each_message_on_its_queue() -> None:
     faults = LinkFaults([Fault(link=0, delay_ms=60.0, from_iteration=2)], Direction.FORWARD)
-    faults.begin(1, 0.0)
-    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == Held(10.0, 0.0)
-    faults.begin(2, 0.0)
-    assert faults.hold(DIRECT_QUEUE, 100, 10.0)[:3] == pytest.approx((10.0, 10.06, 0.06))
+    faults.begin_iteration(1, 0.0)
+    assert faults.hold_message(DIRECT_QUEUE, 100, 10.0) == HoldTimes(10.0, 0.0)
+    faults.begin_iteration(2, 0.0)
+    assert faults.hold_message(DIRECT_QUEUE, 100, 10.0)[:3] == pytest.approx((10.0, 10.06, 0.06))
     # The direct route has one queue: the next message starts when the first is through.
-    assert faults.hold(DIRECT_QUEUE, 100, 10.01)[:3] == pytest.approx((10.06, 10.12, 0.06))
+    assert faults.hold_message(DIRECT_QUEUE, 100, 10.01)[:3] == pytest.approx((10.06, 10.12, 0.06))
     # Another queue is free.
-    assert faults.hold(3, 100, 10.02)[:3] == pytest.approx((10.02, 10.08, 0.06))
-    (record,) = faults.record()
+    assert faults.hold_message(3, 100, 10.02)[:3] == pytest.approx((10.02, 10.08, 0.06))
+    (record,) = faults.report_effects()
     assert record["messages_held"] == 3
     assert record["hold_seconds"] == pytest.approx(0.18)
     assert (record["first_iteration"], record["last_iteration"]) == (2, 2)
@@ -80,30 +80,30 @@ def test_a_delay_holds_each_message_on_its_queue() -> None:
 
 def test_what_is_queued_stays_queued_when_the_fault_ends() -> None:
     faults = LinkFaults([Fault(link=0, delay_ms=60.0, to_iteration=1)], Direction.FORWARD)
-    faults.begin(0, 0.0)
-    faults.hold(0, 100, 10.0)
-    faults.begin(1, 0.0)
-    assert faults.hold(0, 100, 10.01)[:3] == pytest.approx((10.06, 10.06, 0.0))
-    assert faults.hold(0, 100, 10.2) == Held(10.2, 0.0)
+    faults.begin_iteration(0, 0.0)
+    faults.hold_message(0, 100, 10.0)
+    faults.begin_iteration(1, 0.0)
+    assert faults.hold_message(0, 100, 10.01)[:3] == pytest.approx((10.06, 10.06, 0.0))
+    assert faults.hold_message(0, 100, 10.2) == HoldTimes(10.2, 0.0)
 
 
 def test_bandwidth_is_shared_by_all_queues() -> None:
     faults = LinkFaults([Fault(link=0, bandwidth_mbps=8.0)], Direction.BACKWARD)
-    faults.begin(0, 0.0)
-    assert faults.hold(0, 100_000, 5.0)[:3] == pytest.approx((5.0, 5.1, 0.0)), (
+    faults.begin_iteration(0, 0.0)
+    assert faults.hold_message(0, 100_000, 5.0)[:3] == pytest.approx((5.0, 5.1, 0.0)), (
         "its first byte is not late"
     )
-    assert faults.hold(1, 100_000, 5.0)[:3] == pytest.approx((5.1, 5.2, 0.0))
+    assert faults.hold_message(1, 100_000, 5.0)[:3] == pytest.approx((5.1, 5.2, 0.0))
 
 
 def test_faults_by_seconds_are_looked_up_per_message() -> None:
     faults = LinkFaults(
         [Fault(link=0, delay_ms=10.0, from_seconds=1.0, to_seconds=2.0)], Direction.FORWARD
     )
-    faults.begin(0, 100.0)
-    assert faults.hold(0, 1, 100.5)[1] == 0.0
-    assert faults.hold(0, 1, 101.5)[1] == pytest.approx(101.51)
-    assert faults.hold(0, 1, 102.5)[1] == 0.0
+    faults.begin_iteration(0, 100.0)
+    assert faults.hold_message(0, 1, 100.5)[1] == 0.0
+    assert faults.hold_message(0, 1, 101.5)[1] == pytest.approx(101.51)
+    assert faults.hold_message(0, 1, 102.5)[1] == 0.0
 
 
 # --- windows --------------------------------------------------------------------------------
@@ -111,39 +111,39 @@ def test_faults_by_seconds_are_looked_up_per_message() -> None:
 
 def test_a_window_prefers_what_was_seen_when_it_happened() -> None:
     recorder = LinkRecorder(2, 0, Direction.FORWARD)
-    assert recorder.drain() is None
+    assert recorder.drain_window() is None
     for late in (0.009, 0.010, 0.011, 0.012, 0.013):
-        recorder.add(late, 0.0, 10, exact=False)
-    sample = recorder.drain()
+        recorder.add_message(late, 0.0, 10, exact=False)
+    sample = recorder.drain_window()
     assert (sample.wire.count, sample.wire.exact) == (5, 0)
     assert sample.wire.p50 == 0.011
     for exact in (0.001, 0.002, 0.003):
-        recorder.add(exact, 0.0, 10, exact=True)
-        recorder.add(0.010, 0.0, 10, exact=False)
-    sample = recorder.drain()
+        recorder.add_message(exact, 0.0, 10, exact=True)
+        recorder.add_message(0.010, 0.0, 10, exact=False)
+    sample = recorder.drain_window()
     assert (sample.wire.count, sample.wire.exact) == (6, 3)
     assert (sample.wire.min, sample.wire.p50, sample.wire.p99) == (0.001, 0.002, 0.003)
     assert sample.bytes == 60
-    recorder.add(0.060, 0.0, 10, exact=True)
-    sample = recorder.drain()
+    recorder.add_message(0.060, 0.0, 10, exact=True)
+    sample = recorder.drain_window()
     assert sample is not None and sample.wire.exact == 1
 
 
 def test_messages_that_waited_show_how_far_apart_they_arrive() -> None:
     recorder = LinkRecorder(2, 0, Direction.FORWARD)
-    told = []
+    spacings = []
     # The first waited for one that was not seen; the third came when nothing was on the way.
     for at, queue in ((1.0, 0.5), (1.05, 0.04), (3.0, 0.0), (3.052, 0.04), (3.104, 0.09)):
-        recorder.arrived(at, queue)
-        recorder.add(0.05, queue, 10, exact=True)
+        recorder.record_arrival_time(at, queue)
+        recorder.add_message(0.05, queue, 10, exact=True)
         if at in (1.0, 1.05, 3.104):
-            sample = recorder.drain()
-            told.append(sample.spacing)
-    assert told == [None, pytest.approx(0.05), pytest.approx(0.052)]
-    recorder.begin(Route.DELEGATED, "tcp", 1)
-    recorder.arrived(4.0, 0.5)
-    recorder.add(0.05, 0.5, 10, exact=True)
-    sample = recorder.drain()
+            sample = recorder.drain_window()
+            spacings.append(sample.spacing)
+    assert spacings == [None, pytest.approx(0.05), pytest.approx(0.052)]
+    recorder.begin_iteration(Route.DELEGATED, "tcp", 1)
+    recorder.record_arrival_time(4.0, 0.5)
+    recorder.add_message(0.05, 0.5, 10, exact=True)
+    sample = recorder.drain_window()
     assert sample is not None and sample.spacing is None, "the last one took another route"
 
 
@@ -151,31 +151,31 @@ def test_the_latency_of_a_window_is_that_of_its_quickest_note() -> None:
     recorder = LinkRecorder(2, 0, Direction.FORWARD)
     note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 0.0)
     for noted_at, arrived_at in ((6.012, 6.05), (6.002, 6.05), (None, 6.05)):
-        record_arrival(
+        record_wire_time(
             recorder, note, PeerClock(1.0), arrived_at, 10, exact=True, noted_at=noted_at
         )
-    sample = recorder.drain()
+    sample = recorder.drain_window()
     assert sample is not None and sample.latency == pytest.approx(0.002)
     assert sample.wire.p50 == pytest.approx(0.05)
     # A fault's delay holds back the first byte, a bandwidth limit does not.
     for held_back in (0.06, 0.0):
         late = note._replace(not_before=5.06, held_back=held_back)
-        record_arrival(recorder, late, PeerClock(), 5.001, 10, exact=False, noted_at=5.001)
-        sample = recorder.drain()
+        record_wire_time(recorder, late, PeerClock(), 5.001, 10, exact=False, noted_at=5.001)
+        sample = recorder.drain_window()
         assert sample is not None and sample.wire.p50 == pytest.approx(0.06)
         assert sample.latency == pytest.approx(max(held_back, 0.001))
-    record_arrival(recorder, note, PeerClock(), 6.0, 10, exact=True)
-    sample = recorder.drain()
+    record_wire_time(recorder, note, PeerClock(), 6.0, 10, exact=True)
+    sample = recorder.drain_window()
     assert sample is not None and sample.latency is None
 
 
 def test_a_message_that_is_held_takes_at_least_as_long_as_it_is_held() -> None:
-    """Its bytes leave while it is held, and may arrive after that."""
+    """The bytes leave while the message is held, and may arrive after that."""
     recorder = LinkRecorder(2, 0, Direction.FORWARD)
     note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 5.03)
     for arrived_at, expected in ((5.029, 0.03), (5.031, 0.031)):
-        record_arrival(recorder, note, PeerClock(), arrived_at, 10, exact=False, started_at=5.02)
-        sample = recorder.drain()
+        record_wire_time(recorder, note, PeerClock(), arrived_at, 10, exact=False, started_at=5.02)
+        sample = recorder.drain_window()
         assert sample is not None and sample.wire.min == pytest.approx(expected)
 
 
@@ -185,39 +185,39 @@ def test_notes_tell_the_load_of_their_sender(faults: list[Fault]) -> None:
     sends = LinkFaults(faults, Direction.FORWARD, load=load)
 
     def arrived() -> None:
-        held = sends.hold(DIRECT_QUEUE, 10, 5.0)
+        held = sends.hold_message(DIRECT_QUEUE, 10, 5.0)
         note = Note.unpack(Note(1, 2, 3, ALL_PRESENT, 5.0, *held).pack())
-        record_arrival(recorder, note, PeerClock(), 5.5, 10, exact=True)
+        record_wire_time(recorder, note, PeerClock(), 5.5, 10, exact=True)
 
     for waited, inflated in ((0.25, False), (0.5, True), (0.125, False)):
         load.waited, load.inflated = waited, inflated
         arrived()
-    sample = recorder.drain(0.0)
+    sample = recorder.drain_window(0.0)
     assert sample is not None and (sample.sender_waited, sample.sender_inflated) == (0.5, True)
     arrived()
-    sample = recorder.drain(0.0)
+    sample = recorder.drain_window(0.0)
     assert sample is not None and (sample.sender_waited, sample.sender_inflated) == (0.125, False)
 
 
 def test_a_change_of_route_closes_the_window() -> None:
     recorder = LinkRecorder(0, 0, Direction.BACKWARD)
-    recorder.add(0.001, 0.0, 1, exact=True)
-    left = recorder.begin(Route.DELEGATED, "shm", 4)
-    assert left is not None and left.route is Route.DIRECT
-    recorder.add(0.001, 0.0, 1, exact=True)
-    sample = recorder.drain()
+    recorder.add_message(0.001, 0.0, 1, exact=True)
+    window = recorder.begin_iteration(Route.DELEGATED, "shm", 4)
+    assert window is not None and window.route is Route.DIRECT
+    recorder.add_message(0.001, 0.0, 1, exact=True)
+    sample = recorder.drain_window()
     assert (sample.route, sample.transport, sample.iteration) == (Route.DELEGATED, "shm", 4)
     assert not sample.failed_over
 
 
 def test_samples_say_that_the_direct_route_broke() -> None:
     recorder = LinkRecorder(0, 0, Direction.BACKWARD)
-    recorder.begin(Route.DIRECT, "gloo", 4)
-    recorder.add(0.001, 0.0, 1, exact=True)
-    left = recorder.begin(Route.DELEGATED, "tcp", 4, failed_over=True)
-    assert left is not None and not left.failed_over
-    recorder.add(0.001, 0.0, 1, exact=True)
-    sample = recorder.drain()
+    recorder.begin_iteration(Route.DIRECT, "gloo", 4)
+    recorder.add_message(0.001, 0.0, 1, exact=True)
+    window = recorder.begin_iteration(Route.DELEGATED, "tcp", 4, failed_over=True)
+    assert window is not None and not window.failed_over
+    recorder.add_message(0.001, 0.0, 1, exact=True)
+    sample = recorder.drain_window()
     assert sample is not None and sample.failed_over
 
 
@@ -225,43 +225,47 @@ def test_samples_say_that_the_direct_route_broke() -> None:
 
 
 def test_notes_tokens_and_shapes_cross_a_line() -> None:
-    with peer_socket.listen("127.0.0.1") as listener:
+    with control_socket.open_listener("127.0.0.1") as listener:
         port = listener.getsockname()[1]
-        made: list[peer_socket.PeerSocket] = []
+        made: list[control_socket.ControlSocket] = []
         thread = threading.Thread(
             target=lambda: made.append(
-                peer_socket.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=10)
+                control_socket.accept_peer(listener, rank=1, peer_rank=0, secret=b"s", timeout=10)
             )
         )
         thread.start()
         # A stranger does not know the secret and is turned away; the neighbour comes after.
         with pytest.raises(PipelineError, match="if it has refused it, its log says why"):
-            peer_socket.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"wrong", timeout=10)
-        here = peer_socket.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10)
+            control_socket.connect_to_peer(
+                "127.0.0.1", port, rank=0, peer_rank=1, secret=b"wrong", timeout=10
+            )
+        here = control_socket.connect_to_peer(
+            "127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10
+        )
         thread.join(10)
     (there,) = made
     note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0, 7.0, 0.25, True)
     metas = (TensorMeta((2, 3), torch.bfloat16, gradient=True), TensorMeta((), torch.bool))
-    here.send_token(peer_socket.StepToken(7, 8, 9))
-    here.send_shapes(Contents(metas, "structure"))
+    here.send_token(control_socket.StepToken(7, 8, 9))
+    here.send_shapes(MessageContents(metas, "structure"))
     here.send_note(Direction.BACKWARD, note)
     here.close(goodbye=True)
     deadline = time.monotonic() + 10
     while there.lost is None and time.monotonic() < deadline:
-        there.pump()
-    assert there.tokens.popleft() == peer_socket.StepToken(7, 8, 9)
-    assert there.shapes.popleft() == Contents(metas, "structure")
+        there.read_arrived()
+    assert there.tokens.popleft() == control_socket.StepToken(7, 8, 9)
+    assert there.shapes.popleft() == MessageContents(metas, "structure")
     assert there.notes[1, 2, 3].note == note
-    assert there.goodbye and there.lost == "it left"
+    assert there.goodbye and there.lost == "it closed its end"
 
 
 def test_the_kernel_says_when_a_note_arrived() -> None:
     """However late it is read, as by a rank that computes."""
-    with peer_socket.listen("127.0.0.1") as listener:
-        here = peer_socket.PeerSocket(socket.create_connection(listener.getsockname()), 1)
-        there = peer_socket.PeerSocket(listener.accept()[0], 0)
+    with control_socket.open_listener("127.0.0.1") as listener:
+        here = control_socket.ControlSocket(socket.create_connection(listener.getsockname()), 1)
+        there = control_socket.ControlSocket(listener.accept()[0], 0)
     deadline = time.monotonic() + 10
-    # The kernel begins to take times a moment after it was asked to.
+    # The kernel begins to take times a moment after the request.
     for microbatch in range(10_000):
         assert time.monotonic() < deadline, "the kernel takes no times"
         before = time.time()
@@ -270,8 +274,8 @@ def test_the_kernel_says_when_a_note_arrived() -> None:
         late = time.time()
         while time.time() < late + 0.005:
             pass
-        there.pump()
-        at = there.notes[0, 2, microbatch].at
+        there.read_arrived()
+        at = there.notes[0, 2, microbatch].arrived_at
         if at is not None:
             break
     assert before <= at <= late, "not the kernel's time"
@@ -281,13 +285,13 @@ def test_the_kernel_says_when_a_note_arrived() -> None:
 
 def test_a_neighbour_that_does_not_dial_is_named() -> None:
     with (
-        peer_socket.listen("127.0.0.1") as listener,
+        control_socket.open_listener("127.0.0.1") as listener,
         pytest.raises(PipelineError, match=r"rank 1 waited 0 s for rank 0 to connect"),
     ):
-        peer_socket.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
+        control_socket.accept_peer(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
 
 
-def test_who_is_refused_at_a_control_socket_is_logged_and_told(
+def test_a_peer_refused_at_a_control_socket_is_logged_and_gets_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def strangers(listener: socket.socket) -> None:
@@ -295,12 +299,12 @@ def test_who_is_refused_at_a_control_socket_is_logged_and_told(
         port = listener.getsockname()[1]
         for rank, peer_rank, secret in ((2, 1, b"s"), (0, 3, b"s"), (0, 1, b"wrong")):
             with pytest.raises(PipelineError, match=f"rank {rank} cannot reach rank {peer_rank}"):
-                peer_socket.dial(
+                control_socket.connect_to_peer(
                     "127.0.0.1", port,
                     rank=rank, peer_rank=peer_rank, secret=secret, timeout=10,
                 )  # fmt: skip
 
-    with peer_socket.listen("127.0.0.1") as listener:
+    with control_socket.open_listener("127.0.0.1") as listener:
         thread = threading.Thread(target=strangers, args=[listener], daemon=True)
         thread.start()
         with pytest.raises(
@@ -308,7 +312,7 @@ def test_who_is_refused_at_a_control_socket_is_logged_and_told(
             match=r"rank 1 waited 3 s for rank 0 to connect; refused 4 connections, "
             r"the last one from 127\.0\.0\.1:\d+: wrong secret: it says it is rank 0",
         ):
-            peer_socket.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=3.0)
+            control_socket.accept_peer(listener, rank=1, peer_rank=0, secret=b"s", timeout=3.0)
         thread.join(10)
     logged = [message for message in caplog.messages if "rank 1 refused a connection" in message]
     assert len(logged) == 4
@@ -327,15 +331,15 @@ def test_who_is_refused_at_a_control_socket_is_logged_and_told(
 
 @pytest.mark.ipv6
 def test_the_own_address_is_of_the_kind_that_rank_0_has() -> None:
-    assert addresses.own_address("::1") == "::1"
+    assert addresses.find_own_address("::1") == "::1"
 
 
 def test_other_machines_get_no_loopback_address() -> None:
-    for_others = addresses.for_other_machines
+    for_others = addresses.find_reachable_address
     # Whatever is no loopback address stays, and nothing is looked up for it.
-    for kept in ("10.1.2.3", "fd00::7", "fe80::1%eth0"):
-        assert for_others(kept, ["127.0.0.1"]) == kept
-    # As where /etc/hosts has a machine's own name at 127.0.1.1.
+    for address in ("10.1.2.3", "fd00::7", "fe80::1%eth0"):
+        assert for_others(address, ["127.0.0.1"]) == address
+    # /etc/hosts may have a machine's own name at 127.0.1.1.
     for loopback in ("127.0.0.1", "127.0.1.1", "::1"):
         for peers in ([], ["127.0.1.1"], ["192.0.2.7"], ["127.0.1.1", "192.0.2.7"]):
             try:
@@ -353,29 +357,29 @@ def test_a_machine_without_a_route_says_which_address_leads_nowhere(monkeypatch)
 
     monkeypatch.setattr(socket.socket, "connect", no_route)
     with pytest.raises(PipelineError, match=r"MASTER_ADDR leads to 127\.0\.1\.1 on this machine"):
-        addresses.for_other_machines("127.0.1.1", ["10.0.0.2"])
+        addresses.find_reachable_address("127.0.1.1", ["10.0.0.2"])
 
 
 def test_a_rank_0_that_is_nowhere_is_named() -> None:
-    assert addresses.own_address("127.0.0.1") == "127.0.0.1"
+    assert addresses.find_own_address("127.0.0.1") == "127.0.0.1"
     with pytest.raises(
         PipelineError,
         match=r"MASTER_ADDR is no\.invalid, .* reached over IPv4: \w.*, nor over IPv6: \w",
     ):
-        addresses.own_address("no.invalid")
+        addresses.find_own_address("no.invalid")
 
 
 def test_a_line_that_ends_a_moment_after_another_connection_is_waited_for() -> None:
     with (
-        peer_socket.listen("127.0.0.1") as listener,
+        control_socket.open_listener("127.0.0.1") as listener,
         socket.create_connection(listener.getsockname()) as mine,
     ):
         theirs, _ = listener.accept()
-        line = peer_socket.PeerSocket(mine, 1)
+        line = control_socket.ControlSocket(mine, 1)
         theirs.sendall(b"part of a note")
-        assert not line.ends_within(0.02)
+        assert not line.wait_for_end(0.02)
         threading.Timer(0.05, theirs.close).start()
-        assert line.ends_within(10.0)
+        assert line.wait_for_end(10.0)
         assert line.lost == "its connection closed"
 
 
@@ -384,12 +388,12 @@ def test_a_collective_that_fails_names_who_is_gone() -> None:
         def wait(self, _: object) -> None:
             raise RuntimeError("[/pair.cc:547] Connection closed by peer [127.0.0.1]:4. Or so.")
 
-    waiting = Waiting("rank 0 (stage 0)")
-    wait = CollectiveWait(waiting, 20.0)
-    waiting.begin("the loss")
+    waiting = CurrentWait("rank 0 (stage 0)")
+    wait = CollectiveWaiter(waiting, 20.0)
+    waiting.begin_wait("the loss")
     with pytest.raises(PipelineError, match=r"a connection failed: Connection closed by peer"):
         wait(Work())
-    wait.who_is_gone = lambda: "rank 1 (stage 1) is gone: it was killed"
+    wait.find_lost_peer = lambda: "rank 1 (stage 1) is gone: it was killed"
     with pytest.raises(PeerLostError, match=r"for the loss; rank 1 \(stage 1\) is gone"):
         wait(Work())
 
@@ -416,34 +420,34 @@ def test_a_bell_wakes_at_a_ring_and_at_a_moment() -> None:
 
 
 def test_a_wait_for_a_message_ends_with_a_neighbour_and_not_with_its_input() -> None:
-    """Its notes come before their messages, and would wake the executor in vain."""
+    """Notes come before their messages, and would wake the executor in vain."""
     poller = Poller()
     mine, other = socket.socketpair()
     poller.watch_socket(mine.fileno())
     other.send(b"a note")
     assert poller.wait(10.0), "input is news where one waits for it"
     began = time.monotonic()
-    assert not poller.wait(0.02, hears=False), "who does not listen need not read, either"
+    assert not poller.wait(0.02, watch_input=False), "who does not listen need not read, either"
     assert time.monotonic() - began >= 0.02
     poller.wake()
-    assert not poller.wait(10.0, hears=False), "a message has come; no socket is to be read"
+    assert not poller.wait(10.0, watch_input=False), "a message has come; no socket is to be read"
     # All that a close on another machine shows at first.
     other.shutdown(socket.SHUT_WR)
     began = time.monotonic()
-    assert poller.wait(10.0, hears=False)
+    assert poller.wait(10.0, watch_input=False)
     assert time.monotonic() - began < 5.0
     assert mine.recv(16) == b"a note"
-    poller.forget(mine.fileno())
+    poller.stop_watching(mine.fileno())
     mine.close()
     other.close()
     poller.close()
 
 
 def test_an_emulated_op_takes_its_time_without_using_the_cpu() -> None:
-    accelerator = Accelerator()
+    accelerator = EmulatedDevice()
     began, cpu = time.monotonic(), time.thread_time()
     for _ in range(10):
-        accelerator.hold(0.005)
+        accelerator.hold_interpreter(0.005)
     elapsed = time.monotonic() - began
     assert elapsed >= 0.0495
     assert time.thread_time() - cpu < 0.5 * elapsed
@@ -454,41 +458,41 @@ def test_a_full_disk_ends_the_traces_and_not_the_training(
 ) -> None:
     for name in ("ops-rank1.jsonl", "faults-rank1.json"):
         (tmp_path / name).symlink_to("/dev/full")
-    trace = TraceWriter(tmp_path, MeshShape(2).coordinate(1), emulated=False)
+    trace = TraceWriter(tmp_path, MeshShape(2).find_coordinate(1), emulated=False)
     for iteration in range(3):
-        trace.iteration(iteration, 0, 0.0, Outcome())
+        trace.write_iteration(iteration, 0, 0.0, StageRecord())
     trace.close([])
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2, told
-    assert told[0].startswith("rank 1 (stage 1): no more traces of ops: ")
-    assert all("No space left on device" in line for line in told)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("rank 1 (stage 1): no more traces of ops: ")
+    assert all("No space left on device" in line for line in lines)
 
 
 def test_a_trace_has_a_bound_and_says_what_it_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = 1 << 16
-    trace = TraceWriter(tmp_path, MeshShape(2).coordinate(1), emulated=False, limit=limit)
+    trace = TraceWriter(tmp_path, MeshShape(2).find_coordinate(1), emulated=False, limit=limit)
     path = tmp_path / "ops-rank1.jsonl"
-    outcome = Outcome(ops=[TimedOp(OpKind.F, m, 1.0, 2.0) for m in range(8)])
+    outcome = StageRecord(ops=[MeasuredOp(OpKind.F, m, 1.0, 2.0) for m in range(8)])
     last = 2000
     for iteration in range(last + 1):
-        trace.iteration(iteration, 0, 0.0, outcome)
+        trace.write_iteration(iteration, 0, 0.0, outcome)
         if iteration % 50 == 0:
             assert path.stat().st_size <= limit
     trace.close([])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     (record,) = [line for line in lines if "dropped" in line]
     assert record == {"rank": 1, "dropped": record["dropped"], "limit": limit}
-    kept = [line["iteration"] for line in lines if line is not record]
-    first = next(i for i, each in enumerate(kept) if each != i)
+    indices = [line["iteration"] for line in lines if line is not record]
+    first = next(i for i, each in enumerate(indices) if each != i)
     assert first > 20, "its first iterations are there"
-    assert kept[first:] == list(range(kept[first], last + 1)), "and its newest"
+    assert indices[first:] == list(range(indices[first], last + 1)), "and its newest"
     assert lines.index(record) == first
-    assert record["dropped"] == last + 1 - len(kept)
-    assert sorted(TraceIndex.of(tmp_path).iterations()) == kept
-    (told,) = [each.getMessage() for each in caplog.records if "keeps its first" in each.msg]
-    assert "PIPEMORPH_TRACE_BYTES" in told
+    assert record["dropped"] == last + 1 - len(indices)
+    assert sorted(TraceIndex.from_folder(tmp_path).list_iterations()) == indices
+    (message,) = [each.getMessage() for each in caplog.records if "keeps its first" in each.msg]
+    assert "PIPEMORPH_TRACE_BYTES" in message
     assert [each.name for each in tmp_path.glob("ops-*")] == ["ops-rank1.jsonl"]
 
 
@@ -496,7 +500,7 @@ def last_word_with_a_full_disk(context: TrainerContext) -> None:
     def leave_traces() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    LastWord(lambda: "rank 0 (stage 0) was waiting for nothing", leave_traces).install()
+    SigtermHandler(lambda: "rank 0 (stage 0) was waiting for nothing", leave_traces).install()
     print("READY", flush=True)
     threading.Event().wait()
 
@@ -511,7 +515,7 @@ def test_sigterm_ends_a_rank_whose_traces_cannot_be_written() -> None:
     assert "No space left on device" in result.output
 
 
-def test_what_torch_says_is_told_without_its_place_and_advice() -> None:
+def test_torchs_errors_are_quoted_without_place_and_advice() -> None:
     gloo = RuntimeError(
         "[/build/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:46299. "
         "This is typically caused by a remote worker crashing."
@@ -520,24 +524,24 @@ def test_what_torch_says_is_told_without_its_place_and_advice() -> None:
     assert first_sentence(RuntimeError()) == "RuntimeError"
 
 
-def timed(kind: OpKind, microbatch: int, took: float) -> TimedOp:
-    return TimedOp(kind, microbatch, 10.0, 10.0 + took)
+def timed(kind: OpKind, microbatch: int, took: float) -> MeasuredOp:
+    return MeasuredOp(kind, microbatch, 10.0, 10.0 + took)
 
 
 def test_a_profile_names_the_column_of_its_rank() -> None:
-    """Ranks of a stage in several columns are compared with each other, and each pod's agent tells
-    of its own columns alone."""
-    last = MeshShape(stages=2, replicas=3, order=("dp_replicate", "pp")).coordinate(5)
-    stage = OwnStage(
+    """Ranks of a stage in several columns are compared with each other, and each pod's agent
+    reports its own columns alone."""
+    last = MeshShape(stages=2, replicas=3, order=("dp_replicate", "pp")).find_coordinate(5)
+    stage = LocalStage(
         EmulatedStage(0.01, 0.01, 0.01, 64), last, loss_fn=None, microbatches=2, split="auto",
         device=torch.device("cpu"), accelerator=None, memory=StageMemory(None, "", ""),
     )  # fmt: skip
-    told = stage.profile([timed(OpKind.F, 0, 0.5)], [])
-    assert (told.stage, told.replica) == (1, 2)
+    profile = stage.profile_iteration([timed(OpKind.F, 0, 0.5)], [])
+    assert (profile.stage, profile.replica) == (1, 2)
 
 
-def profile_of(ops: list[TimedOp], **options: Any) -> StageProfile:
-    return stage_profile(1, ops, "deferred", column=0, peak_memory=7, **options)
+def profile_of(ops: list[MeasuredOp], **options: Any) -> StageProfile:
+    return build_stage_profile(1, ops, "deferred", column=0, peak_memory=7, **options)
 
 
 def test_copies_do_not_count_as_forward_and_backward() -> None:
@@ -545,31 +549,31 @@ def test_copies_do_not_count_as_forward_and_backward() -> None:
     ops = [timed(OpKind.F, m, 0.5 if m else 1.5) for m in range(2)]
     ops += [timed(OpKind.B, m, 0.75 if m else 2.75) for m in range(2)]
     ops += [timed(OpKind.W, m, 0.25) for m in range(2)]
-    copies = [TimedCopy(OpKind.F, 0, 11.0, 12.0, 64), TimedCopy(OpKind.B, 0, 10.0, 12.0, 64)]
-    told = Footprint(activation_bytes=64, offload_copy=9.0, fused_ratio=0.5)
-    profile = profile_of(ops, footprint=told, copies=copies)
+    copies = [MeasuredCopy(OpKind.F, 0, 11.0, 12.0, 64), MeasuredCopy(OpKind.B, 0, 10.0, 12.0, 64)]
+    footprint = StageFootprint(activation_bytes=64, offload_copy=9.0, fused_ratio=0.5)
+    profile = profile_of(ops, footprint=footprint, copies=copies)
     assert (profile.forward, profile.backward_input, profile.backward_weight) == (0.5, 0.75, 0.25)
     assert (profile.offload_copy, profile.activation_bytes) == (2.0, 64), "the longer way"
     assert profile.fused_backward == 0.5, "B + W of now, by the ratio of the first iterations"
-    assert profile_of(ops, footprint=told).offload_copy == 9.0, "as it was at the start"
+    assert profile_of(ops, footprint=footprint).offload_copy == 9.0, "as it was at the start"
     assert profile_of(ops).offload_copy is None
-    moved = offloaded(copies, 4096)
+    moved = sum_offload_copies(copies, 4096)
     assert (moved.microbatches, moved.bytes, moved.seconds) == (1, 64, 3.0)
-    assert offloaded([], 4096) is None
+    assert sum_offload_copies([], 4096) is None
 
 
 def test_forwards_that_run_again_do_not_count_as_backward_or_copies() -> None:
     ops = [timed(OpKind.F, 0, 1.0), timed(OpKind.B, 0, 3.0), timed(OpKind.W, 0, 1.0)]
-    runs = [TimedCopy(OpKind.B, 0, 10.0, 11.25, 0, again=True)]
-    profile = profile_of(ops, footprint=Footprint(input_bytes=8), copies=runs)
+    runs = [MeasuredCopy(OpKind.B, 0, 10.0, 11.25, 0, recomputed=True)]
+    profile = profile_of(ops, footprint=StageFootprint(input_bytes=8), copies=runs)
     assert (profile.forward, profile.backward_input, profile.input_bytes) == (1.0, 1.75, 8)
     assert profile.offload_copy is None
-    assert offloaded(runs, 0) is None
+    assert sum_offload_copies(runs, 0) is None
 
 
 def test_a_fused_backward_that_ran_is_its_own_measure() -> None:
     ops = [timed(OpKind.F, 0, 1.0), timed(OpKind.BW, 0, 3.0)]
-    profile = profile_of(ops, footprint=Footprint(fused_ratio=0.5))
+    profile = profile_of(ops, footprint=StageFootprint(fused_ratio=0.5))
     assert (profile.backward_input, profile.fused_backward) == (3.0, 3.0)
     assert profile_of(ops).fused_backward is None, "not where B and W were never measured apart"
 
@@ -577,32 +581,32 @@ def test_a_fused_backward_that_ran_is_its_own_measure() -> None:
 def test_peak_memory_is_read_and_never_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + device.index)
     monkeypatch.delattr(torch.cuda, "reset_peak_memory_stats")
-    assert peak_memory(torch.device("cuda", 3)) == 1003
+    assert read_peak_memory(torch.device("cuda", 3)) == 1003
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    assert peak_memory(torch.device("cpu")) >= used > 1 << 20
+    assert read_peak_memory(torch.device("cpu")) >= used > 1 << 20
 
 
 def test_what_the_first_iterations_measured_is_what_a_plan_may_count_on() -> None:
-    measured = Measurements(torch.nn.Linear(2, 2))
-    nothing = footprint(measured, None, recomputes=False)
-    assert nothing == Footprint()
+    measured = StageMeasurements(torch.nn.Linear(2, 2))
+    nothing = build_footprint(measured, None, recomputes=False)
+    assert nothing == StageFootprint()
     measured.activation_bytes, measured.input_bytes, measured.copy_seconds = 64, 8, 0.5
-    found = footprint(measured, 0.9, recomputes=True)
-    assert found == Footprint(64, offload_copy=0.5, fused_ratio=0.9, input_bytes=8)
-    assert footprint(measured, None, recomputes=False).input_bytes is None
+    found = build_footprint(measured, 0.9, recomputes=True)
+    assert found == StageFootprint(64, offload_copy=0.5, fused_ratio=0.9, input_bytes=8)
+    assert build_footprint(measured, None, recomputes=False).input_bytes is None
 
 
-def test_nested_arguments_are_split_and_told_apart_by_shape() -> None:
+def test_nested_arguments_are_split_and_distinguished_by_shape() -> None:
     nested = {"x": [torch.arange(4), (torch.ones(4, 2), "same")]}
-    args, kwargs = split((nested,), {"mask": torch.arange(4)}, 2)
+    args, kwargs = split_batch((nested,), {"mask": torch.arange(4)}, 2)
     assert args[1][0]["x"][0].tolist() == [2, 3] and args[1][0]["x"][1][1] == "same"
     assert [k["mask"].tolist() for k in kwargs] == [[0, 1], [2, 3]]
-    assert signature(args[0]) == signature(args[1])
-    assert signature({"a": torch.ones(2)}) != signature({"b": torch.ones(2)})
-    assert signature({"a": torch.ones(2)}) != signature({"a": torch.ones(3)})
+    assert shape_signature(args[0]) == shape_signature(args[1])
+    assert shape_signature({"a": torch.ones(2)}) != shape_signature({"b": torch.ones(2)})
+    assert shape_signature({"a": torch.ones(2)}) != shape_signature({"a": torch.ones(3)})
     for bad, named in (
         (((torch.ones(3),), {}), r"input 0 has shape \[3\]"),
         (((), {"mask": [torch.ones(())]}), r"input 'mask' has shape \[\]"),
     ):
         with pytest.raises(ShapeError, match=named):
-            split(*bad, 2)  # type: ignore[arg-type]
+            split_batch(*bad, 2)  # type: ignore[arg-type]

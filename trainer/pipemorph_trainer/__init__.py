@@ -1,7 +1,7 @@
-"""PipeMorph trainer: runs the stages of a pipeline and follows the plans of the core.
+"""PipeMorph trainer: runs the stages of a pipeline under the plans of the core.
 
-Names that are slow to import are imported when they are first used: the agent and the preflight,
-which live in this package, must start fast and do not load torch.
+Names that are slow to import are imported at their first use: the agent and the preflight, which
+are in this package, must start fast and do not load torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipemorph.removed import NAMES, removal
+from pipemorph.removed import NAMES, describe_removal
 from pipemorph_trainer.errors import (
     BatchError,
     PeerLostError,
@@ -20,23 +20,23 @@ from pipemorph_trainer.errors import (
 )
 
 if TYPE_CHECKING:
-    from pipemorph.api.sections.trainer import Checkpoint
+    from pipemorph.spec.sections.trainer import Checkpoint
+    from pipemorph_trainer.backward.custom_linear import register_function
     from pipemorph_trainer.context import TrainerContext
-    from pipemorph_trainer.executor.split.registered import register_function
-    from pipemorph_trainer.executor.stages.emulated import EmulatedStage
+    from pipemorph_trainer.executor.emulated_stage import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
     from pipemorph_trainer.settings import Options
-    from pipemorph_trainer.state.scaler import GradScaler
+    from pipemorph_trainer.sync.scaler import GradScaler
     from pipemorph_trainer.topology.mesh import make_mesh
-    from pipemorph_trainer.topology.part import Part
+    from pipemorph_trainer.topology.model_shard import ModelShard
 
 __all__ = [
     "BatchError",
     "Checkpoint",
     "EmulatedStage",
     "GradScaler",
+    "ModelShard",
     "Options",
-    "Part",
     "PeerLostError",
     "Pipeline",
     "PipelineError",
@@ -49,20 +49,20 @@ __all__ = [
 ]
 
 _LATE = {
-    "Checkpoint": "pipemorph.api.sections.trainer",
-    "EmulatedStage": ".executor.stages.emulated",
-    "GradScaler": ".state.scaler",
+    "Checkpoint": "pipemorph.spec.sections.trainer",
+    "EmulatedStage": ".executor.emulated_stage",
+    "GradScaler": ".sync.scaler",
     "Options": ".settings",
-    "Part": ".topology.part",
+    "ModelShard": ".topology.model_shard",
     "Pipeline": ".pipeline",
     "TrainerContext": ".context",
     "make_mesh": ".topology.mesh",
-    "register_function": ".executor.split.registered",
+    "register_function": ".backward.custom_linear",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if gone := removal(NAMES, name):
+    if gone := describe_removal(NAMES, name):
         # An AttributeError would lose these words in "from pipemorph_trainer import".
         raise ImportError(f"{name} {gone}", name=__name__)
     if name not in _LATE:

@@ -9,24 +9,24 @@ from typing import Literal, final
 from typing_extensions import Buffer
 
 class EngineError(RuntimeError):
-    """A link is dead or was refused, or a wait timed out. The message says which, and why."""
+    """Dead or refused link, or a wait that timed out. The message names the link and the reason."""
 
 class EngineTimeout(EngineError):
-    """A deadline passed. The message names the link, the key and what was missing."""
+    """Passed deadline. The message names the link, the key and the missing item."""
 
 def crypto_library() -> str:
-    """The OpenSSL that authenticates, such as ``OpenSSL 3.0.17 1 Jul 2025``.
+    """Version of the OpenSSL in use, such as ``OpenSSL 3.0.17 1 Jul 2025``.
 
-    Raises :class:`EngineError` if there is none, as :class:`Engine` does, and says what to install.
+    Raises :class:`EngineError` without one, as :class:`Engine` does; it names what to install.
     """
 
 @final
 class Message(Buffer):
-    """A complete message that has arrived. It occupies a slot until it is released.
+    """Complete message that has arrived. It occupies a slot until it is released.
 
     ``torch.frombuffer(message)`` and ``memoryview(message)`` show its ``nbytes`` writable bytes in
-    the slot and keep the message: without :meth:`release`, the slot is granted to the sender again
-    when the last of them is gone. After :meth:`release` there are no new ones.
+    the slot and hold the message: without :meth:`release`, the slot is granted to the sender again
+    when the last view is gone. After :meth:`release` there are no new views.
     """
 
     @property
@@ -40,12 +40,12 @@ class Message(Buffer):
         """Sender's clock when ``send`` was called."""
     @property
     def started_at(self) -> float:
-        """Sender's clock when the first byte left the queue: ``posted_at`` plus the time in it."""
+        """Sender's clock when the first byte exited the queue: ``posted_at`` plus queueing time."""
     @property
     def arrived_at(self) -> float:
         """Receiver's clock when the last byte was in the slot."""
     def view(self) -> memoryview:
-        """The payload in the slot, without a copy. Invalid after :meth:`release`."""
+        """Show the payload in the slot, without a copy. Invalid after :meth:`release`."""
     def copy_into(self, destination: Buffer) -> None:
         """Copy the payload (without the GIL). Raises if sizes differ."""
     def move_to(self, address: int, nbytes: int, at_once: bool) -> tuple[float, float]:
@@ -53,15 +53,15 @@ class Message(Buffer):
         ``started_at`` and ``arrived_at``. Raises if sizes differ.
 
         ``at_once``: grant the slot now. Otherwise the grant goes with the next frame to the sender,
-        usually the acknowledgement of its next message, which costs this thread nothing. Of a link
-        at most two grants wait for that.
+        usually the acknowledgement of its next message, at no cost for this thread. At most two
+        grants of a link wait.
         """
     def release(self) -> None:
         """Grant the slot to the sender again. Idempotent."""
 
 @final
 class Lease(Buffer):
-    """Memory of the engine's for one message: fill it, then :meth:`send` it.
+    """Memory of the engine for one message: fill it, then :meth:`send` it.
 
     ``numpy.frombuffer(lease)`` and ``memoryview(lease)`` show its ``nbytes`` writable bytes, whose
     content is undefined at first. After :meth:`send` or :meth:`release` there are no new views, and
@@ -71,9 +71,9 @@ class Lease(Buffer):
     @property
     def nbytes(self) -> int: ...
     def send(self, note: bytes = b"") -> int:
-        """Send the content under the key of the lease. Returns a ticket, as :meth:`Link.send`."""
+        """Send the content under the lease's key. Returns a ticket, as :meth:`Link.send`."""
     def release(self) -> None:
-        """Give the memory back unsent. Idempotent; also what happens when the lease is deleted."""
+        """Return the memory unsent. Idempotent; the deletion of the lease does the same."""
 
 @final
 class PathStats:
@@ -85,18 +85,18 @@ class PathStats:
     """Device and port, such as ``rxe0 port 1``; empty for other kinds."""
     state: str
     """``INIT``, ``CONNECTING``, ``UP``, ``SUSPECT``, ``FENCING``, ``DOWN`` or ``COOLDOWN``."""
-    trouble: str
-    """Why it was lost or could not be made the last time; empty once anything got through again."""
+    last_error: str
+    """Reason of the last loss or failed connection; empty once anything got through again."""
     epoch: int
     chunks: int
-    """Chunks given to it, including chunks that were lost with it."""
+    """Chunks assigned to it, including chunks that were lost with it."""
     bytes: int
     times_lost: int
     bytes_per_second: float | None
     """Rate while busy: exponential mean, weight 0.3 for the newest sample. Rails only."""
     window: int
-    """Bytes that may be under way: twice bandwidth × delay, as measured. 0 where the kernel says
-    how many."""
+    """Bytes that may be under way: twice the measured bandwidth × delay. 0 if the kernel
+    decides."""
     rtt_min: float | None
     """Round trip of probes without other traffic on this path, since the last
     ``drain_telemetry``."""
@@ -109,55 +109,53 @@ class LinkStats:
 
     state: str
     transport: Literal["tcp", "shm", "rdma"]
-    """The current transport: ``tcp`` on a link that fell back from its rails."""
+    """Current transport: ``tcp`` on a link that fell back from its rails."""
     paths: list[PathStats]
     fallbacks: int
-    """How often the last rail was lost and TCP took over."""
+    """Number of times that the last rail was lost and TCP took over."""
     failbacks: int
-    """How often a rail took over again."""
+    """Number of times that a rail took over again."""
     messages_sent: int
     messages_received: int
     bytes_sent: int
     bytes_received: int
     bytes_copied_out: int
-    """Bytes of payloads that the engine copied from memory to memory before they left: into a slot
-    (``shm``), into memory of a rail (``rdma``), or to encrypt them.
-    What the kernel or a device moves does not count, nor what the application has written into a
-    :class:`Lease`."""
+    """Bytes of payloads that the engine copied from memory to memory before sending: into a slot
+    (``shm``), into memory of a rail (``rdma``), or to encrypt them. Copies by the kernel or a
+    device do not count, nor writes of the application into a :class:`Lease`."""
     bytes_copied_in: int
-    """The same after they arrived: what was read before it was known where it goes, and by
+    """Bytes copied after arrival: those that were read ahead of their header, and those of
     :meth:`Message.copy_into` and :meth:`Message.move_to`."""
     chunks_resent: int
     duplicate_chunks: int
     stale_chunks: int
     reconnects: int
     frames_refused: int
-    """Control frames and chunk headers whose seal was wrong: somebody altered, added, repeated or
-    left out something on the way. Each ended its connection, and none was believed."""
-    trouble: str
-    """Why a connection of the link was lost the last time; empty if none was."""
-    path_trouble: str
-    """What is wrong with the data paths, or was in the last 30 seconds: paths that are down or were
-    lost, and a message of which nothing gets through. Errors of waits say the same. Empty if
-    nothing is."""
+    """Control frames and chunk headers with a wrong MAC: they were altered, added, repeated or
+    omitted on the way. Each ended its connection, and was dropped."""
+    last_error: str
+    """Reason of the last lost connection of the link; empty if none was lost."""
+    path_errors: str
+    """Errors of the data paths, now or in the last 30 seconds: paths that are down or were lost,
+    and a message without any delivery. Errors of waits contain it. Empty without errors."""
     rtt_min: float | None
     rtt_mean: float | None
     rtt_p99: float | None
     clock_offset: float | None
-    """Seconds to add to the peer's clock to get ours, from the echo with the least round trip."""
+    """Seconds to add to the peer's clock for ours, from the echo with the least round trip."""
     sends_in_flight: int
     slots_granted: int
     slots_in_use: int
     slots_added: int
-    """Of the slots granted: those that the engine added to what was reserved, because messages were
-    received faster than a slot comes round on a long link."""
+    """Granted slots that the engine added to the reserved ones, because a long link received
+    messages faster than slots returned."""
     late_messages: int
-    """Messages that were not acknowledged in time although all paths looked alive. For each, a path
-    was given up."""
+    """Messages that were not acknowledged in time although all paths seemed alive. Each ended a
+    path."""
 
 @final
 class Link:
-    """One link to a neighbour: both directions, with one control connection and data paths."""
+    """Link to a neighbour: both directions, with one control connection and data paths."""
 
     @property
     def peer_rank(self) -> int: ...
@@ -173,26 +171,26 @@ class Link:
     def reserve(self, direction: int, slots: int, slot_bytes: int) -> None:
         """Grant at least ``slots`` receive slots of ``slot_bytes`` bytes for one direction.
 
-        Never shrinks. If sizes keep changing, slots use less than four times the memory that is
-        enough for every reservation so far. The pools of the directions are separate, since a
-        shared pool can deadlock.
+        Slots are never removed. If sizes change repeatedly, slots use less than four times the
+        memory for the largest reservation. The pools of the directions are separate, since a shared
+        pool can deadlock.
         """
     def send(self, key: tuple[int, int, int, int, int], payload: Buffer, note: bytes = b"") -> int:
         """Send a message. Returns a ticket at once.
 
-        ``key``: (generation, iteration, microbatch, direction, tensor). The engine keeps
+        ``key``: (generation, iteration, microbatch, direction, tensor). The engine holds
         ``payload`` until the receiver has acknowledged it. ``note`` (at most 64 bytes) is delivered
         with the message. Messages use the K queues in turn.
         """
     def lease(self, key: tuple[int, int, int, int, int], nbytes: int) -> Lease | None:
-        """Memory for a message of ``nbytes`` bytes, from which it is sent without a copy. None if
+        """Lease memory for a message of ``nbytes`` bytes, which is sent without a copy. None if
         none is free, or if the link has none (TCP, ``mac`` and ``aead``).
 
-        Over shared memory it is a slot of the receiver's, and ``Message.view`` shows it there. The
-        lease uses the slot until it is sent or released, but never the last free one of its size,
-        so other messages still go through. Over RDMA it is memory of the link that its rails read;
-        a lease that finds none has more registered for the next one. It is used until the lease and
-        its views are gone and a sent message is acknowledged.
+        Over shared memory the lease is a slot of the receiver, where ``Message.view`` shows it. It
+        takes the slot until it is sent or released, but never the last free slot of its size, so
+        that other messages still go through. Over RDMA it is memory of the link that its rails
+        read; a lease without free memory makes the link register more. That memory is in use until
+        the lease and its views are gone and a sent message is acknowledged.
         """
     def send_memory(
         self,
@@ -202,14 +200,14 @@ class Link:
         owner: object,
         note: bytes,
     ) -> int:
-        """:meth:`send` of the ``nbytes`` bytes at ``address``, which stay valid as long as
-        ``owner`` lives. The engine keeps ``owner`` as it keeps a payload."""
+        """Send, as :meth:`send`, the ``nbytes`` bytes at ``address``, which are valid as long as
+        ``owner`` lives. The engine holds ``owner`` as it holds a payload."""
     def sent(self, ticket: int) -> bool:
-        """Whether the receiver has acknowledged the message. Raises EngineError if the link is
+        """True if the receiver has acknowledged the message. Raises EngineError if the link is
         dead."""
     def wait_sent(self, ticket: int, timeout: float) -> None: ...
     def try_receive(self, key: tuple[int, int, int, int, int]) -> Message | None:
-        """The message with this key, or None. Raises EngineError if the link is dead."""
+        """Take the message with this key, or None. Raises EngineError if the link is dead."""
     def receive(self, key: tuple[int, int, int, int, int], timeout: float) -> Message: ...
     def arrived(self, key: tuple[int, int, int, int, int]) -> bool: ...
     def send_slots(self, direction: int) -> int:
@@ -218,12 +216,13 @@ class Link:
         """Address and bytes of each memory block with receive slots, for example for
         ``cudaHostRegister``. The memory stays mapped as long as this object lives."""
     def lease_memory(self) -> list[tuple[int, int]]:
-        """The same of what leases may be in. Over shared memory the peer's slots, as far as they
-        are mapped here: grows some time after the peer has reserved slots. Over RDMA memory of the
-        link's own: grows some time after a lease found none."""
+        """Address and bytes of each memory block with leases. Over shared memory these are the
+        peer's slots, and the list grows some time after the peer has reserved slots. Over RDMA it
+        is memory of the link, and the list grows some time after a lease found none free."""
     def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
-        """Per message acknowledged since the last call: (key, bytes, queue_seconds, wire_seconds).
-        Wire time is from the first byte out to the acknowledgement in, without the queue."""
+        """Take (key, bytes, queue_seconds, wire_seconds) of each message acknowledged since the
+        last call. Wire time is from the first byte out to the acknowledgement in, without the
+        queue."""
     def stats(self) -> LinkStats: ...
     def sever_data_path(self, index: int = 0) -> None:
         """Fault injection: cut one data connection (TCP) as a broken cable would."""
@@ -233,7 +232,7 @@ class Link:
 
 @final
 class Engine:
-    """The engine of a process. Listens for links, and owns the threads and the memory."""
+    """Engine of a process. Listens for links, and owns the threads and the memory."""
 
     def __init__(
         self,
@@ -258,43 +257,43 @@ class Engine:
         queue_pairs: int = 1,
         flight_bytes: int = 512 << 20,
     ) -> None:
-        """``transport``: auto (shm on one host, else rdma where both ends have a rail, else
-        tcp) | tcp | shm | rdma. ``job``: name of job and attempt; a peer with another one is
-        refused.
-        ``peer_deadline``: seconds a control connection may stay down before the link is dead.
+        """``transport``: auto (shm on one host, else rdma if both ends have a rail, else tcp) | tcp
+        | shm | rdma. ``job``: name of job and attempt; a peer with another one is refused.
+        ``peer_deadline``: seconds for which a control connection may be down before the link is
+        dead.
 
         ``require="rdma"``: never fall back to TCP. EngineError if one of the ends has no usable
         rail; the link is dead when none was up for ``peer_deadline``. ``rdma_devices``: such as
         ``mlx5_0`` or ``mlx5_0:2`` (port); empty: one active port of every card. ``gid_index``: -1
-        for the best, looked up at every connection. ``numa_node``: of the GPU with the tensors; -1
-        if unknown.
+        for the best one, determined at every connection. ``numa_node``: of the GPU with the
+        tensors; -1 if unknown.
 
         ``integrity``: of payloads over TCP and in shared memory, crc (checksums, over TCP) | mac
         (altered or added ones are refused, ``frames_refused``, and sent again) | aead (as mac, and
-        encrypted over TCP). Both ends have to have the same. Without rails unless crc.
+        encrypted over TCP). Both ends must have the same. Rails need crc.
 
         ``queue_pairs``: of a link over each pair of rails; the smaller number of both ends counts,
-        and a link has at most 16 in all. ``flight_bytes``: of a link, the most memory for what is
-        on its way to and from the peer: staging memory of its rails, and up to which a direction's
-        receive slots are added to. It is used where bandwidth × delay needs it.
+        and a link has at most 16 in all. ``flight_bytes``: limit of a link's memory for messages
+        under way: staging memory of its rails, and receive slots that it adds to a direction. It is
+        used if bandwidth × delay needs it.
         """
     @property
     def rails(self) -> list[str]:
-        """The RDMA ports in use, such as ``rxe0 port 1``."""
+        """RDMA ports in use, such as ``rxe0 port 1``."""
     @property
-    def rails_trouble(self) -> str | None:
-        """Why there are no rails, or fewer than possible; for logs."""
+    def rails_error(self) -> str | None:
+        """Reason for no rails, or fewer than possible; for logs."""
     @property
     def memory_node(self) -> int | None:
-        """NUMA node of the slots: ``numa_node``, else the one of all rails' cards; None if neither
-        is known."""
+        """NUMA node of the slots: ``numa_node``, else that of all rails' cards; None if both are
+        unknown."""
     @property
     def port(self) -> int: ...
     @property
-    def bell_fd(self) -> int:
-        """An eventfd that is readable after a message arrived, a send completed or a link changed
-        its state. Read 8 bytes to reset it. One poll() can wait for several links with it. It is
-        readable when it is asked for the first time, since it has not rung before."""
+    def notifier_fd(self) -> int:
+        """Eventfd that is readable after a message arrived, a send completed or a link changed its
+        state. Read 8 bytes to reset it. One poll() can wait for several links with it. The first
+        access makes it readable, since earlier events were not signalled."""
     def connect(
         self, *, peer_rank: int, link_id: int, host: str, port: int, timeout: float
     ) -> Link:
@@ -302,6 +301,6 @@ class Engine:
     def accept(self, *, peer_rank: int, link_id: int, timeout: float) -> Link:
         """Wait for the peer to connect. Raises EngineTimeout, which names the missing peer."""
     def refused(self) -> list[str]:
-        """Why connections were refused so far (wrong secret, wrong job, …); for logs."""
+        """Reasons of refused connections so far (wrong secret, wrong job, …); for logs."""
     def close(self, timeout: float = 5.0) -> None:
-        """Close links and threads. Leaves no shared-memory object behind. Idempotent."""
+        """Close links and threads. No shared-memory object remains. Idempotent."""

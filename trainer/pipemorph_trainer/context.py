@@ -1,11 +1,11 @@
-"""A rank's context: the environment variables of torchrun and of PipeMorph's hosts.
+"""Context of a rank: the environment variables of torchrun and of PipeMorph's hosts.
 
 ====================== ==========================================================
 variable               meaning
 ====================== ==========================================================
 RANK, WORLD_SIZE, …    as torchrun sets them (``PET_*`` names are read as well)
-PIPEMORPH_JOB_FILE     the PipeMorphJob as JSON; without it the ingest is asked for the
-                       job, and without an ingest arguments decide
+PIPEMORPH_JOB_FILE     the PipeMorphJob as JSON; default: the ingest's job, and without an
+                       ingest the arguments of the script
 PIPEMORPH_ARGS         ``spec.trainer.args`` as JSON; default: those of the job
 PIPEMORPH_NAMESPACE    namespace of the job
 PIPEMORPH_ATTEMPT      attempt number, from 0; default: torchrun's restart count
@@ -17,22 +17,22 @@ PIPEMORPH_METRICS_PORT port of the rank's Prometheus metrics; without it none
 PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are written
 PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
 PIPEMORPH_KEPT_DIR     folder in memory for copies of the ranks' state; without it none
-                       are kept
-PIPEMORPH_PROGRESS_DIR folder in which the rank counts the iterations that it has finished, for
-                       a host that looks for hangs; without it nobody does
-PIPEMORPH_RUN          what all attempts and generations of the job's ranks are called, in
-                       checkpoints; default: the id that torchrun or Slurm gives the job
+                       are made
+PIPEMORPH_PROGRESS_DIR folder in which the rank counts its finished iterations, for a host that
+                       detects hangs; without it none are counted
+PIPEMORPH_RUN          name of all attempts and generations of the job's ranks, in checkpoints;
+                       default: the id that torchrun or Slurm gives the job
 PIPEMORPH_GENERATION   number of this life of the attempt's ranks, from 0
-PIPEMORPH_PLACE        number of the place that runs this rank, by which the copies there are
-                       found; default: RANK
-PIPEMORPH_PLACES       by rank, the place that runs it, as JSON; default: that of its
-                       number. See :mod:`pipemorph.api.layout`
-PIPEMORPH_LAYERS       by stage, how many layers it holds, as JSON; default: evenly many
+PIPEMORPH_PLACE        number of the place that runs this rank and has its copies; default:
+                       RANK
+PIPEMORPH_PLACES       places of the ranks, by rank, as JSON; default: that of its number. See
+                       :mod:`pipemorph.spec.layout`
+PIPEMORPH_LAYERS       number of layers of each stage, as JSON; default: divided evenly
 PIPEMORPH_GRACE_SECONDS
                        seconds after a SIGTERM in which the rank may save; default 25
 ====================== ==========================================================
 
-``spec.parallelism.order`` says which coordinate a rank has: see :meth:`TrainerContext.coordinate`.
+``spec.parallelism.order`` sets the coordinate of a rank: see :meth:`TrainerContext.coordinate`.
 """
 
 from __future__ import annotations
@@ -51,19 +51,26 @@ from typing import Any
 from pydantic import ValidationError
 from tenacity import Retrying
 
-from pipemorph.api.layout import Layout
-from pipemorph.api.mesh import Coordinate, MeshShape
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.document import read_text
 from pipemorph.errors import InputError, PipeMorphError, one_line
-from pipemorph.http_client import Answer, HttpClient, NoAnswer, NoToken, checked_url, retries
-from pipemorph.manifest import MAX_BYTES, describe
+from pipemorph.http_client import (
+    HttpClient,
+    HttpResponse,
+    NoResponseError,
+    TokenUnreadableError,
+    make_retry_options,
+    validate_url,
+)
+from pipemorph.manifest import MAX_BYTES, describe_job_error
 from pipemorph.planning.ir import StagePlacement
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.layout import Layout
+from pipemorph.spec.mesh import Coordinate, MeshShape
+from pipemorph.yaml_json import read_text
 
 TRACE_BYTES = 256 << 20
 LEAST_TRACE_BYTES = 1 << 16
 GRACE_SECONDS = 25.0
-"""Less than the 30 s that torchrun and Slurm give a rank by default."""
+"""Grace period, seconds: less than the 30 s of torchrun and Slurm by default."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +93,28 @@ class TrainerContext:
     trace_bytes: int = TRACE_BYTES
     metrics_port: int = 0
     local_world_size: int = 1
-    """Ranks on this machine, or in this pod."""
-    kept_dir: Path | None = None
+    """Number of ranks on this machine, or in this pod."""
+    memory_dir: Path | None = None
     place: int | None = None
-    """The place that runs this rank; None: that of its number."""
+    """Place that runs this rank; None: that of its number."""
     progress_dir: Path | None = None
     generation: int = 0
-    run: str = ""
-    """What all lives of the job's ranks are called; empty: this one has no name."""
+    run_name: str = ""
+    """Name of the run: all lives of the job's ranks; empty: no name."""
     places: str | None = None
-    """By rank, the place that runs it, as JSON; None: that of its number."""
+    """Places of the ranks, by rank, as JSON; None: that of its number."""
     layers: str | None = None
-    """By stage, how many layers it holds, as JSON; None: evenly many."""
+    """Number of layers of each stage, as JSON; None: divided evenly."""
     grace_seconds: float = GRACE_SECONDS
-    """Time after a SIGTERM in which the rank may save."""
+    """Seconds after a SIGTERM in which the rank may save."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
-        """Read the environment, and the files that it names. Raises :class:`InputError`, which
-        names the variable that is missing or invalid."""
+        """Read the environment, and the files that it names. Raises :class:`InputError` with the
+        variable that is missing or invalid."""
         name_uncaught_errors()
 
-        def number(name: str, default: int | None = None) -> int:
+        def read_number(name: str, default: int | None = None) -> int:
             for key in (name, f"PET_{name}"):
                 if key in environ:
                     try:
@@ -118,7 +125,7 @@ class TrainerContext:
                 return default
             raise InputError(f"{name} is not set; start the ranks with pipemorph run or torchrun")
 
-        def text(name: str) -> str | None:
+        def read_variable(name: str) -> str | None:
             return environ.get(name) or environ.get(f"PET_{name}") or None
 
         job_file = environ.get("PIPEMORPH_JOB_FILE")
@@ -127,15 +134,15 @@ class TrainerContext:
         trace_dir = environ.get("PIPEMORPH_TRACE_DIR")
         kept_dir = environ.get("PIPEMORPH_KEPT_DIR")
         progress_dir = environ.get("PIPEMORPH_PROGRESS_DIR")
-        rank, world_size = number("RANK"), number("WORLD_SIZE")
-        attempt = number("PIPEMORPH_ATTEMPT", number("TORCHELASTIC_RESTART_COUNT", 0))
-        ingest_url = text("PIPEMORPH_INGEST_URL")
+        rank, world_size = read_number("RANK"), read_number("WORLD_SIZE")
+        attempt = read_number("PIPEMORPH_ATTEMPT", read_number("TORCHELASTIC_RESTART_COUNT", 0))
+        ingest_url = read_variable("PIPEMORPH_INGEST_URL")
         job = None
         if job_file:
-            job = _job(job_file)
+            job = _read_job(job_file)
         elif ingest_url is not None:
-            job = _parsed(
-                ask_for_job(
+            job = _parse_job(
+                request_job(
                     ingest_url,
                     Path(token_file) if token_file else None,
                     environ.get("PIPEMORPH_CA_FILE"),
@@ -149,30 +156,30 @@ class TrainerContext:
         context = TrainerContext(
             rank=rank,
             world_size=world_size,
-            local_rank=number("LOCAL_RANK", 0),
-            local_world_size=number("LOCAL_WORLD_SIZE", 1),
-            master_addr=text("MASTER_ADDR") or "127.0.0.1",
-            master_port=number("MASTER_PORT"),
+            local_rank=read_number("LOCAL_RANK", 0),
+            local_world_size=read_number("LOCAL_WORLD_SIZE", 1),
+            master_addr=read_variable("MASTER_ADDR") or "127.0.0.1",
+            master_port=read_number("MASTER_PORT"),
             job=job,
-            args=_args(args) if args is not None else job.spec.trainer.args if job else {},
+            args=_parse_args(args) if args is not None else job.spec.trainer.args if job else {},
             namespace=environ.get(
                 "PIPEMORPH_NAMESPACE", job.metadata.namespace if job else "default"
             ),
             attempt=attempt,
-            secret=_secret(secret_file) if secret_file else b"",
+            secret=_read_secret(secret_file) if secret_file else b"",
             ingest_url=ingest_url,
             token_file=Path(token_file) if token_file else None,
             trace_dir=Path(trace_dir) if trace_dir else None,
-            trace_bytes=number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
-            metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
-            kept_dir=Path(kept_dir) if kept_dir else None,
-            place=number("PIPEMORPH_PLACE", rank),
+            trace_bytes=read_number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
+            metrics_port=read_number("PIPEMORPH_METRICS_PORT", 0),
+            memory_dir=Path(kept_dir) if kept_dir else None,
+            place=read_number("PIPEMORPH_PLACE", rank),
             progress_dir=Path(progress_dir) if progress_dir else None,
-            generation=number("PIPEMORPH_GENERATION", 0),
-            run=_run(environ),
+            generation=read_number("PIPEMORPH_GENERATION", 0),
+            run_name=_find_run_name(environ),
             places=environ.get("PIPEMORPH_PLACES"),
             layers=environ.get("PIPEMORPH_LAYERS"),
-            grace_seconds=_seconds(environ.get("PIPEMORPH_GRACE_SECONDS")),
+            grace_seconds=_parse_grace_seconds(environ.get("PIPEMORPH_GRACE_SECONDS")),
         )
         if context.trace_bytes < LEAST_TRACE_BYTES:
             raise InputError(
@@ -192,9 +199,9 @@ class TrainerContext:
         stages_per_rank: int | None = None,
         placement: StagePlacement | None = None,
     ) -> MeshShape:
-        """The sizes and order of the job's mesh. Without a job file: ``stages`` (default: as many
-        as fit on all ranks) × replicas, in the default order, with ``stages_per_rank`` (default:
-        1).
+        """Return the sizes and order of the job's mesh. Without a job file: ``stages`` (default: as
+        many as fit on all ranks) × replicas, in the default order, with ``stages_per_rank``
+        (default: 1).
 
         Raises :class:`InputError` if the stages cannot be divided over the ranks.
         """
@@ -225,17 +232,17 @@ class TrainerContext:
         """Iterations of the manifest; 0 without one."""
         return self.job.spec.trainer.iterations if self.job is not None else 0
 
-    def layout(self, mesh: MeshShape) -> Layout:
-        """The places of the ranks of ``mesh``. Raises :class:`InputError` if the launcher did not
-        tell one place for each."""
-        first = Layout.first(mesh)
+    def read_layout(self, mesh: MeshShape) -> Layout:
+        """Return the places of the ranks of ``mesh``. Raises :class:`InputError` if the launcher
+        did not pass one place for each."""
+        first = Layout.build_first(mesh)
         if self.job is not None:
-            first = Layout.first(mesh, self.job.spec.parallelism.ranks_per_pod)
-        return first if self.places is None else first.read(self.places)
+            first = Layout.build_first(mesh, self.job.spec.parallelism.ranks_per_pod)
+        return first if self.places is None else first.read_places(self.places)
 
-    def split(self, stages: int) -> tuple[int, ...]:
-        """By stage, how many layers it holds; empty: evenly many. Raises :class:`InputError` if the
-        launcher did not tell one number for each."""
+    def read_layer_split(self, stages: int) -> tuple[int, ...]:
+        """Return the number of layers of each stage; empty: divided evenly. Raises
+        :class:`InputError` if the launcher did not pass one number for each."""
         return () if self.layers is None else Layout.read_layers(self.layers, stages)
 
     def coordinate(
@@ -244,18 +251,18 @@ class TrainerContext:
         stages_per_rank: int | None = None,
         placement: StagePlacement | None = None,
     ) -> Coordinate:
-        """Where this rank is in :meth:`mesh_shape`. ``held``: its stages."""
-        return self.mesh_shape(stages, stages_per_rank, placement).coordinate(self.rank)
+        """Return this rank's coordinate in :meth:`mesh_shape`. ``held_stages``: its stages."""
+        return self.mesh_shape(stages, stages_per_rank, placement).find_coordinate(self.rank)
 
 
-def _run(environ: Mapping[str, str]) -> str:
-    """What all lives of the ranks of a job are called; empty if nothing says so."""
+def _find_run_name(environ: Mapping[str, str]) -> str:
+    """Return the name of all lives of a job's ranks; empty if no variable has it."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     given = "" if torchrun == "none" else torchrun
     return environ.get("PIPEMORPH_RUN") or given or environ.get("SLURM_JOB_ID", "")
 
 
-def _seconds(text: str | None) -> float:
+def _parse_grace_seconds(text: str | None) -> float:
     if text is None:
         return GRACE_SECONDS
     try:
@@ -267,31 +274,31 @@ def _seconds(text: str | None) -> float:
     return seconds
 
 
-def _job(file: str) -> PipeMorphJob:
+def _read_job(file: str) -> PipeMorphJob:
     try:
         content = read_text(file, MAX_BYTES)
     except InputError as error:
         raise InputError(f"PIPEMORPH_JOB_FILE: {error}") from None
-    return _parsed(content, f"PIPEMORPH_JOB_FILE: {one_line(file)}")
+    return _parse_job(content, f"PIPEMORPH_JOB_FILE: {one_line(file)}")
 
 
-def _parsed(content: str, source: str) -> PipeMorphJob:
+def _parse_job(content: str, source: str) -> PipeMorphJob:
     try:
         return PipeMorphJob.model_validate_json(content)
     except ValidationError as error:
-        raise InputError(f"{source}: {_why(error)}") from None
+        raise InputError(f"{source}: {_explain_invalid_job(error)}") from None
 
 
-def _why(error: ValidationError) -> str:
+def _explain_invalid_job(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    return one_line(first["msg"]) if first["type"] == "json_invalid" else describe(error)
+    return one_line(first["msg"]) if first["type"] == "json_invalid" else describe_job_error(error)
 
 
-def _secret(file: str) -> bytes:
+def _read_secret(file: str) -> bytes:
     try:
         secret = Path(file).read_bytes()
     except (OSError, ValueError) as error:
-        # ValueError: a zero byte in the name.
+        # A ValueError is a zero byte in the name.
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError(
             f"PIPEMORPH_SECRET_FILE: {one_line(file)}: cannot be read: {reason or error}"
@@ -301,11 +308,11 @@ def _secret(file: str) -> bytes:
     return secret
 
 
-def _args(text: str) -> dict[str, Any]:
+def _parse_args(text: str) -> dict[str, Any]:
     try:
         args = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # RecursionError: brackets nested thousands deep.
+        # A RecursionError is thousands of nested brackets.
         raise InputError(
             f"PIPEMORPH_ARGS is {one_line(text)!r}; expected a JSON object: {one_line(str(error))}"
         ) from None
@@ -314,12 +321,12 @@ def _args(text: str) -> dict[str, Any]:
     return args
 
 
-PATIENCE_SECONDS = 60.0
-"""How long to try, as the host may start at the same time as the ranks."""
+JOB_REQUEST_PATIENCE_SECONDS = 60.0
+"""Seconds to try, as the host may start at the same time as the ranks."""
 REQUEST_SECONDS = 10.0
 
 
-def ask_for_job(
+def request_job(
     url: str,
     token_file: Path | None,
     authority: str | None,
@@ -327,16 +334,16 @@ def ask_for_job(
     rank: int,
     world_size: int,
     attempt: int,
-    patience: float = PATIENCE_SECONDS,
+    patience: float = JOB_REQUEST_PATIENCE_SECONDS,
 ) -> str:
-    """The PipeMorphJob as JSON. ``authority``: PEM file with that of the ingest's certificate;
-    None: the system's.
+    """Request the PipeMorphJob as JSON. ``authority``: PEM file of the ingest's certificate
+    authority; None: the system's.
 
-    The host may start at the same time, and makes the token's file if there is none: both are
-    waited for. Raises :class:`InputError` in one line that says what to set, if there is no token
-    or no ingest at ``url`` for ``patience`` seconds, or if it refuses this rank.
+    Waits for the host, which may start at the same time, and for the token file that it makes.
+    Raises :class:`InputError` in one line that names what to set, if there is no token or no ingest
+    at ``url`` for ``patience`` seconds, or if it refuses this rank.
     """
-    base = checked_url(url, "PIPEMORPH_INGEST_URL")
+    base = validate_url(url, "PIPEMORPH_INGEST_URL")
     if token_file is None:
         raise InputError(
             "PIPEMORPH_TOKEN_FILE is not set; the ingest at PIPEMORPH_INGEST_URL needs the token"
@@ -344,21 +351,25 @@ def ask_for_job(
     client = HttpClient(base, token_file, authority)
     query = {"rank": str(rank), "world_size": str(world_size), "attempt": str(attempt)}
 
-    def check(error: BaseException, _: float) -> None:
-        if isinstance(error, NoAnswer) and error.untrusted:
+    def raise_if_untrusted(error: BaseException, _: float) -> None:
+        if isinstance(error, NoResponseError) and error.untrusted:
             raise error
 
     try:
-        answer = Retrying(**retries(seconds=patience, before=check))(
-            client.ask, "/v1/job", query=query, seconds=REQUEST_SECONDS, most_bytes=MAX_BYTES
+        answer = Retrying(**make_retry_options(seconds=patience, before=raise_if_untrusted))(
+            client.request_blocking,
+            "/v1/job",
+            query=query,
+            seconds=REQUEST_SECONDS,
+            most_bytes=MAX_BYTES,
         )
         if answer.status != HTTPStatus.OK:
-            raise InputError(_refusal(url, answer))
+            raise InputError(_describe_refusal(url, answer))
         return answer.body.decode()
-    except NoToken as error:
+    except TokenUnreadableError as error:
         raise InputError(f"PIPEMORPH_TOKEN_FILE: {error}") from None
-    except (NoAnswer, UnicodeDecodeError) as error:
-        if isinstance(error, NoAnswer) and error.untrusted:
+    except (NoResponseError, UnicodeDecodeError) as error:
+        if isinstance(error, NoResponseError) and error.untrusted:
             raise InputError(
                 f"PIPEMORPH_INGEST_URL {one_line(url)}: {error}; set PIPEMORPH_CA_FILE to the "
                 "authority of its certificate"
@@ -370,10 +381,10 @@ def ask_for_job(
         ) from None
 
 
-def _refusal(url: str, answer: Answer) -> str:
+def _describe_refusal(url: str, answer: HttpResponse) -> str:
     what = f"{one_line(url)} refuses this rank: {answer.reason}"
     if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return f"{what}; PIPEMORPH_TOKEN_FILE has to be the --token-file of pipemorph serve"
+        return f"{what}; PIPEMORPH_TOKEN_FILE must be the --token-file of pipemorph serve"
     if answer.status == HTTPStatus.NOT_FOUND:
         return f"{what}; this ingest hands out no job, so set PIPEMORPH_JOB_FILE"
     return what
@@ -382,25 +393,25 @@ def _refusal(url: str, answer: Answer) -> str:
 # --- uncaught errors of a script that torchrun started --------------------------------------------
 #
 # torchrun's summary shows the content of each rank's error file, which only a function with
-# `@record` writes. Without it the summary says nothing, and the reason is in one of the tracebacks
-# of all ranks above it.
+# `@record` writes. Otherwise the summary is empty, and the reason is in one of the tracebacks above
+# it.
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Variable with the path of a rank's error file; set by torchrun alone."""
+"""Variable with the path of a rank's error file; only torchrun sets it."""
 
 
 def name_uncaught_errors() -> None:
-    """Write an uncaught :class:`PipeMorphError` of this rank of torchrun to its error file, and
-    print an :class:`InputError` in one line: the frames above it are the trainer's own."""
-    if ERROR_FILE in os.environ and not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(sys.excepthook)
+    """Write an uncaught :class:`PipeMorphError` of a rank of torchrun to its error file, and print
+    an :class:`InputError` in one line, without the trainer's own frames."""
+    if ERROR_FILE in os.environ and not isinstance(sys.excepthook, _UncaughtErrorHook):
+        sys.excepthook = _UncaughtErrorHook(sys.excepthook)
 
 
 @dataclass(frozen=True)
-class _Hook:
-    """``before``: the hook that it takes the place of, such as that of a process group."""
+class _UncaughtErrorHook:
+    """Hook for uncaught errors. ``previous_hook``: the one replaced, as of a process group."""
 
-    before: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+    previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -409,7 +420,7 @@ class _Hook:
         if isinstance(error, InputError):
             print(f"rank {os.environ.get('RANK', '?')}: {text}", file=sys.stderr)
         else:
-            self.before(kind, error, trace)
+            self.previous_hook(kind, error, trace)
         if not isinstance(error, PipeMorphError):
             return
         extra = {"timestamp": str(int(time.time()))}

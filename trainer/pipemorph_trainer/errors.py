@@ -6,8 +6,7 @@ from pipemorph.errors import PipeMorphError
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of an error of torch, without the source location before it and the advice
-    after it."""
+    """Return the first sentence of an error of torch, without its source location and advice."""
     lines = str(error).splitlines()
     line = lines[0] if lines else type(error).__name__
     if line.startswith("[/"):
@@ -16,28 +15,28 @@ def first_sentence(error: BaseException) -> str:
 
 
 class PipelineError(PipeMorphError):
-    """The pipeline cannot continue. The message says which rank waited for what, and why."""
+    """Error after which the pipeline cannot continue. Names the rank, its wait, and the cause."""
 
 
 class UnwrittenError(PipelineError):
-    """A checkpoint cannot be written, as on a full disk. Training can go on; ``save`` can be called
-    again."""
+    """Error of a checkpoint that cannot be written, as on a full disk. Training can go on; ``save``
+    can be called again."""
 
 
 class WaitTimeoutError(PipelineError):
-    """A message missed its deadline. The error names the message, the link and the route."""
+    """Error of a message that missed its deadline. Names the message, the link and the route."""
 
 
 class PeerLostError(PipelineError):
-    """A neighbour's connection closed without a goodbye: the neighbour failed or was killed."""
+    """Error of a neighbour whose connection closed without a goodbye: it failed or was killed."""
 
 
 class ShapeError(PipelineError):
-    """Tensors have other shapes than agreed. The error names both."""
+    """Error of tensors with other shapes than agreed. Names both."""
 
 
 class BatchError(ShapeError):
-    """A rank got a batch that does not fit. The error names the rank and the input.
+    """Error of a batch that does not fit. Names the rank and the input.
 
     ``step`` raises it on every rank of the job. No gradient has changed, and ``step`` can be called
     again.
@@ -45,4 +44,4 @@ class BatchError(ShapeError):
 
 
 class SplitError(RuntimeError):
-    """A stage cannot be run as requested. The message names the module or parameter."""
+    """Error of a stage that cannot run as requested. Names the module or parameter."""

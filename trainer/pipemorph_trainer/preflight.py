@@ -1,10 +1,11 @@
 """``python -m pipemorph_trainer.preflight [--rdma] [--memlock] [--shm=BYTES] -- COMMAND…``
 
-Checks that the pod has what the job's placement requests, then executes COMMAND. Without this check
-a missing device or a memory limit would look like a slow link, since the engine falls back to TCP.
+Checks that the pod has the resources that the job's placement requests, then executes COMMAND.
+Without this check a missing device or a memory limit would look like a slow link, since the engine
+falls back to TCP.
 
-Exits with 78 and one line per fault, also in the pod's termination message. The operator shows it
-as the condition PreflightPassed=False.
+Exits with 78 and a line per fault, also in the pod's termination message. The operator shows it as
+the condition PreflightPassed=False.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipemorph.arguments import whole_number
-from pipemorph.discovery.host import LEAST_LOCKED_BYTES, locked_limit
-from pipemorph.discovery.host import may_lock as _may_lock
+from pipemorph.argument_types import whole_number_type
+from pipemorph.doctor.host import LEAST_LOCKED_BYTES, read_locked_memory_limit
+from pipemorph.doctor.host import has_ipc_lock as _may_lock
 
 EXIT_UNFIT = os.EX_CONFIG
 TERMINATION_LOG = Path("/dev/termination-log")
@@ -26,15 +27,15 @@ DEVICES = Path("/dev/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def faults(
+def find_faults(
     *,
     rdma: bool,
     memlock: bool,
     shm_bytes: int | None,
     devices: Path = DEVICES,
-    locked_limit: Callable[[], int] = locked_limit,
+    locked_limit: Callable[[], int] = read_locked_memory_limit,
 ) -> list[str]:
-    """Faults of this pod, one line each; empty if there is none."""
+    """Find the faults of this pod, a line each; empty if there is none."""
     found = []
     if rdma and not any(devices.glob("uverbs*")):
         found.append(
@@ -54,7 +55,7 @@ def faults(
         size = stat.f_frsize * stat.f_blocks
         if size < shm_bytes:
             found.append(
-                f"{SHARED_MEMORY} holds {size} bytes, the job asked for {shm_bytes}; is another"
+                f"{SHARED_MEMORY} holds {size} bytes, the job requests {shm_bytes}; is another"
                 " volume mounted there?"
             )
     return found
@@ -64,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="preflight", description=__doc__)
     parser.add_argument("--rdma", action="store_true")
     parser.add_argument("--memlock", action="store_true")
-    parser.add_argument("--shm", type=whole_number(0), metavar="BYTES")
+    parser.add_argument("--shm", type=whole_number_type(0), metavar="BYTES")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
-    found = faults(rdma=options.rdma, memlock=options.memlock, shm_bytes=options.shm)
+    found = find_faults(rdma=options.rdma, memlock=options.memlock, shm_bytes=options.shm)
     if found:
         text = "\n".join(found) + "\n"
         sys.stderr.write(text)

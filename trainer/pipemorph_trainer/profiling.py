@@ -1,4 +1,4 @@
-"""Whether torch.profiler is active.
+"""Check whether torch.profiler is active.
 
 A profiler that stops frees the records of all operations, even of operations of torch.distributed
 that are still running. torch writes into such a record when the operation ends. Then the process

@@ -8,10 +8,6 @@ from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.sections.faults import Fault
-from pipemorph.api.sections.trainer import Checkpoint
-from pipemorph.api.spec import JobSpec
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
@@ -26,11 +22,15 @@ from pipemorph.planning import (
     plan as plan_schedule,
 )
 from pipemorph.planning.ir import StagePlacement
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.mesh import MeshShape
+from pipemorph.spec.sections.faults import Fault
+from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.links.engine import EngineOptions, engine_module
-from pipemorph_trainer.topology.gpu_affinity import own_rails
-from pipemorph_trainer.topology.mesh import shape_of
+from pipemorph_trainer.topology.gpu_affinity import choose_own_rails
+from pipemorph_trainer.topology.mesh import read_mesh_shape
+from pipemorph_trainer.transport.engine_setup import EngineOptions, load_engine_module
 
 RouteChoice = Literal["auto", "direct", "delegated"]
 EngineChoice = Literal["auto", "tcp", "shm", "rdma"]
@@ -48,9 +48,9 @@ class Options:
 
     dispatch: Dispatch | str | None = None
     """Choice of the next op: ``static``, the default, in the plan's order; ``guided``, in the
-    plan's order of those whose message is there."""
+    plan's order of ops whose message has arrived."""
     route: RouteChoice | None = None
-    """Way of messages. ``auto``, the default, is direct until a directive delegates a link."""
+    """Route of messages. ``auto``, the default, is direct until a directive delegates a link."""
     engine: EngineChoice | None = None
     """Transport of delegated links: ``auto``, the default, ``tcp``, ``shm`` or ``rdma``."""
     queues: int | None = None
@@ -63,20 +63,20 @@ class Options:
     1; default: 2, and 8 on CUDA."""
     faults: Sequence[Fault] | None = None
     """Fault trace, applied in the transport (see
-    :class:`pipemorph.api.sections.faults.Fault`)."""
+    :class:`pipemorph.spec.sections.faults.Fault`)."""
     host_memory: int | None = None
     """Bytes of host memory on this rank that a plan may use for activations; None without a job: a
     plan with offload is refused."""
     snapshot_iterations: int | None = None
-    """Iterations from one copy of the state in memory to the next, if the host has given a folder
-    for them; 0: none; default: 1, and none on a GPU."""
+    """Iterations from one copy of the state in memory to the next, if the host has a folder for
+    copies; 0: no copies; default: 1, and 0 on a GPU."""
     neighbour: bool | None = None
-    """Whether pods hold copies of each other's state; default: False."""
+    """True if pods hold copies of each other's state; default: False."""
     control: ControlClient | None = None
     """Source of plans and sink of telemetry; default: the job's agent, if any."""
 
-    def settings(self) -> dict[str, Any]:
-        """The values that :class:`Settings` has, by name."""
+    def to_settings(self) -> dict[str, Any]:
+        """Return the values that :class:`Settings` has, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["control"]
         if self.dispatch is not None:
@@ -128,8 +128,8 @@ class Settings:
             )
         if self.neighbour and self.snapshot_iterations == 0:
             raise InputError(
-                "neighbour is True, and snapshot_iterations is 0: nothing is kept; expected at"
-                " least 1"
+                "neighbour is True, and snapshot_iterations is 0: no state is copied;"
+                " expected at least 1"
             )
         if self.recompute not in get_args(RecomputeChoice):
             raise InputError(f"recompute is {self.recompute!r}; expected never or auto")
@@ -139,7 +139,8 @@ class Settings:
             )
 
     @staticmethod
-    def of(spec: JobSpec) -> Settings:
+    def from_spec(spec: JobSpec) -> Settings:
+        """Read the settings of a job."""
         adaptation = spec.adaptation
         return Settings(
             mesh=spec.parallelism.mesh,
@@ -170,52 +171,52 @@ class Settings:
         return self.mesh.placement
 
     @staticmethod
-    def choose(
+    def from_arguments(
         context: TrainerContext, given: Mapping[str, Any], mesh: DeviceMesh | None = None
     ) -> Settings:
-        """Settings of the job if there is one, else of the arguments ``given``; None: the default.
+        """Return the job's settings if there is one, else those ``given``; None: the default.
 
         ``mesh``: the user's, if any. Raises :class:`InputError` if an argument contradicts the job
         or the mesh.
         """
-        told = {name: value for name, value in given.items() if value is not None}
+        args = {name: value for name, value in given.items() if value is not None}
         job_mesh = None if context.job is None else context.job.spec.parallelism.mesh
-        each = told.get("stages_per_rank", 1 if job_mesh is None else job_mesh.stages_per_rank)
-        placement = told.get("placement", "interleaved" if job_mesh is None else job_mesh.placement)
+        each = args.get("stages_per_rank", 1 if job_mesh is None else job_mesh.stages_per_rank)
+        placement = args.get("placement", "interleaved" if job_mesh is None else job_mesh.placement)
         if placement not in get_args(StagePlacement):
             expected = " or ".join(get_args(StagePlacement))
             raise InputError(f"placement is {placement!r}; expected {expected}")
-        shape = None if mesh is None else shape_of(mesh, context.world_size, each, placement)
+        shape = None if mesh is None else read_mesh_shape(mesh, context.world_size, each, placement)
         if context.job is None:
-            stages = told.pop("stages", None)
-            told.pop("stages_per_rank", None), told.pop("placement", None)
+            stages = args.pop("stages", None)
+            args.pop("stages_per_rank", None), args.pop("placement", None)
             if shape is not None and stages not in (None, shape.stages):
                 raise InputError(
                     f"Pipeline was given stages={stages}, and its mesh has {shape}; leave stages "
                     "out"
                 )
-            return Settings(mesh=shape or context.mesh_shape(stages, each, placement), **told)
+            return Settings(mesh=shape or context.mesh_shape(stages, each, placement), **args)
         wanted_mesh = context.job.spec.parallelism.mesh
-        if shape is not None and shape.described() != wanted_mesh.described():
+        if shape is not None and shape.describe_order() != wanted_mesh.describe_order():
             raise InputError(
-                f"Pipeline was given a mesh of {shape.described()}, and the manifest says "
-                f"spec.parallelism: {wanted_mesh.described()}; make the mesh with make_mesh()"
+                f"Pipeline was given a mesh of {shape.describe_order()}, and the manifest says "
+                f"spec.parallelism: {wanted_mesh.describe_order()}; make the mesh with make_mesh()"
             )
-        own = {name: told.pop(name) for name in OF_SCRIPT if name in told}
-        settings = replace(Settings.of(context.job.spec), **own)
-        for name, value in told.items():
+        own = {name: args.pop(name) for name in SCRIPT_SETTINGS if name in args}
+        settings = replace(Settings.from_spec(context.job.spec), **own)
+        for name, value in args.items():
             wanted = getattr(settings, name)
             same = list(value) == list(wanted) if name == "faults" else value == wanted
             if not same:
                 raise InputError(
                     f"Pipeline was given {name}={value}, and the manifest says "
-                    f"spec.{MANIFEST[name]}: {wanted}; leave the argument out, or make "
+                    f"spec.{MANIFEST_FIELDS[name]}: {wanted}; leave the argument out, or make "
                     "the two equal"
                 )
         return settings
 
-    def plan(self) -> Plan:
-        """Plan 0 without a job: for equal op times and no delays."""
+    def make_initial_plan(self) -> Plan:
+        """Make plan 0 without a job: for equal op times and no delays."""
         if self.microbatches is None:
             raise InputError("microbatches is missing; without a job file give it to Pipeline()")
         several = self.stages_per_rank > 1
@@ -232,7 +233,7 @@ class Settings:
         return plan_schedule(problem).to_plan(0, routes, self.dispatch)
 
 
-MANIFEST = {
+MANIFEST_FIELDS = {
     "stages": "parallelism.stages",
     "stages_per_rank": "parallelism.stagesPerRank",
     "placement": "parallelism.stagePlacement",
@@ -250,14 +251,14 @@ MANIFEST = {
     "neighbour": "recovery.neighbour",
 }
 """Field in ``spec`` of each setting."""
-OF_SCRIPT = ("direct_sends", "queues", "direct_duplex")
-"""Settings that only a script gives."""
+SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex")
+"""Settings that only a script has."""
 
 
-def engine_options(
+def choose_engine_options(
     context: TrainerContext, settings: Settings, first: Plan, *, directed: bool
 ) -> EngineOptions | None:
-    """Options of the engine; None if it is not needed.
+    """Return the options of the engine; None if it is not needed.
 
     The engine is needed if the ``first`` plan delegates a link or a later plan may. ``directed``:
     later plans come as directives, which respect the job's route. Raises :class:`InputError` if the
@@ -268,7 +269,7 @@ def engine_options(
     delegates = Route.DELEGATED in first.routes
     if not delegates and settings.route == "direct" and directed:
         return None
-    if engine_module() is None:
+    if load_engine_module() is None:
         if delegates:
             raise InputError(
                 "the plan delegates links but the transfer engine is not built; run "
@@ -282,7 +283,7 @@ def engine_options(
     wanted = context.job.spec.transport
     rdma = wanted.rdma
     if not rdma.devices:
-        own = own_rails(context.local_rank, context.local_world_size)
+        own = choose_own_rails(context.local_rank, context.local_world_size)
         rdma = rdma.model_copy(update={"devices": own})
     return EngineOptions(
         job, settings.engine, settings.queues, wanted.require, wanted.integrity, rdma

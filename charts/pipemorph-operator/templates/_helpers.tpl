@@ -36,7 +36,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $image := .Values.image -}}
 {{- if contains "@" $image.repository -}}
 {{- if or $image.tag $image.digest -}}
-{{- fail (printf "image.repository, %s, has a digest; leave image.tag and image.digest empty" $image.repository) -}}
+{{- fail (printf "image.repository is %s, which has a digest; expected empty image.tag and image.digest" $image.repository) -}}
 {{- end -}}
 {{ $image.repository }}
 {{- else if $image.digest -}}
@@ -72,7 +72,7 @@ securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 tolerations:
-{{- /* Kubernetes adds 300 s where there is none. */}}
+{{- /* Kubernetes adds tolerations of 300 s by default. */}}
 {{- range $taint := list "not-ready" "unreachable" }}
 - {key: node.kubernetes.io/{{ $taint }}, operator: Exists, effect: NoExecute, tolerationSeconds: {{ $.Values.lostNodeSeconds | int }}}
 {{- end }}
@@ -90,17 +90,17 @@ terminationGracePeriodSeconds: 20
 {{- end -}}
 
 {{- /* An authority and a certificate that it has signed, as JSON: ca, crt, key. Authorities have different
-names, since clients look them up by name. Keys are of the curve P-256: a handshake with one takes the
-ingest a tenth of the processor time that RSA takes, and after a restart all agents come at once. */}}
-{{- define "pipemorph.newPair" -}}
+names, because clients find them by name. Keys use the curve P-256: its handshake takes a tenth of the
+processor time of RSA, and after a restart all agents connect at once. */}}
+{{- define "pipemorph.newCertificate" -}}
 {{- $names := index . 1 }}
 {{- $ca := genCAWithKey (printf "%s-ca-%s" (index . 0) (randAlphaNum 6 | lower)) 3650 (genPrivateKey "ecdsa") }}
 {{- $cert := genSignedCertWithKey (first $names) nil $names 3650 $ca (genPrivateKey "ecdsa") }}
 {{- dict "ca" $ca.Cert "crt" $cert.Cert "key" $cert.Key | toJson }}
 {{- end -}}
 
-{{- /* Replicas of a component on different nodes and in different zones, where there are such. */}}
-{{- define "pipemorph.apart" -}}
+{{- /* Spreads the replicas of a component over nodes and zones, if possible. */}}
+{{- define "pipemorph.topologySpread" -}}
 {{- $root := index . 0 }}
 topologySpreadConstraints:
 {{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
@@ -115,8 +115,8 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{- /* Of several replicas, a drain of nodes takes one after the other. */}}
-{{- define "pipemorph.budget" -}}
+{{- /* Lets a drain of nodes evict only one replica at a time. */}}
+{{- define "pipemorph.disruptionBudget" -}}
 {{- $root := index . 0 }}
 {{- $component := index . 1 }}
 {{- if gt (int (index $root.Values $component).replicas) 1 }}
@@ -129,7 +129,7 @@ metadata:
   labels: {{- include "pipemorph.labels" $root | nindent 4 }}
 spec:
   maxUnavailable: 1
-  # A replica that is not ready, as while the API server refuses it, keeps no node from being drained.
+  # An unready replica, such as one that the API server refuses, does not block a drain.
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:

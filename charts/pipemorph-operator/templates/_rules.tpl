@@ -1,4 +1,4 @@
-{{/* What the operator does with jobs and their children. It never reads a Secret. */}}
+{{/* Rights of the operator on jobs and their objects. It never reads a Secret. */}}
 {{- define "pipemorph.operatorRules" -}}
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs]
@@ -6,14 +6,14 @@
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs/status]
   verbs: [patch]
-# For blockOwnerDeletion in owner references, where the admission plugin guards it.
+# For blockOwnerDeletion in owner references, if an admission plugin protects it.
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs/finalizers]
   verbs: [update]
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, watch, create, delete]
-# Server-side apply of an object that does not exist yet needs create beside patch.
+# Server-side apply of an object that does not exist yet needs create in addition to patch.
 - apiGroups: [""]
   resources: [services]
   verbs: [create, patch]
@@ -25,13 +25,13 @@
   resources: [networkpolicies]
   verbs: [create]
 {{- end }}
-# A lost pod loses its finalizer, so that the Job makes another one at once; one on a lost node is
-# deleted.
+# The finalizer of a lost pod is removed, so that the Job replaces it at once; a pod on a lost node
+# is deleted.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch, delete]
-# Those of an attempt's Job and pods say why these are not made or do not start. One that is emitted
-# again is counted up.
+# Events of an attempt's Job and pods give reasons why pods are not created or do not start. An event
+# that is emitted again increments its count.
 - apiGroups: [""]
   resources: [events]
   verbs: [create, list, patch]
@@ -47,8 +47,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* What the ingest does: follow jobs, write its part of their status and their events, look
-     up the callers' pods. */}}
+{{/* Rights of the ingest: follow jobs, write its part of their status and their events, read the
+     callers' pods. */}}
 {{- define "pipemorph.ingestRules" -}}
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs]

@@ -1,1 +1,1 @@
-"""Generates the CRDs from the models of ``pipemorph.api``."""
+"""Generates the CRDs from the models of ``pipemorph.spec``."""

@@ -12,38 +12,38 @@ from typing import Any
 
 import yaml
 
-from pipemorph.api.spec import API_GROUP, KIND, JobSpec
-from pipemorph.api.status import JobStatus
 from pipemorph.removed import FIELDS
+from pipemorph.spec.job_spec import API_GROUP, KIND, JobSpec
+from pipemorph.spec.job_status import JobStatus
 from pipemorph_operator.crd.descriptions import DESCRIPTIONS
 from pipemorph_operator.crd.rules import RULES
 from pipemorph_operator.names import PLURAL, VERSION
 
 Schema = dict[str, Any]
 
-_KEPT = (
+_COPIED_KEYWORDS = (
     "description", "type", "format", "enum", "pattern", "default",
     "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "required",
     "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 )  # fmt: skip
 
 _MAP_ENTRIES = 64
-"""Most labels or annotations; the API server needs bounds to estimate the cost of CEL rules."""
+"""Limit of labels or annotations; the API server needs bounds to estimate the cost of CEL rules."""
 
 
-def structural(schema: Schema, root: Schema, path: str) -> Schema:
-    """The structural form of a JSON Schema node. Raises ValueError if it has none."""
-    schema = _resolve(schema, root)
+def to_structural_schema(schema: Schema, root: Schema, path: str) -> Schema:
+    """Structural form of a JSON Schema node. Raises ValueError if it has none."""
+    schema = _resolve_references(schema, root)
     if "anyOf" in schema:
         choices = [c for c in schema["anyOf"] if c.get("type") != "null"]
         outer = {k: v for k, v in schema.items() if k != "anyOf"}
         if len(choices) == 1:
-            schema = _resolve({**choices[0], **outer}, root)
+            schema = _resolve_references({**choices[0], **outer}, root)
         else:
-            return _number_or_list(choices, outer, path)
+            return _convert_number_or_list(choices, outer, path)
     if "const" in schema:
         schema = {**schema, "enum": [schema["const"]]}
-    out: Schema = {k: schema[k] for k in _KEPT if k in schema}
+    out: Schema = {k: schema[k] for k in _COPIED_KEYWORDS if k in schema}
     if out.get("default", ...) is None:
         del out["default"]
     for bound, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -55,9 +55,9 @@ def structural(schema: Schema, root: Schema, path: str) -> Schema:
         out["description"] = " ".join(str(out["description"]).replace("`", "").split())
     kind = schema.get("type")
     if kind == "object":
-        _object(out, schema, root, path)
+        _convert_object(out, schema, root, path)
     elif kind == "array":
-        out["items"] = structural(schema["items"], root, f"{path}[]")
+        out["items"] = to_structural_schema(schema["items"], root, f"{path}[]")
         if "maxItems" not in out:
             raise ValueError(f"{path}: the list has no maxItems")
     elif kind == "integer":
@@ -65,16 +65,17 @@ def structural(schema: Schema, root: Schema, path: str) -> Schema:
     elif kind not in ("string", "number", "boolean"):
         raise ValueError(f"{path}: no structural form of {schema}")
     if rules := RULES.get(path):
-        out["x-kubernetes-validations"] = [rule.dump() for rule in rules]
+        out["x-kubernetes-validations"] = [rule.to_schema() for rule in rules]
     return out
 
 
-def _object(out: Schema, schema: Schema, root: Schema, path: str) -> None:
+def _convert_object(out: Schema, schema: Schema, root: Schema, path: str) -> None:
     properties = schema.get("properties")
     extra = schema.get("additionalProperties")
     if properties is not None:
         out["properties"] = {
-            name: structural(inner, root, f"{path}.{name}") for name, inner in properties.items()
+            name: to_structural_schema(inner, root, f"{path}.{name}")
+            for name, inner in properties.items()
         }
         prefix = path.replace("[]", "") + "."
         for removed, replacement in FIELDS.items():
@@ -87,15 +88,15 @@ def _object(out: Schema, schema: Schema, root: Schema, path: str) -> None:
         if "default" in out:
             out["default"] = {}
     elif isinstance(extra, dict) and extra:
-        out["additionalProperties"] = structural(extra, root, f"{path}.*")
+        out["additionalProperties"] = to_structural_schema(extra, root, f"{path}.*")
         out["maxProperties"] = _MAP_ENTRIES
     else:
         out["x-kubernetes-preserve-unknown-fields"] = True
 
 
-def _number_or_list(choices: list[Schema], outer: Schema, path: str) -> Schema:
-    """A number for all stages, or a list with one per stage. No structural type expresses that: the
-    node has no type, and the bounds of both kinds apply."""
+def _convert_number_or_list(choices: list[Schema], outer: Schema, path: str) -> Schema:
+    """Form of a number for all stages, or a list with one per stage. No structural type expresses
+    that: the node has no type, and the bounds of both kinds apply."""
     if sorted(c.get("type", "") for c in choices) != ["array", "integer"]:
         raise ValueError(f"{path}: only integer-or-list has a structural form, not {choices}")
     number = next(c for c in choices if c["type"] == "integer")
@@ -108,16 +109,16 @@ def _number_or_list(choices: list[Schema], outer: Schema, path: str) -> Schema:
     }
 
 
-def _resolve(schema: Schema, root: Schema) -> Schema:
-    """Follow ``$ref``; keys beside it, such as the field's description, take precedence."""
+def _resolve_references(schema: Schema, root: Schema) -> Schema:
+    """Follow ``$ref``; sibling keys, such as the field's description, take precedence."""
     while "$ref" in schema:
         target = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
         schema = {**target, **{k: v for k, v in schema.items() if k != "$ref"}}
     return schema
 
 
-def _template_schema() -> Schema:
-    """The pod template: unstructured, except for fields that the CEL rules read."""
+def _build_template_schema() -> Schema:
+    """Schema of the pod template: unstructured, except for fields that the CEL rules read."""
     env = {
         "type": "array",
         "description": DESCRIPTIONS["spec.template.spec.containers[].env"],
@@ -174,7 +175,7 @@ def _template_schema() -> Schema:
                 "x-kubernetes-preserve-unknown-fields": True,
             },
         },
-        "x-kubernetes-validations": [rule.dump() for rule in RULES["spec.template"]],
+        "x-kubernetes-validations": [rule.to_schema() for rule in RULES["spec.template"]],
     }
 
 
@@ -182,16 +183,16 @@ _COLUMNS = (
     ("State", "string", ".status.state", "The conditions in one word."),
     ("Ready", "string", ".status.ready", "Ready pods of all pods."),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason',
-     "Why it runs, or does not: describe has the message."),
+     "Reason of condition Ready; describe shows the message."),
     ("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
-    ("Done", "string", ".status.training.done", "Part of the iterations that is done."),
+    ("Done", "string", ".status.training.done", "Finished part of the iterations."),
     ("Slow-Links", "integer", ".status.training.slowLinkCount", "Currently slow links."),
     ("Plan", "integer", ".status.training.appliedPlanVersion", "Plan in effect."),
     ("Gain", "string", ".status.training.gain",
      "Promised/measured gain of the newest measured change of plan."),
     ("Goodput", "string", ".status.goodputPercent",
      "Time of finished iterations over the time in which the job had its place."),
-    ("Left", "string", ".status.training.left", "Time left, as of the last write of status."),
+    ("Left", "string", ".status.training.left", "Remaining time, as of the last write of status."),
     ("Age", "date", ".metadata.creationTimestamp", "Since creation."),
 )  # fmt: skip
 """Printer columns: name, type, path and description."""
@@ -208,27 +209,27 @@ _WIDE_COLUMNS = (
 """Columns that ``kubectl get -o wide`` shows as well."""
 
 
-def _columns(rows: Iterable[tuple[str, ...]], **more: int) -> list[Schema]:
+def _build_columns(rows: Iterable[tuple[str, ...]], **more: int) -> list[Schema]:
     keys = ("name", "type", "jsonPath", "description")
     return [{**dict(zip(keys, row, strict=True)), **more} for row in rows]
 
 
-def job_definition() -> dict[str, Any]:
-    """The CustomResourceDefinition of PipeMorphJobs."""
+def build_job_definition() -> dict[str, Any]:
+    """CustomResourceDefinition of PipeMorphJobs."""
     spec_root = JobSpec.model_json_schema(by_alias=True, mode="validation")
     status_root = JobStatus.model_json_schema(by_alias=True, mode="validation")
-    spec = structural(spec_root, spec_root, "spec")
-    spec["properties"]["template"] = _template_schema()
-    for node in _nodes(spec):
-        # A list is compared, and applied, as a whole: what the API server adds to an item of it is
-        # a difference for ever to Argo CD, and a conflict between server-side managers.
-        for inner in _nodes(node.get("items") or {}):
+    spec = to_structural_schema(spec_root, spec_root, "spec")
+    spec["properties"]["template"] = _build_template_schema()
+    for node in _walk_nodes(spec):
+        # A list is compared and applied as a whole: a default that the API server adds to an item
+        # is a permanent difference to Argo CD, and a conflict between server-side managers.
+        for inner in _walk_nodes(node.get("items") or {}):
             if (default := inner.pop("default", {})) != {}:
                 inner["description"] += f" Default: {default}."
-    status = structural(status_root, status_root, "status")
-    for node in _nodes(status):
+    status = to_structural_schema(status_root, status_root, "status")
+    for node in _walk_nodes(status):
         node.pop("default", None)  # Status writers set every field themselves.
-    # Generations begin at 1: a job that no operator has looked at is in progress for generic tools.
+    # Generations begin at 1: with 0, generic tools show a job without an operator as in progress.
     status["default"] = {"observedGeneration": 0}
     schema = {
         "type": "object",
@@ -242,7 +243,7 @@ def job_definition() -> dict[str, Any]:
             "spec": spec,
             "status": status,
         },
-        "x-kubernetes-validations": [rule.dump() for rule in RULES[""]],
+        "x-kubernetes-validations": [rule.to_schema() for rule in RULES[""]],
     }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -270,8 +271,8 @@ def job_definition() -> dict[str, Any]:
                     "schema": {"openAPIV3Schema": schema},
                     "subresources": {"status": {}},
                     "additionalPrinterColumns": [
-                        *_columns(_COLUMNS),
-                        *_columns(_WIDE_COLUMNS, priority=1),
+                        *_build_columns(_COLUMNS),
+                        *_build_columns(_WIDE_COLUMNS, priority=1),
                     ],
                 }
             ],
@@ -279,27 +280,33 @@ def job_definition() -> dict[str, Any]:
     }
 
 
-def _nodes(schema: Schema) -> Iterator[Schema]:
-    """A schema node and all its descendants."""
+def _walk_nodes(schema: Schema) -> Iterator[Schema]:
+    """Iterate over a schema node and all its descendants."""
     yield schema
     for inner in schema.get("properties", {}).values():
-        yield from _nodes(inner)
+        yield from _walk_nodes(inner)
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
-            yield from _nodes(schema[key])
+            yield from _walk_nodes(schema[key])
 
 
-class _Plain(yaml.SafeDumper):
-    """A YAML dumper without anchors, which readers of a CRD do not expect."""
+class _PlainDumper(yaml.SafeDumper):
+    """YAML dumper without anchors, which readers of a CRD do not expect."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-def files() -> dict[str, str]:
-    """The files of ``crds/``: the text of each by its name."""
+def render_files() -> dict[str, str]:
+    """Text of each file of ``crds/``, by name."""
     head = "# Generated by: python -m pipemorph_operator.crd. Do not edit.\n"
     return {
         f"{API_GROUP}_{PLURAL}.yaml": head
-        + yaml.dump(job_definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True)
+        + yaml.dump(
+            build_job_definition(),
+            Dumper=_PlainDumper,
+            sort_keys=False,
+            width=100,
+            allow_unicode=True,
+        )
     }

@@ -1,1 +1,1 @@
-"""The operator's policies, one per module. Pure functions of facts and the current time."""
+"""Policies of the operator, one per module. Pure functions of facts and the current time."""

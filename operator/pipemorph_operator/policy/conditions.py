@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from pipemorph.api.status import Condition, ConditionStatus, JobState
-from pipemorph.status.conditions import updated
+from pipemorph.spec.job_status import Condition, ConditionStatus, JobState
+from pipemorph.views.status.conditions import update_condition
 from pipemorph_operator import names
 
-STALLS = frozenset(
+STALL_REASONS = frozenset(
     {
         names.R_INVALID_SPEC,
         names.R_NO_IMAGE,
@@ -18,26 +18,26 @@ STALLS = frozenset(
         names.R_INTERNAL,
     }
 )
-"""Reasons for which an unfinished job does not run, most likely until somebody changes something.
-The operator tries again all the same."""
+"""Reasons for which an unfinished job does not run, most likely until a user changes something. The
+operator still retries."""
 
-UNHEARD: Mapping[str, ConditionStatus] = {
+READY_WITHOUT_REPORTS: Mapping[str, ConditionStatus] = {
     names.R_NO_REPORTS: "False",
     names.R_STALE: "Unknown",
 }
 """``Ready`` of a job whose pods run while its ranks do not report."""
 
 
-def for_kstatus(
+def add_kstatus_conditions(
     conditions: Sequence[Condition], *, passing: bool, generation: int | None, now: datetime
 ) -> list[Condition]:
-    """A copy of ``conditions`` with those in :data:`names.KSTATUS_CONDITIONS` made of the others.
-    ``passing``: what keeps the job from running is expected to pass, whatever its reason.
+    """Copy of ``conditions`` with those of :data:`names.KSTATUS_CONDITIONS` derived from the
+    others. ``passing``: the problem is expected to pass by itself, whatever its reason.
 
-    A suspended job has none of them: it is as its spec asks, so kstatus takes it as current, and
-    ``kubectl wait --for=condition=Ready`` goes on waiting.
+    A suspended job has none of them, since it matches its spec: kstatus reports it as current, and
+    ``kubectl wait --for=condition=Ready`` continues to wait.
     """
-    state = job_state(conditions)
+    state = derive_job_state(conditions)
     kind = state if state in (names.SUSPENDED, names.COMPLETE, names.FAILED) else names.RUNNING
     source = next((c for c in conditions if c.type == kind), None)
     reason = source.reason if source is not None else names.R_WAITING_FOR_PODS
@@ -46,8 +46,8 @@ def for_kstatus(
     match state:
         case "Suspended":
             verdicts = {}
-        case "Running" if reason in UNHEARD:
-            verdicts = {names.READY: UNHEARD[reason], names.RECONCILING: "True"}
+        case "Running" if reason in READY_WITHOUT_REPORTS:
+            verdicts = {names.READY: READY_WITHOUT_REPORTS[reason], names.RECONCILING: "True"}
         case "Running" if reason in (names.R_INVALID_SPEC, names.R_OTHER_AUTHORITY):
             verdicts = {names.READY: "False", names.STALLED: "True"}
         case "Running" | "Complete":
@@ -55,28 +55,30 @@ def for_kstatus(
         case "Failed":
             verdicts = {names.READY: "False", names.STALLED: "True"}
         case _:
-            stalled = reason in STALLS and not passing
+            stalled = reason in STALL_REASONS and not passing
             held = names.STALLED if stalled else names.RECONCILING
             verdicts = {names.READY: "False", held: "True"}
     found = [c for c in conditions if c.type not in names.KSTATUS_CONDITIONS or c.type in verdicts]
     for kind, status in verdicts.items():
-        found = updated(found, kind, status, reason, message, generation=generation, now=now)
+        found = update_condition(
+            found, kind, status, reason, message, generation=generation, now=now
+        )
     return found
 
 
-def is_true(conditions: Sequence[Condition], kind: str) -> bool:
-    """Whether the condition of that type exists and is True."""
+def is_condition_true(conditions: Sequence[Condition], kind: str) -> bool:
+    """True if the condition of that type exists and is True."""
     return any(c.type == kind and c.status == "True" for c in conditions)
 
 
-def job_state(conditions: Sequence[Condition]) -> JobState:
-    """``status.state``: one word for the conditions. Precedence: a terminal state, then suspension
-    by the user, then the state of the ranks."""
-    if is_true(conditions, names.COMPLETE):
+def derive_job_state(conditions: Sequence[Condition]) -> JobState:
+    """Value of ``status.state``: the conditions in one word. A terminal state takes precedence,
+    then suspension by the user, then the state of the ranks."""
+    if is_condition_true(conditions, names.COMPLETE):
         return "Complete"
-    if is_true(conditions, names.FAILED):
+    if is_condition_true(conditions, names.FAILED):
         return "Failed"
-    if is_true(conditions, names.SUSPENDED):
+    if is_condition_true(conditions, names.SUSPENDED):
         return "Suspended"
     running = next((c for c in conditions if c.type == names.RUNNING), None)
     if running is None:

@@ -1,4 +1,4 @@
-"""A job's deadline, its deletion after it finished, and whether this operator manages it."""
+"""Deadline of a job, its deletion after it finished, and its assignment to this operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from pipemorph_operator.names import CONTROLLER
 
 
-def until_deadline(
+def seconds_until_deadline(
     limit: int | None, ran: int, started: datetime | None, now: datetime
 ) -> float | None:
     """Seconds until ``spec.activeDeadlineSeconds`` expires, at most 0 if it has; None without a
@@ -18,14 +18,16 @@ def until_deadline(
     return (started + timedelta(seconds=limit - ran) - now).total_seconds()
 
 
-def until_deletion(ttl: int | None, finished: datetime | None, now: datetime) -> float | None:
+def seconds_until_deletion(
+    ttl: int | None, finished: datetime | None, now: datetime
+) -> float | None:
     """Seconds until ``spec.ttlSecondsAfterFinished`` expires and the job is deleted, at most 0 if
-    it has; None if the job is kept."""
+    it has; None if the job is not deleted."""
     if ttl is None or finished is None:
         return None
     return (finished + timedelta(seconds=ttl) - now).total_seconds()
 
 
-def is_ours(managed_by: str | None) -> bool:
-    """Whether ``spec.managedBy`` assigns the job to this operator."""
+def is_managed_here(managed_by: str | None) -> bool:
+    """True if ``spec.managedBy`` assigns the job to this operator."""
     return managed_by in (None, "", CONTROLLER)

@@ -1,1 +1,1 @@
-"""Turns a change of a job into its objects and status. Start reading in ``decide``."""
+"""Turns a change of a job into its objects and status. Start with ``decide``."""

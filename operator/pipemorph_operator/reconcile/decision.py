@@ -1,4 +1,4 @@
-"""The input and output of ``decide``, and the draft that builds the output."""
+"""Input and output of ``decide``, and the draft that builds the output."""
 
 from __future__ import annotations
 
@@ -7,103 +7,103 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from pipemorph.api.layout import RankLayout
-from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
-from pipemorph.api.status_recoveries import Recoveries
-from pipemorph.status.conditions import MESSAGE_LENGTH, format_time, updated
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.job_status import MAX_ATTEMPTS_KEPT, AttemptStatus, ConditionStatus, JobStatus
+from pipemorph.spec.layout import RankLayout
+from pipemorph.spec.status_recoveries import Recoveries
+from pipemorph.views.status.conditions import MESSAGE_LENGTH, format_time, update_condition
 from pipemorph_operator import names
-from pipemorph_operator.children import Attempt
-from pipemorph_operator.cluster.events import Event, Kind
-from pipemorph_operator.cluster.facts import JobFacts, PodFacts, parse_time
-from pipemorph_operator.cluster.job import operator_part, read_status
+from pipemorph_operator.kube.events import EventType, KubeEvent
+from pipemorph_operator.kube.job_object import read_operator_status, read_status
+from pipemorph_operator.kube.object_facts import JobFacts, PodFacts, parse_time
 from pipemorph_operator.policy import conditions
-from pipemorph_operator.reconcile.plans import Plannable
+from pipemorph_operator.reconcile.plan_checks import PlanCheck
+from pipemorph_operator.resources import Attempt
 
 
 @dataclass(frozen=True)
-class Observed:
-    """The input of a decision. ``current``: Job of the attempt in status, if it exists;
-    ``others``: Jobs of other attempts; ``pods``: of the current attempt, None if not read;
-    ``no_pod``: read with them, why the current Job could not create all of its pods."""
+class ObservedJob:
+    """Input of a decision. ``current_job``: Job of the attempt in status, if it exists;
+    ``other_jobs``: Jobs of other attempts; ``pods``: those of the current attempt, None if not
+    read; ``missing_pod_reason``: why the current Job could not create all pods, read with them."""
 
     body: Mapping[str, Any]
     now: datetime
-    plan: Plannable | None = field(default=None, kw_only=True)
-    """Whether the spec allows a plan; None if not requested."""
-    current: JobFacts | None = None
-    others: Sequence[JobFacts] = ()
+    plan_check: PlanCheck | None = field(default=None, kw_only=True)
+    """Result of the check that the spec allows a plan; None if not requested."""
+    current_job: JobFacts | None = None
+    other_jobs: Sequence[JobFacts] = ()
     pods: Sequence[PodFacts] | None = None
-    no_pod: str = ""
-    leaving: Sequence[PodFacts] = ()
-    """Read with them: pods that are replaced, and being deleted."""
+    missing_pod_reason: str = ""
+    departing_pods: Sequence[PodFacts] = ()
+    """Pods that are replaced and being deleted, read with the pods."""
     pod_failed: bool = False
-    """Whether a pod of the attempt is known to have failed."""
+    """True if a pod of the attempt is known to have failed."""
 
 
 @dataclass
-class Decision:
-    """What to change. ``status`` None: no change. ``needs_pods``: decide again with the pods;
-    ``needs_plan``: decide again with ``Observed.plan`` for this spec."""
+class ReconcileDecision:
+    """Changes to make. ``status`` None: no change. ``needs_pods``: decide again with the pods;
+    ``needs_plan``: decide again with ``ObservedJob.plan_check`` for this spec."""
 
     status: JobStatus | None = None
-    create: Attempt | None = None
-    apply: list[dict[str, Any]] = field(default_factory=list)
+    create_attempt: Attempt | None = None
+    apply_objects: list[dict[str, Any]] = field(default_factory=list)
     delete_jobs: list[str] = field(default_factory=list)
     delete_attempts: list[str] = field(default_factory=list)
-    """Names of ended attempts, whose Secrets and ConfigMaps go. Deleting a ConfigMap also deletes
-    the PodGroup that it owns."""
+    """Names of ended attempts, whose Secrets and ConfigMaps are deleted. Deleting a ConfigMap also
+    deletes the PodGroup that it owns."""
     replace_pods: list[PodFacts] = field(default_factory=list)
-    """Lost pods that the Job controller must not count, so that it makes others at once."""
+    """Lost pods that the Job controller must not count, so that it replaces them at once."""
     forget_pods: list[PodFacts] = field(default_factory=list)
-    """Of those, the ones whose node does not answer: nobody else removes them."""
-    restore: list[dict[str, Any]] = field(default_factory=list)
-    """Objects that a running attempt needs, and that somebody may have deleted."""
-    delete_self: bool = False
+    """Pods to delete without grace: their node does not respond and cannot end them."""
+    restore_objects: list[dict[str, Any]] = field(default_factory=list)
+    """Objects that a running attempt needs, to be created again if they were deleted."""
+    delete_job: bool = False
     needs_pods: bool = False
     needs_plan: JobSpec | None = None
-    events: list[Event] = field(default_factory=list)
-    again_in: float | None = None
-    counts: list[str] = field(default_factory=list)
+    events: list[KubeEvent] = field(default_factory=list)
+    requeue_seconds: float | None = None
+    job_counters: list[str] = field(default_factory=list)
     """Metrics to increment: ``created``, ``successful``, ``failed``, ``restarted``."""
-    accused: dict[str, str] = field(default_factory=dict)
-    """Nodes at which links are slow, with what was measured."""
+    accused_nodes: dict[str, str] = field(default_factory=dict)
+    """Nodes at which links are slow, with the measured delay as text."""
 
 
-class Draft:
+class DecisionDraft:
     """Builds one decision: the new status, and the changes that go with it."""
 
-    def __init__(self, seen: Observed) -> None:
-        self.seen = seen
+    def __init__(self, seen: ObservedJob) -> None:
+        self.observed = seen
         self.now = seen.now
         self.metadata = seen.body["metadata"]
         self.generation: int | None = self.metadata.get("generation")
-        self.status = operator_part(seen.body)
-        self.seen_status = read_status(seen.body)
-        """As it was read, with the ingest's part."""
-        self.out = Decision()
-        self.strangers = False
-        """Whether ranks of the current Job trust no authority of the ingest."""
-        self.passing = False
-        """Whether what keeps the job from running is expected to pass by itself."""
+        self.status = read_operator_status(seen.body)
+        self.observed_status = read_status(seen.body)
+        """Status as read, with the ingest's part."""
+        self.decision = ReconcileDecision()
+        self.distrusts_ingest = False
+        """True if ranks of the current Job trust no authority of the ingest."""
+        self.is_transient = False
+        """True if the problem that stops the job is expected to pass by itself."""
 
     @property
     def recoveries(self) -> Recoveries | None:
-        """Of the attempt in status, as the ingest has written them."""
-        found = self.seen_status.recoveries
+        """Recoveries of the attempt in status, as written by the ingest."""
+        found = self.observed_status.recoveries
         if found is None or found.attempt != (self.status.attempt or 0):
             return None
         return found
 
     @property
     def layout(self) -> RankLayout:
-        """The layout of the attempt in status, as the ingest has written it."""
+        """Layout of the attempt in status, as written by the ingest."""
         found = self.recoveries
         return found.layout if found is not None else RankLayout()
 
-    def mark(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
+    def set_condition(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
         """Set the condition of type ``kind``."""
-        self.status.conditions = updated(
+        self.status.conditions = update_condition(
             self.status.conditions,
             kind,
             status,
@@ -113,39 +113,39 @@ class Draft:
             now=self.now,
         )
 
-    def emit(self, kind: Kind, reason: str, message: str) -> None:
+    def emit_event(self, kind: EventType, reason: str, message: str) -> None:
         """Emit a Kubernetes event."""
-        self.out.events.append(Event(kind, reason, message))
+        self.decision.events.append(KubeEvent(kind, reason, message))
 
-    def emit_new(self, kind: Kind, reason: str, message: str) -> None:
-        """Emit an event, unless a condition has the message already."""
+    def emit_new_event(self, kind: EventType, reason: str, message: str) -> None:
+        """Emit an event, unless a condition already has the message."""
         if not any(c.message == message for c in self.status.conditions):
-            self.emit(kind, reason, message)
+            self.emit_event(kind, reason, message)
 
-    def created(self, number: int, name: str) -> None:
+    def emit_created(self, number: int, name: str) -> None:
         """Emit the event of a created Job."""
-        self.emit("Normal", names.R_CREATED, f"attempt {number}: Job {name} was created")
+        self.emit_event("Normal", names.R_CREATED, f"attempt {number}: Job {name} was created")
 
     def requeue_within(self, seconds: float | None) -> None:
-        """Reconcile the job again within so many seconds; None: no limit."""
+        """Reconcile the job again within ``seconds``; None: no limit."""
         if seconds is not None:
-            now = self.out.again_in
-            self.out.again_in = seconds if now is None else min(now, seconds)
+            now = self.decision.requeue_seconds
+            self.decision.requeue_seconds = seconds if now is None else min(now, seconds)
 
-    def waiting(self, message: str) -> None:
+    def mark_waiting(self, message: str) -> None:
         """Mark that the Job exists and not all ranks are ready."""
-        self.not_running(names.R_WAITING_FOR_PODS, message)
+        self.mark_not_running(names.R_WAITING_FOR_PODS, message)
 
-    def not_running(self, reason: str, message: str) -> None:
+    def mark_not_running(self, reason: str, message: str) -> None:
         """Set PodsReady and Running to False."""
-        self.mark(names.PODS_READY, "False", reason, message)
-        self.mark(names.RUNNING, "False", reason, message)
+        self.set_condition(names.PODS_READY, "False", reason, message)
+        self.set_condition(names.RUNNING, "False", reason, message)
 
-    def unheard(self, reason: str, message: str) -> None:
-        """Mark that all pods run, and why it is not known that their ranks train."""
+    def mark_without_reports(self, reason: str, message: str) -> None:
+        """Mark that all pods run, with the reason why it is unknown that their ranks train."""
         if reason == names.R_OTHER_AUTHORITY:
-            self.emit_new("Warning", reason, f"all pods run; {message}")
-        self.mark(names.RUNNING, "True", reason, f"all pods run; {message}")
+            self.emit_new_event("Warning", reason, f"all pods run; {message}")
+        self.set_condition(names.RUNNING, "True", reason, f"all pods run; {message}")
 
     def stop_clock(self) -> None:
         """Stop the clock of activeDeadlineSeconds until the job starts again."""
@@ -154,28 +154,30 @@ class Draft:
             self.status.ran_seconds += max(0, round((self.now - began).total_seconds()))
         self.status.start_time = None
 
-    def queued(self, current: JobFacts) -> None:
+    def mark_queued(self, current: JobFacts) -> None:
         """Mark that a queue, such as Kueue, holds the attempt's Job suspended."""
         self.stop_clock()
         self.status.attempt_start_time = None
-        why = "if that is Kueue's, the Job's Workload says why"
-        self.not_running(names.R_QUEUED, f"Job {current.name} is suspended by its queue; {why}")
+        advice = "if Kueue manages it, the Job's Workload has the reason"
+        self.mark_not_running(
+            names.R_QUEUED, f"Job {current.name} is suspended by its queue; {advice}"
+        )
 
-    def jobs(self) -> list[JobFacts]:
+    def list_jobs(self) -> list[JobFacts]:
         """Jobs of all attempts, the current one first."""
-        current = self.seen.current
-        return [*([current] if current is not None else []), *self.seen.others]
+        current = self.observed.current_job
+        return [*([current] if current is not None else []), *self.observed.other_jobs]
 
-    def end_attempts(self) -> None:
-        """Delete the Secrets and ConfigMaps of all attempts, also where the Job is gone."""
-        current = (self.seen.body.get("status") or {}).get("jobName")
-        found = {*(job.name for job in self.jobs()), *([current] if current else [])}
-        self.out.delete_attempts += sorted(found)
+    def delete_all_attempts(self) -> None:
+        """Delete the Secrets and ConfigMaps of all attempts, also of those whose Job is gone."""
+        current = (self.observed.body.get("status") or {}).get("jobName")
+        found = {*(job.name for job in self.list_jobs()), *([current] if current else [])}
+        self.decision.delete_attempts += sorted(found)
 
-    def record(self, reason: str, message: str, *, counted: bool) -> None:
+    def record_attempt(self, reason: str, message: str, *, counted: bool) -> None:
         """Record the end of the attempt in status, and advance to the next attempt number."""
         number = self.status.attempt or 0
-        record = AttemptRecord(
+        record = AttemptStatus(
             attempt=number,
             started_at=self.status.attempt_start_time,
             ended_at=format_time(self.now),
@@ -189,18 +191,18 @@ class Draft:
         self.status.job_start_time = self.status.attempt_start_time = None
         self.status.attempt_nodes = None
 
-    def done(self, *, again: bool = False) -> Decision:
+    def finish_decision(self, *, again: bool = False) -> ReconcileDecision:
         """Finish the decision. ``again``: reconcile again at once, for the next step."""
         status = self.status
         status.observed_generation = self.generation
-        status.state = conditions.job_state(status.conditions)
-        status.conditions = conditions.for_kstatus(
-            status.conditions, passing=self.passing, generation=self.generation, now=self.now
+        status.state = conditions.derive_job_state(status.conditions)
+        status.conditions = conditions.add_kstatus_conditions(
+            status.conditions, passing=self.is_transient, generation=self.generation, now=self.now
         )
         if status.pods is not None:
             done = min(status.pods.wanted, status.pods.ready + status.pods.succeeded)
             status.ready = f"{done}/{status.pods.wanted}"
         if again:
             self.requeue_within(0.0)
-        self.out.status = status
-        return self.out
+        self.decision.status = status
+        return self.decision

@@ -1,5 +1,4 @@
-"""The Jobs of every PipeMorphJob, and its failed pods, as informers tell of them. Each change
-queues the owner."""
+"""Jobs of every PipeMorphJob, and its failed pods, from informers. Each change queues the owner."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipemorph_operator.cluster.facts import JobFacts
+from pipemorph_operator.kube.object_facts import JobFacts
 from pipemorph_operator.names import LABEL_ATTEMPT, LABEL_JOB, LABEL_REPLACED
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
@@ -15,22 +14,22 @@ Key = tuple[str, str]
 
 
 class OwnedJobs:
-    """See the module. Keeps of each Job only its facts."""
+    """Facts of all Jobs, by owner."""
 
     def __init__(self, queue: WorkQueue[Key]) -> None:
         self._queue = queue
         self._facts: dict[Key, JobFacts] = {}
         self._owned: dict[Key, dict[str, JobFacts]] = {}
-        """By namespace and the owner's UID, then by name."""
+        """Facts by namespace and owner's UID, then by name."""
 
-    def jobs(self, namespace: str, uid: str) -> Sequence[JobFacts]:
-        """The Jobs of the PipeMorphJob with that UID."""
+    def find_jobs(self, namespace: str, uid: str) -> Sequence[JobFacts]:
+        """Jobs of the PipeMorphJob with that UID."""
         return list(self._owned.get((namespace, uid), {}).values())
 
-    def changed(self, key: Key, body: Mapping[str, Any] | None) -> None:
+    def process_change(self, key: Key, body: Mapping[str, Any] | None) -> None:
         """Process a change of a Job; None: it is gone."""
         namespace, name = key
-        now = JobFacts.of(body) if body is not None else None
+        now = JobFacts.from_object(body) if body is not None else None
         before = self._facts.pop(key, None)
         if before is not None:
             siblings = self._owned[namespace, before.owner_uid]
@@ -45,8 +44,8 @@ class OwnedJobs:
 
 
 class FailedPods:
-    """Which jobs have pods that have failed and are not replaced. The API server tells of no other
-    pods: a thousand jobs have too many."""
+    """Counts pods that have failed and are not replaced, per attempt. The informer selects only
+    those: a thousand jobs have too many pods."""
 
     LABELS = f"{LABEL_JOB},!{LABEL_REPLACED}"
     FIELDS = "status.phase=Failed"
@@ -56,10 +55,10 @@ class FailedPods:
         self._attempts: dict[Key, tuple[str, str, int]] = {}
         self._count: Counter[tuple[str, str, int]] = Counter()
 
-    def any_of(self, namespace: str, job: str, attempt: int) -> bool:
+    def has_failed_pods(self, namespace: str, job: str, attempt: int) -> bool:
         return self._count[namespace, job, attempt] > 0
 
-    def changed(self, key: Key, body: Mapping[str, Any] | None) -> None:
+    def process_change(self, key: Key, body: Mapping[str, Any] | None) -> None:
         """Process a failed pod; None: it is gone, or replaced."""
         before = self._attempts.pop(key, None)
         if before is not None:

@@ -1,8 +1,8 @@
-"""Reconciles one job: read, decide, create objects, write status, delete, emit events.
+"""Reconciles a job: read, decide, create objects, write status, delete, emit events.
 
-The order makes a crash at any step harmless. Objects first: after a crash they are found again by
+This order makes a crash at any step harmless. Objects come first: after a crash they are found by
 name. Then status: it has the new attempt's number before the old attempt's Job is deleted. Then
-deletions: leftovers of a crash are found in the next reconcile. Events last: only people read them.
+deletions: the next reconcile finds leftovers of a crash. Events come last: only people read them.
 """
 
 from __future__ import annotations
@@ -15,52 +15,66 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pipemorph.api.status import JobStatus
 from pipemorph.errors import one_line
+from pipemorph.spec.job_status import JobStatus
 from pipemorph_operator import names
-from pipemorph_operator.children import gang
-from pipemorph_operator.children.naming import page_secret as page_secret_name
-from pipemorph_operator.children.objects import page_secret, secret
-from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, path_of
-from pipemorph_operator.cluster.events import Event, emit
-from pipemorph_operator.cluster.facts import (
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.kube.client import (
+    REQUEST_ERRORS,
+    KubeApiError,
+    KubeClient,
+    build_object_path,
+    build_path,
+)
+from pipemorph_operator.kube.events import KubeEvent, emit_event
+from pipemorph_operator.kube.job_object import (
+    build_current_job_name,
+    dump_status,
+    read_operator_status,
+)
+from pipemorph_operator.kube.object_facts import (
     MESSAGE_LENGTH,
     JobFacts,
     PodFacts,
-    made_by,
-    why_creating,
-    why_no_pod,
+    explain_missing_pod,
+    explain_pending_pod,
+    read_controller_uid,
 )
-from pipemorph_operator.cluster.job import current_name, dump, operator_part
-from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.metrics import JOBS
-from pipemorph_operator.reconcile.decide import decide, internal_error, objects_rejected
-from pipemorph_operator.reconcile.decision import Decision, Observed
+from pipemorph_operator.reconcile.decide import (
+    decide,
+    report_internal_error,
+    report_rejected_objects,
+)
+from pipemorph_operator.reconcile.decision import ObservedJob, ReconcileDecision
 from pipemorph_operator.reconcile.node_accusations import NodeAccusations
-from pipemorph_operator.reconcile.plans import Plans
+from pipemorph_operator.reconcile.plan_checks import PlanChecker
+from pipemorph_operator.resources import gang
+from pipemorph_operator.resources.attempt_objects import build_engine_secret, build_page_secret
+from pipemorph_operator.resources.object_names import build_page_secret_name as page_secret_name
 
 log = logging.getLogger("pipemorph.operator")
 
 Key = tuple[str, str]
 
-OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
+FindOwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 """Returns the known Jobs, by namespace and the PipeMorphJob's UID."""
 
 FORBIDDEN, NOT_FOUND = 403, 404
-BAD, INVALID = 400, 422
+BAD_REQUEST, INVALID = 400, 422
 TOO_MANY, SERVER_FAULT = 429, 500
-"""Errors that a retry may resolve. After a status of 500 or above the object may exist anyway."""
+"""Errors that a retry may resolve. After a status of 500 or above the object may still exist."""
 CONFLICT = 409
-"""Another client wrote at the same time; the request itself is valid."""
+"""Error if another client wrote at the same time; the request itself is valid."""
 SECRET_BYTES = 32
 RESTORE_SECONDS = 60.0
-"""Least time between two tries to make a job's lasting objects again: most find them there."""
+"""Least time between two tries to restore a job's lasting objects: usually they exist."""
 NAMESPACE_ENDS_SECONDS = 60.0
 """Delay before the next reconcile of a job whose namespace is being deleted."""
 
 
-class Overtaken(Exception):
-    """The job was changed after it was read, so the decision may be outdated."""
+class JobChangedError(Exception):
+    """Raised if the job was changed after it was read, so that the decision may be outdated."""
 
 
 class Reconciler:
@@ -68,14 +82,13 @@ class Reconciler:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KubeClient,
         config: Callable[[], OperatorConfig],
-        owned: OwnedJobs,
-        plans: Plans | None = None,
+        owned: FindOwnedJobs,
+        plans: PlanChecker | None = None,
         failed: Callable[[str, str, int], bool] = lambda *_: False,
     ) -> None:
-        """``failed``: whether a pod of the job, by namespace, name and attempt, is known to have
-        failed."""
+        """``failed`` returns True if a pod of a namespace, job and attempt has failed."""
         self._cluster = cluster
         self._config = config
         self._owned = owned
@@ -83,24 +96,24 @@ class Reconciler:
         self._failed = failed
         self.accusations = NodeAccusations()
         self._sighted: dict[Key, dict[str, float]] = {}
-        """When pods of a job were first seen to end, by job and UID."""
+        """Time at which a pod was first seen to end, by job and UID."""
         self._restored: dict[Key, float] = {}
-        """When the lasting objects of a job may be made again."""
+        """Time from which the lasting objects of a job may be restored again."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        """Reconcile one job. Returns the seconds until the next reconcile at the latest, if any.
+        """Reconcile a job. Returns the seconds until the next reconcile at the latest, if any.
 
-        Raises :class:`ApiRefused` and connection errors; the caller retries later. Any other
+        Raises :class:`KubeApiError` and connection errors; the caller retries later. Any other
         exception is an internal error, which is reported in status first.
         """
-        body = await self._cluster.get(path("PipeMorphJob", namespace, name))
+        body = await self._cluster.get(build_path("PipeMorphJob", namespace, name))
         if body is None:
             self._sighted.pop((namespace, name), None)
             self._restored.pop((namespace, name), None)
             if self._plans is not None:
-                self._plans.forget((namespace, name))
+                self._plans.cancel_check((namespace, name))
             return None
-        seen = await self._observe(body)
+        seen = await self._observe_job(body)
         config = self._config()
         try:
             decision = decide(seen, config)
@@ -108,11 +121,11 @@ class Reconciler:
                 if self._plans is None:
                     raise RuntimeError("a large plan is needed, but there is no planner for it")
                 uid = body["metadata"]["uid"]
-                plan = self._plans.look((namespace, name), uid, decision.needs_plan)
-                seen = replace(seen, plan=plan)
+                plan = self._plans.check_plan((namespace, name), uid, decision.needs_plan)
+                seen = replace(seen, plan_check=plan)
                 decision = decide(seen, config)
             if decision.needs_pods:
-                seen = await self._look_at_pods(seen)
+                seen = await self._observe_pods(seen)
                 decision = decide(seen, config)
         except REQUEST_ERRORS:
             raise
@@ -120,11 +133,11 @@ class Reconciler:
             await self._report_error(seen, error)
             raise
         try:
-            return await self._carry_out(seen, decision)
-        except Overtaken:
+            return await self._apply_decision(seen, decision)
+        except JobChangedError:
             return 0.0
-        except ApiRefused as refused:
-            if not refused.namespace_ends:
+        except KubeApiError as refused:
+            if not refused.is_namespace_terminating:
                 raise
             # Not an error: the job is about to be deleted with its namespace.
             log.info("%s/%s: skipped: the namespace is being deleted", namespace, name)
@@ -132,132 +145,144 @@ class Reconciler:
 
     # --- read -----------------------------------------------------------------------------
 
-    async def _observe(self, body: Mapping[str, Any]) -> Observed:
+    async def _observe_job(self, body: Mapping[str, Any]) -> ObservedJob:
         metadata = body["metadata"]
         namespace, uid = metadata["namespace"], metadata["uid"]
-        wanted = current_name(body)
-        found = await self._cluster.get(path("Job", namespace, wanted))
-        current = JobFacts.of(found) if found is not None else None
+        wanted = build_current_job_name(body)
+        found = await self._cluster.get(build_path("Job", namespace, wanted))
+        current = JobFacts.from_object(found) if found is not None else None
         others = [job for job in self._owned(namespace, uid) if job.name != wanted]
         attempt = current.attempt if current is not None else 0
         failed = self._failed(namespace, metadata["name"], attempt)
-        return Observed(body, datetime.now(UTC), current, others, pod_failed=failed)
+        return ObservedJob(body, datetime.now(UTC), current, others, pod_failed=failed)
 
-    async def _look_at_pods(self, seen: Observed) -> Observed:
-        """Add the pods of the current attempt, and why some are missing."""
-        current, metadata = seen.current, seen.body["metadata"]
+    async def _observe_pods(self, seen: ObservedJob) -> ObservedJob:
+        """Add the pods of the current attempt, and the reason why some are missing."""
+        current, metadata = seen.current_job, seen.body["metadata"]
         attempt = current.attempt if current else 0
         selector = f"{names.LABEL_JOB_UID}={metadata['uid']},{names.LABEL_ATTEMPT}={attempt}"
-        pods = await self._cluster.list(path("Pod", metadata["namespace"]), labels=selector)
+        pods = await self._cluster.list(build_path("Pod", metadata["namespace"]), labels=selector)
         no_pod = ""
-        if current is not None and current.missing:
+        if current is not None and current.missing_pods:
             about = f"involvedObject.uid={current.uid},reason=FailedCreate"
-            no_pod = await self._explained(
-                metadata["namespace"], about, why_no_pod, f"Job {current.name}"
+            no_pod = await self._explain_from_events(
+                metadata["namespace"], about, explain_missing_pod, f"Job {current.name}"
             )
-        # Anybody who may create pods in the namespace can set these labels.
-        facts = [PodFacts.of(pod) for pod in pods if current is None or made_by(pod) == current.uid]
-        facts = self._with_times((metadata["namespace"], metadata["name"]), facts)
-        creating = min((p for p in facts if p.creating), key=lambda p: p.index, default=None)
+        # Any user who may create pods in the namespace can set these labels.
+        facts = [
+            PodFacts.from_object(pod)
+            for pod in pods
+            if current is None or read_controller_uid(pod) == current.uid
+        ]
+        facts = self._add_ending_times((metadata["namespace"], metadata["name"]), facts)
+        creating = min((p for p in facts if p.is_creating), key=lambda p: p.index, default=None)
         if creating is not None:
             about = f"involvedObject.uid={creating.uid}"
-            why = await self._explained(
-                metadata["namespace"], about, why_creating, f"pod {creating.name}"
+            why = await self._explain_from_events(
+                metadata["namespace"], about, explain_pending_pod, f"pod {creating.name}"
             )
             why = why or f"its containers are being created on node {creating.node}"
-            facts = [replace(p, stuck=why) if p is creating else p for p in facts]
+            facts = [replace(p, pending_reason=why) if p is creating else p for p in facts]
         return replace(
             seen,
-            pods=[pod for pod in facts if not pod.replaced],
-            leaving=[pod for pod in facts if pod.replaced and pod.gone_by is not None],
-            no_pod=no_pod,
+            pods=[pod for pod in facts if not pod.is_replaced],
+            departing_pods=[
+                pod for pod in facts if pod.is_replaced and pod.deletion_deadline is not None
+            ],
+            missing_pod_reason=no_pod,
         )
 
-    async def _explained(
+    async def _explain_from_events(
         self, namespace: str, about: str, why: Callable[[list[Any]], str], whose: str
     ) -> str:
-        """What the events that match the field selector ``about`` explain."""
+        """Explanation that ``why`` derives from the events that match field selector ``about``."""
         try:
-            return why(await self._cluster.list(path("Event", namespace), fields=about))
-        except ApiRefused as refused:
+            return why(await self._cluster.list(build_path("Event", namespace), fields=about))
+        except KubeApiError as refused:
             if refused.status != FORBIDDEN:
                 raise
             # Custom roles of an installation may not include reading events.
             return f"see the events of {whose}; {refused.message}"
 
-    def _with_times(self, key: Key, pods: Sequence[PodFacts]) -> list[PodFacts]:
-        """The pods, with how long this process has seen those that end to end."""
+    def _add_ending_times(self, key: Key, pods: Sequence[PodFacts]) -> list[PodFacts]:
+        """Pods with ``ending_seconds`` set: the time since this process first saw them end."""
         now, before = time.monotonic(), self._sighted.get(key, {})
-        ending = [p.uid for p in pods if p.gone_by is not None or p.exit_code is not None]
+        ending = [p.uid for p in pods if p.deletion_deadline is not None or p.exit_code is not None]
         self._sighted[key] = times = {uid: before.get(uid, now) for uid in ending}
-        return [replace(p, sighted=now - times.get(p.uid, now)) for p in pods]
+        return [replace(p, ending_seconds=now - times.get(p.uid, now)) for p in pods]
 
     # --- write ----------------------------------------------------------------------------
 
-    async def _carry_out(self, seen: Observed, decision: Decision) -> float | None:
+    async def _apply_decision(self, seen: ObservedJob, decision: ReconcileDecision) -> float | None:
         metadata = seen.body["metadata"]
         namespace, uid = metadata["namespace"], metadata["uid"]
-        if decision.create is not None:
-            decision = await self._create(seen, decision)
+        if decision.create_attempt is not None:
+            decision = await self._create_attempt(seen, decision)
         if decision.status is not None:
             await self._write_status(seen.body, decision.status)
-        again = await self._restore(seen.body, decision)
+        again = await self._restore_objects(seen.body, decision)
         for pod in decision.replace_pods:
-            await self._uncount(path("Pod", namespace, pod.name), pod)
+            await self._remove_job_finalizer(build_path("Pod", namespace, pod.name), pod)
         for pod in decision.forget_pods:
-            await self._cluster.delete(path("Pod", namespace, pod.name), uid=pod.uid, grace=0)
+            await self._cluster.delete(build_path("Pod", namespace, pod.name), uid=pod.uid, grace=0)
         for job in decision.delete_jobs:
-            await self._cluster.delete(path("Job", namespace, job), propagation="Foreground")
+            await self._cluster.delete(build_path("Job", namespace, job), propagation="Foreground")
         for name in decision.delete_attempts:
             for kind in ("Secret", "ConfigMap"):
-                await self._cluster.delete(path(kind, namespace, name))
-            await self._cluster.delete(path("Secret", namespace, page_secret_name(name)))
-        if decision.delete_self:
-            await self._cluster.delete(path("PipeMorphJob", namespace, metadata["name"]), uid=uid)
-        for what in decision.counts:
+                await self._cluster.delete(build_path(kind, namespace, name))
+            await self._cluster.delete(build_path("Secret", namespace, page_secret_name(name)))
+        if decision.delete_job:
+            await self._cluster.delete(
+                build_path("PipeMorphJob", namespace, metadata["name"]), uid=uid
+            )
+        for what in decision.job_counters:
             JOBS[what].labels(job_namespace=namespace).inc()
         for event in decision.events:
             log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
-            await emit(self._cluster, metadata, event, names.OPERATOR_OWNER)
-        await self._accuse_nodes(f"{namespace}/{metadata['name']}", decision.accused)
-        return min((each for each in (again, decision.again_in) if each is not None), default=None)
+            await emit_event(self._cluster, metadata, event, names.OPERATOR_OWNER)
+        await self._accuse_nodes(f"{namespace}/{metadata['name']}", decision.accused_nodes)
+        return min(
+            (each for each in (again, decision.requeue_seconds) if each is not None), default=None
+        )
 
-    async def _restore(self, body: Mapping[str, Any], decision: Decision) -> float | None:
-        """Create the lasting objects of a running attempt again if somebody has deleted them.
-        Returns in how many seconds it may, if not yet."""
+    async def _restore_objects(
+        self, body: Mapping[str, Any], decision: ReconcileDecision
+    ) -> float | None:
+        """Restore deleted lasting objects of a running attempt. Returns the seconds until the next
+        try is allowed, if it is not allowed yet."""
         key = body["metadata"]["namespace"], body["metadata"]["name"]
         now = time.monotonic()
-        if not decision.restore:
+        if not decision.restore_objects:
             return None
         if (wait := self._restored.get(key, now) - now) > 0 and not decision.replace_pods:
             return wait
         self._restored[key] = now + RESTORE_SECONDS
-        for obj in decision.restore:
+        for obj in decision.restore_objects:
             what = f"{obj['kind']} {obj['metadata']['name']}"
             try:
                 made = await self._cluster.create(obj, names.OPERATOR_OWNER)
-            except ApiRefused as refused:
-                # The ranks that run may need what this reconcile does besides.
-                log.warning("%s/%s: %s cannot be made again: %s", *key, what, refused.message)
+            except KubeApiError as refused:
+                # Running ranks may need the rest of this reconcile.
+                log.warning("%s/%s: %s cannot be restored: %s", *key, what, refused.message)
                 continue
             if made is not None:
-                said = f"{what} had been deleted; it is made again"
-                decision.events.append(Event("Warning", names.R_RESTORED, said))
+                message = f"{what} was deleted and has been created again"
+                decision.events.append(KubeEvent("Warning", names.R_RESTORED, message))
         return None
 
     async def _accuse_nodes(self, job: str, measured: Mapping[str, str]) -> None:
-        """Emit the events of nodes that several jobs accuse now."""
-        for node, event in self.accusations.add(job, measured).items():
+        """Emit events for nodes that several jobs accuse now."""
+        for node, event in self.accusations.add_accusations(job, measured).items():
             log.warning("node %s: %s", node, event.message)
-            # With its name as its UID, as in the kubelet's events: so the operator needs no right
-            # to read nodes, and `kubectl describe node` shows the event.
+            # The UID is the name, as in the kubelet's events: the operator needs no permission to
+            # read nodes, and `kubectl describe node` shows the event.
             about = {"name": node, "uid": node}
-            await emit(
+            await emit_event(
                 self._cluster, about, event, names.OPERATOR_OWNER, kind="Node", api_version="v1"
             )
 
-    async def _uncount(self, url: str, pod: PodFacts) -> None:
-        """Take a lost pod from the Job controller before it counts the pod's end."""
+    async def _remove_job_finalizer(self, url: str, pod: PodFacts) -> None:
+        """Release a lost pod from the Job controller before that counts the pod's end."""
         changed = {
             "uid": pod.uid,
             "labels": {names.LABEL_REPLACED: "true"},
@@ -265,72 +290,76 @@ class Reconciler:
         }
         try:
             await self._cluster.patch(url, {"metadata": changed}, names.OPERATOR_OWNER)
-        except ApiRefused as refused:
+        except KubeApiError as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
-                raise  # Otherwise the pod is gone, and counted.
+                raise  # With these, the pod is gone and counted.
 
-    async def _report_error(self, seen: Observed, error: Exception) -> None:
+    async def _report_error(self, seen: ObservedJob, error: Exception) -> None:
         try:
-            await self._carry_out(seen, internal_error(seen, error))
+            await self._apply_decision(seen, report_internal_error(seen, error))
         except Exception as second:
             # Not raised: the caller gets the first error.
             log.exception("the internal error could not be written to status")
-            await self._status_refused(seen.body, f"{error}; {second}")
+            await self._report_refused_status(seen.body, f"{error}; {second}")
 
-    async def _create(self, seen: Observed, decision: Decision) -> Decision:
+    async def _create_attempt(
+        self, seen: ObservedJob, decision: ReconcileDecision
+    ) -> ReconcileDecision:
         """Create an attempt's objects. If the API server rejects one, returns the decision that
-        reports it in status. Raises :class:`ApiRefused` for errors that a retry may resolve."""
-        attempt, status = decision.create, decision.status
+        reports it in status. Raises :class:`KubeApiError` for errors that a retry may resolve."""
+        attempt, status = decision.create_attempt, decision.status
         assert attempt is not None and status is not None
         try:
             key, token = secrets.token_hex(SECRET_BYTES), secrets.token_urlsafe(SECRET_BYTES)
-            await self._cluster.create(secret(attempt, key), names.OPERATOR_OWNER)
-            await self._cluster.create(page_secret(attempt, token), names.OPERATOR_OWNER)
+            await self._cluster.create(build_engine_secret(attempt, key), names.OPERATOR_OWNER)
+            await self._cluster.create(build_page_secret(attempt, token), names.OPERATOR_OWNER)
             made: dict[str, dict[str, Any]] = {}
-            for obj in decision.apply:
+            for obj in decision.apply_objects:
                 group = obj["kind"] == "PodGroup"
-                wanted = gang.owned_by(made["ConfigMap"], obj) if group else obj
-                made[obj["kind"]] = await self._make(wanted)
+                wanted = gang.with_config_map_owner(made["ConfigMap"], obj) if group else obj
+                made[obj["kind"]] = await self._create_object(wanted)
             status.job_uid = made["Job"]["metadata"]["uid"]
-        except ApiRefused as refused:
-            if refused.namespace_ends or refused.status == CONFLICT:
+        except KubeApiError as refused:
+            if refused.is_namespace_terminating or refused.status == CONFLICT:
                 raise
             again = refused.status == TOO_MANY or refused.status >= SERVER_FAULT
-            rejected = objects_rejected(seen, names.R_REFUSED, refused.message, passing=again)
+            rejected = report_rejected_objects(
+                seen, names.R_REFUSED, refused.message, passing=again
+            )
             if again:
-                await self._carry_out(seen, rejected)
+                await self._apply_decision(seen, rejected)
                 raise
-            # The objects before the rejected one exist, and are useless without it.
+            # The objects created before are useless without the rejected one.
             rejected.delete_attempts.append(attempt.name)
             return rejected
         return decision
 
-    async def _make(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Create one object of an attempt whose Job does not exist yet.
+    async def _create_object(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """Create an object of an attempt whose Job does not exist yet.
 
-        The Job, which contains the user's template, is created and not applied: an apply answers an
-        unknown field with an internal error. An existing ConfigMap is a leftover of an interrupted
-        reconcile, maybe before an edit; it is immutable and no pod uses it, so it is replaced.
+        The Job, which contains the user's template, is created, not applied: an apply answers an
+        unknown field with an internal error. An existing ConfigMap is from an interrupted earlier
+        reconcile; it is immutable and no pod uses it, so it is replaced.
         """
         if obj["kind"] not in ("Job", "ConfigMap", "NetworkPolicy"):
             return await self._cluster.apply(obj, names.OPERATOR_OWNER)
         made = await self._cluster.create(obj, names.OPERATOR_OWNER)
         if obj["kind"] == "NetworkPolicy":
             # That of an earlier attempt is the same. The operator may not change NetworkPolicies:
-            # the right to would cover those of everybody.
+            # such a permission would cover the policies of all users.
             return made or obj
         if made is None and obj["kind"] == "ConfigMap":
-            await self._cluster.delete(path_of(obj))
+            await self._cluster.delete(build_object_path(obj))
             made = await self._cluster.create(obj, names.OPERATOR_OWNER)
         if made is None:
             name = obj["metadata"]["name"]
             message = f"{obj['kind']} {name} was created by another client meanwhile"
-            raise ApiRefused(CONFLICT, "AlreadyExists", message)
+            raise KubeApiError(CONFLICT, "AlreadyExists", message)
         return made
 
     async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:
-        """Write the operator's part of the status. Raises :class:`Overtaken`."""
-        if dump(operator_part(body)) == dump(status):
+        """Write the operator's part of the status. Raises :class:`JobChangedError`."""
+        if dump_status(read_operator_status(body)) == dump_status(status):
             return
         # The UID protects a job that was created again under the name. The resourceVersion prevents
         # another operator, or a delayed write, from setting the attempt number back.
@@ -339,35 +368,35 @@ class Reconciler:
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
             "metadata": {k: body["metadata"][k] for k in about},
-            "status": dump(status),
+            "status": dump_status(status),
         }
         try:
             made = await self._cluster.apply(written, names.OPERATOR_OWNER, subresource="status")
-            await self._remove_left(made, status)
-        except ApiRefused as refused:
+            await self._remove_stale_fields(made, status)
+        except KubeApiError as refused:
             if refused.status == CONFLICT:
-                raise Overtaken(refused.message) from refused
-            if refused.status in (INVALID, BAD, SERVER_FAULT):
-                await self._status_refused(body, refused.message)
+                raise JobChangedError(refused.message) from refused
+            if refused.status in (INVALID, BAD_REQUEST, SERVER_FAULT):
+                await self._report_refused_status(body, refused.message)
             raise
 
-    async def _remove_left(self, made: Mapping[str, Any], status: JobStatus) -> None:
-        """Remove what ``status`` has no longer and another client has set too, such as one that
-        restores a backup: an apply leaves such fields, and decisions would rest on them."""
-        found, wanted = dump(operator_part(made)), dump(status)
-        left: dict[str, Any] = dict.fromkeys(found.keys() - wanted.keys())
+    async def _remove_stale_fields(self, made: Mapping[str, Any], status: JobStatus) -> None:
+        """Remove fields that ``status`` lacks and another client also owns, such as one that
+        restores a backup: an apply does not remove them, and decisions would depend on them."""
+        found, wanted = dump_status(read_operator_status(made)), dump_status(status)
+        drop: dict[str, Any] = dict.fromkeys(found.keys() - wanted.keys())
         types = {c["type"] for c in found["conditions"]} - {c["type"] for c in wanted["conditions"]}
         if types:
-            left["conditions"] = [c for c in made["status"]["conditions"] if c["type"] not in types]
-        if left:
-            url = f"{path_of(made)}/status"
+            drop["conditions"] = [c for c in made["status"]["conditions"] if c["type"] not in types]
+        if drop:
+            url = f"{build_object_path(made)}/status"
             version = made["metadata"]["resourceVersion"]
-            changes = {"metadata": {"resourceVersion": version}, "status": left}
+            changes = {"metadata": {"resourceVersion": version}, "status": drop}
             await self._cluster.patch(url, changes, names.OPERATOR_OWNER, merge=True)
 
-    async def _status_refused(self, body: Mapping[str, Any], why: str) -> None:
-        """Emit why nothing can be written to status, as of an object that was stored under another
-        CRD: the event is all that people can see of it."""
+    async def _report_refused_status(self, body: Mapping[str, Any], why: str) -> None:
+        """Emit the reason why status cannot be written, such as an object stored under another CRD:
+        only the event is visible to users."""
         message = one_line(f"status cannot be written; retrying: {why}", MESSAGE_LENGTH)
-        event = Event("Warning", names.R_STATUS_REFUSED, message)
-        await emit(self._cluster, body["metadata"], event, names.OPERATOR_OWNER)
+        event = KubeEvent("Warning", names.R_STATUS_REFUSED, message)
+        await emit_event(self._cluster, body["metadata"], event, names.OPERATOR_OWNER)

@@ -1,4 +1,4 @@
-"""A queue of jobs to reconcile: deduplicated, and never one job twice at a time.
+"""Queue of jobs to reconcile: deduplicated, and with at most one run of a job at a time.
 
 A failed job is retried after a growing delay, without blocking the others.
 """
@@ -20,7 +20,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class WorkQueue(Generic[Key]):
-    """A work queue for one event loop. ``gap``: minimum seconds between two runs of a key."""
+    """Work queue for one event loop. ``gap``: minimum seconds between two runs of a key."""
 
     def __init__(self, *, gap: float = 0.0) -> None:
         self._gap = gap
@@ -35,16 +35,16 @@ class WorkQueue(Generic[Key]):
         self._ended: dict[Key, float] = {}
 
     def open(self, keys: Iterable[Key]) -> None:
-        """Take keys from now on, these first."""
+        """Accept keys from now on, and queue ``keys`` first."""
         self._open = True
         for key in keys:
             self.add(key)
 
     def close(self) -> None:
-        """Forget what is queued and take no keys: nobody works."""
+        """Drop all queued keys and accept none: no worker runs."""
         self._open = False
         for key in [*self._timers]:
-            self._cancel(key)
+            self._cancel_timer(key)
         while not self._ready.empty():
             self._ready.get_nowait()
         self._waiting.clear()
@@ -61,11 +61,11 @@ class WorkQueue(Generic[Key]):
         if key in self._waiting:
             return
         rested = self._ended.get(key)
-        wait = rested + self._gap - self._now() if rested is not None else 0.0
+        wait = rested + self._gap - self._read_clock() if rested is not None else 0.0
         if wait > 0.001:
             self.add_after(key, wait)
             return
-        self._cancel(key)
+        self._cancel_timer(key)
         self._waiting.add(key)
         self._ready.put_nowait(key)
         QUEUED.set(self._ready.qsize())
@@ -74,27 +74,27 @@ class WorkQueue(Generic[Key]):
         """Queue ``key`` in ``seconds``, unless it is queued earlier."""
         if not self._open:
             return
-        when = self._now() + max(0.0, seconds)
+        when = self._read_clock() + max(0.0, seconds)
         timer = self._timers.get(key)
         if timer is not None and timer.when() <= when:
             return
-        self._cancel(key)
-        self._timers[key] = asyncio.get_running_loop().call_at(when, self._due, key)
+        self._cancel_timer(key)
+        self._timers[key] = asyncio.get_running_loop().call_at(when, self._queue_due_key, key)
 
     async def get(self) -> Key:
         """Wait for the next key. Call :meth:`done` when finished with it."""
         key = await self._ready.get()
         QUEUED.set(self._ready.qsize())
         self._waiting.discard(key)
-        self._working[key] = self._now()
+        self._working[key] = self._read_clock()
         return key
 
     def done(self, key: Key, *, failed: bool = False) -> None:
         """Finish the run of a key; after a failure it is queued again with a delay."""
         self._working.pop(key, None)
         if self._gap > 0:
-            self._ended[key] = self._now()
-            asyncio.get_running_loop().call_later(self._gap, self._rested, key)
+            self._ended[key] = self._read_clock()
+            asyncio.get_running_loop().call_later(self._gap, self._forget_rested, key)
         again = key in self._again
         self._again.discard(key)
         if failed:
@@ -106,26 +106,26 @@ class WorkQueue(Generic[Key]):
         if again:
             self.add(key)
 
-    def overdue(self) -> str:
-        """The problem, for ``/healthz``: a reconcile that does not end. Empty if none."""
+    def describe_overdue(self) -> str:
+        """Problem for ``/healthz``: a reconcile that does not end; empty if there is none."""
         began, key = min(((at, key) for key, at in self._working.items()), default=(None, None))
-        if began is None or self._now() - began <= RECONCILE_SECONDS:
+        if began is None or self._read_clock() - began <= RECONCILE_SECONDS:
             return ""
-        return f"the reconcile of {key} has run for {self._now() - began:.0f} s"
+        return f"the reconcile of {key} has run for {self._read_clock() - began:.0f} s"
 
-    def _due(self, key: Key) -> None:
+    def _queue_due_key(self, key: Key) -> None:
         self._timers.pop(key, None)
         self.add(key)
 
-    def _rested(self, key: Key) -> None:
+    def _forget_rested(self, key: Key) -> None:
         ended = self._ended.get(key)
-        if ended is not None and ended + self._gap <= self._now() + 0.001:
+        if ended is not None and ended + self._gap <= self._read_clock() + 0.001:
             self._ended.pop(key, None)
 
-    def _cancel(self, key: Key) -> None:
+    def _cancel_timer(self, key: Key) -> None:
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         return asyncio.get_running_loop().time()

@@ -1,1 +1,1 @@
-"""Subcommands that look at jobs of a cluster, which kubectl reads with the user's credentials."""
+"""Subcommands that show jobs of a cluster, which kubectl reads with the user's credentials."""

@@ -13,25 +13,25 @@ from typing import Any
 from pipemorph.errors import InputError, one_line
 
 RESOURCE = "pipemorphjobs.pipemorph.io"
-SECONDS = 60
-"""Longest time that kubectl may take."""
-MISSING = (
+ANSWER_TIMEOUT_SECONDS = 60
+"""Time limit of a kubectl call."""
+KUBECTL_MISSING = (
     "kubectl, which reads a job of a cluster, is not on PATH; install it, or pipe what kubectl get"
     " -o json prints to pipemorph explain -"
 )
 NO_CLUSTER = (
-    "kubectl knows no cluster: there is no kubeconfig, or it has no current context; set KUBECONFIG"
-    " or give --context"
+    "kubectl has no cluster configured: there is no kubeconfig, or it has no current context; set"
+    " KUBECONFIG or give --context"
 )
 _DEFAULT_SERVER = "server localhost:8080 was refused"
-"""In kubectl's error without a configuration: it tries the API server at this address."""
+"""Part of kubectl's error without a configuration: it then tries this address."""
 _NAME = re.compile(r"(?:([a-z0-9][a-z0-9-]*)/)?([a-z0-9][a-z0-9.-]*)")
 
 Content = dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """kubectl's options that say which cluster and namespace are meant."""
+def add_kubectl_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add kubectl's options for the cluster and the namespace."""
     parser.add_argument(
         "-n", "--namespace", metavar="NAME", help="namespace (default: that of kubectl's context)"
     )
@@ -40,19 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def no_name_of_a_job(name: str) -> InputError:
-    """The error for ``name``, which kubectl could not find."""
+def invalid_job_name_error(name: str) -> InputError:
+    """The error for ``name``, which is no name of a job."""
     return InputError(
-        f"{one_line(name)}: is no name of a job; expected [NAMESPACE/]NAME{_folder_hint(name)}"
+        f"{one_line(name)}: is no name of a job; expected [NAMESPACE/]NAME"
+        f"{_suggest_run_folder(name)}"
     )
 
 
-def _folder_hint(name: str) -> str:
+def _suggest_run_folder(name: str) -> str:
     found = Path(name).is_dir()
     return f"; it is a folder here: pipemorph explain {one_line(name)}" if found else ""
 
 
-def job_arguments(name: str, namespace: str | None) -> list[str] | None:
+def parse_job_arguments(name: str, namespace: str | None) -> list[str] | None:
     """kubectl's arguments for the job ``[NAMESPACE/]NAME``; None if that is no name of a job.
 
     Raises :class:`InputError` if ``namespace`` is another one.
@@ -69,39 +70,44 @@ def job_arguments(name: str, namespace: str | None) -> list[str] | None:
     return [job, *(["--namespace", within] if within else [])]
 
 
-def ask(
-    what: str,
+def query_kubectl(
+    subject: str,
     arguments: Sequence[str],
     context: str | None,
     verb: Sequence[str] = ("get", RESOURCE),
 ) -> Content:
-    """The object or list that kubectl prints. ``what``: the name of what is asked for, for errors;
-    ``verb``: the first words, by default those that get PipeMorphJobs. Raises
-    :class:`InputError`: what kubectl said, that there is none, or that it did not answer within
-    :data:`SECONDS`."""
+    """Run kubectl; returns the object or list that it prints. ``subject``: name of the object, for
+    errors; ``verb``: first arguments, by default those that get PipeMorphJobs. Raises
+    :class:`InputError` with kubectl's error, or if kubectl is missing or late
+    (:data:`ANSWER_TIMEOUT_SECONDS`)."""
     command = ["kubectl", *verb, *arguments, "--output", "json"]
     command += ["--context", context] if context else []
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ANSWER_TIMEOUT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise InputError(
-            f"{what}: kubectl did not answer within {SECONDS} s; is the cluster reachable?"
+            f"{subject}: kubectl did not answer within {ANSWER_TIMEOUT_SECONDS} s; is the cluster"
+            " reachable?"
         ) from None
     except OSError as error:
         absent = isinstance(error, FileNotFoundError)
-        why = MISSING if absent else f"kubectl cannot be run: {error.strerror}"
-        raise InputError(f"{what}: {why}") from None
+        why = KUBECTL_MISSING if absent else f"kubectl cannot be run: {error.strerror}"
+        raise InputError(f"{subject}: {why}") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"kubectl exited with {done.returncode}"
         why = NO_CLUSTER if _DEFAULT_SERVER in last else one_line(last, 500)
-        raise InputError(f"{what}: {why}{_folder_hint(what)}")
+        raise InputError(f"{subject}: {why}{_suggest_run_folder(subject)}")
     try:
         content = json.loads(done.stdout)
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise InputError(f"{what}: kubectl printed no JSON object")
+        raise InputError(f"{subject}: kubectl printed no JSON object")
     return content

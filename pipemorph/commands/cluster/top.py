@@ -8,25 +8,25 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pipemorph.api.status import condition
-from pipemorph.arguments import number
+from pipemorph.argument_types import number_type
 from pipemorph.commands.cluster import kubectl
-from pipemorph.commands.emit import emit
+from pipemorph.commands.output_file import write_output
 from pipemorph.errors import InputError, one_line
-from pipemorph.explain.cluster_job import ClusterJob, read_job
-from pipemorph.explain.of_status import story_of
-from pipemorph.explain.story import duration, percent_done
+from pipemorph.spec.job_status import find_condition
 from pipemorph.terminal import (
     GAP,
     Group,
     RenderableType,
     StreamConsole,
     Table,
-    line,
-    live,
-    render,
-    table,
+    make_live_display,
+    make_single_line,
+    make_table,
+    render_parts,
 )
+from pipemorph.views.explanation.explained_job import ExplainedJob, parse_job_object
+from pipemorph.views.explanation.explanation_text import format_duration, format_percent_done
+from pipemorph.views.explanation.job_explanation import build_explanation
 
 LEAST_EVERY, EVERY = 1.0, 5.0
 HEADINGS = (
@@ -47,7 +47,7 @@ HEADINGS = (
 RIGHT = {"DONE", "LEFT", "S/ITER", "PLAN", "GOODPUT", "SAVED", "RECOVERIES"}
 """Columns that are aligned to the right."""
 STYLES = {"Running": "green", "Complete": "green", "Failed": "bold red", "no reports": "yellow"}
-"""By cell."""
+"""Styles of cells by their text."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "job", metavar="JOB", nargs="?", help="[NAMESPACE/]NAME of one job (default: all jobs)"
     )
-    kubectl.add_arguments(parser)
+    kubectl.add_kubectl_arguments(parser)
     parser.add_argument(
         "-A", "--all-namespaces", action="store_true", help="jobs of all namespaces"
     )
@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--every",
         metavar="SECONDS",
-        type=number(LEAST_EVERY, 3600),
+        type=number_type(LEAST_EVERY, 3600),
         default=EVERY,
         help=f"time between two refreshes, at least {LEAST_EVERY:g} (default: {EVERY:g})",
     )
@@ -78,28 +78,28 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.all_namespaces and (args.job or args.namespace):
         raise InputError("--all-namespaces: does not go with a job or --namespace; give one")
-    what, arguments = _target(args)
+    what, arguments = _describe_target(args)
     console = StreamConsole(sys.stdout)
     most = console.width if console.is_interactive else None
-    parts = _page(args, what, arguments, most)
+    parts = _format_page(args, what, arguments, most)
     if args.once or not console.is_interactive:
-        emit(render(*parts).encode(), None)
+        write_output(render_parts(*parts).encode(), None)
         return 0
     read_at = time.gmtime()
     note: list[str] = []
-    with live(console) as shown:
+    with make_live_display(console) as shown:
         while True:
             head = f"pipemorph top  {what}  {time.strftime('%H:%M:%S', read_at)} UTC"
-            shown.update(Group(*map(line, [head, *note, ""]), *parts), refresh=True)
+            shown.update(Group(*map(make_single_line, [head, *note, ""]), *parts), refresh=True)
             time.sleep(args.every)
             try:
-                parts = _page(args, what, arguments, console.width)
+                parts = _format_page(args, what, arguments, console.width)
                 read_at, note = time.gmtime(), []
             except InputError as error:
-                note = [f"! {error}; the table is of {time.strftime('%H:%M:%S', read_at)} UTC"]
+                note = [f"! {error}; table as of {time.strftime('%H:%M:%S', read_at)} UTC"]
 
 
-def _target(args: argparse.Namespace) -> tuple[str, list[str]]:
+def _describe_target(args: argparse.Namespace) -> tuple[str, list[str]]:
     """The target in words, and as arguments of kubectl."""
     if args.job is None:
         if args.all_namespaces:
@@ -107,32 +107,32 @@ def _target(args: argparse.Namespace) -> tuple[str, list[str]]:
         if args.namespace:
             return f"namespace {args.namespace}", ["--namespace", args.namespace]
         return "current namespace", []
-    arguments = kubectl.job_arguments(args.job, args.namespace)
+    arguments = kubectl.parse_job_arguments(args.job, args.namespace)
     if arguments is None:
-        raise kubectl.no_name_of_a_job(args.job)
+        raise kubectl.invalid_job_name_error(args.job)
     return args.job, arguments
 
 
-def _page(
+def _format_page(
     args: argparse.Namespace, what: str, arguments: list[str], most: int | None
 ) -> list[RenderableType]:
     """The table, with the explanation if there is one job, and the jobs that cannot be read."""
-    content = kubectl.ask(what, arguments, args.context)
+    content = kubectl.query_kubectl(what, arguments, args.context)
     jobs, notes = _read_jobs(content, only=args.job is not None)
     if args.job is not None:
-        return [job_table(jobs, most=most), "", *map(_explanation, jobs)]
-    found = [job_table(jobs, namespaced=args.all_namespaces, most=most)] if jobs else []
+        return [build_job_table(jobs, most=most), "", *map(_explain_job, jobs)]
+    found = [build_job_table(jobs, namespaced=args.all_namespaces, most=most)] if jobs else []
     lines = [f"! {note}" for note in notes]
-    return [*found, *map(line, lines)] or ["no PipeMorphJob was found"]
+    return [*found, *map(make_single_line, lines)] or ["no PipeMorphJob was found"]
 
 
-def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ClusterJob], list[str]]:
+def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ExplainedJob], list[str]]:
     """The jobs of an object or list, and the errors of those that cannot be read. ``only``: raise
     :class:`InputError` for such a job."""
     jobs, notes = [], []
     for each in content.get("items", [content]):
         try:
-            jobs.append(read_job(each))
+            jobs.append(parse_job_object(each))
         except InputError as error:
             metadata = each.get("metadata", {})
             note = f"{metadata.get('namespace')}/{metadata.get('name')}: {error}"
@@ -142,61 +142,61 @@ def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ClusterJob]
     return jobs, notes
 
 
-def _explanation(job: ClusterJob) -> RenderableType:
+def _explain_job(job: ExplainedJob) -> RenderableType:
     try:
-        return story_of(job).page()
+        return build_explanation(job).to_table()
     except InputError as error:
-        return line(str(error))
+        return make_single_line(str(error))
 
 
 # --- the table: a row for each job, sorted by name ------------------------------------------------
 
 
-def job_table(
-    jobs: Sequence[ClusterJob], *, namespaced: bool = True, most: int | None = None
+def build_job_table(
+    jobs: Sequence[ExplainedJob], *, namespaced: bool = True, most: int | None = None
 ) -> Table:
-    """A row for each job. ``namespaced``: with the namespaces; ``most``: columns of characters that
-    there is room for, beyond which the last headings are left out."""
+    """A row for each job. ``namespaced``: with the namespaces; ``most``: width in characters,
+    beyond which last columns are dropped."""
     found = sorted(jobs, key=lambda job: job.name)
     first = 0 if namespaced else 1
-    rows = [(*HEADINGS,), *(_cells(job) for job in found)]
+    rows = [(*HEADINGS,), *(_format_cells(job) for job in found)]
     widths = [max(map(len, column)) + GAP for column in zip(*rows, strict=True)]
     last = len(HEADINGS)
     while most is not None and sum(widths[first:last]) - GAP > most and last > first + 2:
         last -= 1
     shown = (cells[first:last] for cells in rows[1:])
-    return table(HEADINGS[first:last], shown, right=RIGHT, styles=STYLES)
+    return make_table(HEADINGS[first:last], shown, right=RIGHT, styles=STYLES)
 
 
-def _cells(job: ClusterJob) -> list[str]:
+def _format_cells(job: ExplainedJob) -> list[str]:
     status = job.status
     name = [job.metadata.namespace, job.metadata.name]
     if status is None:
         return [*name, *["-"] * (len(HEADINGS) - len(name))]
-    training, left = status.training, job.left_seconds
+    training, remaining = status.training, job.seconds_remaining
     seconds = training.iteration_seconds if training is not None else None
     saved = training.saved_seconds if training is not None and training.adaptations else None
     return [
         *name,
         status.state or "-",
         status.ready or "-",
-        "-" if job.done is None else percent_done(job.done),
-        "-" if left is None else duration(left),
+        "-" if job.fraction_done is None else format_percent_done(job.fraction_done),
+        "-" if remaining is None else format_duration(remaining),
         f"{seconds:.3g}" if seconds else "-",
-        _slow_links(job),
+        _format_slow_links(job),
         "-" if training is None else f"v{training.applied_plan_version}",
-        _gain(job),
+        _format_gain(job),
         "-" if status.goodput is None else f"{status.goodput:.0%}",
-        "-" if saved is None else ("-" if saved < 0 else "") + duration(abs(saved)),
+        "-" if saved is None else ("-" if saved < 0 else "") + format_duration(abs(saved)),
         str(status.recoveries.count if status.recoveries is not None else 0),
     ]
 
 
-def _slow_links(job: ClusterJob) -> str:
+def _format_slow_links(job: ExplainedJob) -> str:
     """Slowest link with its delay and the number of others; ``none`` if all are healthy."""
     status = job.status
     training = status.training if status is not None else None
-    found = condition(status, "LinksHealthy") if status is not None else None
+    found = find_condition(status, "LinksHealthy") if status is not None else None
     if training is None or found is None:
         return "-"
     if training.slow_links:
@@ -208,7 +208,7 @@ def _slow_links(job: ClusterJob) -> str:
     return {"ReportsStale": "no reports", "JobFinished": "-"}.get(found.reason, "unknown")
 
 
-def _gain(job: ClusterJob) -> str:
+def _format_gain(job: ExplainedJob) -> str:
     """Measured and promised gain of the newest adaptation."""
     training = job.status.training if job.status is not None else None
     change = training.last_adaptation if training is not None else None

@@ -1,1 +1,1 @@
-"""Decides whether another plan is worth its cost, and which one."""
+"""Decides if another plan is worth its cost, and which one."""

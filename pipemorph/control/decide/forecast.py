@@ -12,10 +12,9 @@ from math import inf
 from operator import or_
 from typing import NamedTuple
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.situation import Situation
-from pipemorph.control.decide.varying import Varying
-from pipemorph.control.observed.stages import Excess, excess
+from pipemorph.control.decide.varying_delays import VaryingDelays
+from pipemorph.control.job_state.stages import MemoryExcess, find_excess
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
@@ -23,33 +22,38 @@ from pipemorph.planning import (
     Policy,
     Problem,
     Route,
-    lower_bound,
+    build_problem,
+    compute_lower_bound,
     plan,
     predict,
     predict_period,
-    problem_for,
     simulate,
     validate,
     validate_waits,
 )
-from pipemorph.planning.search.variants import has_variants, variants
-from pipemorph.planning.simulation.core import as_fast_guided, planned_waits, tight_lower_bound
+from pipemorph.planning.search.plan_variants import generate_variants, has_variants
+from pipemorph.planning.simulation.execution import (
+    compute_tight_lower_bound,
+    find_planned_waits,
+    is_guided_as_fast,
+)
 from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.spec.job_spec import JobSpec
 
-SAME = 0.01
+EQUAL_WITHIN = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
-EFFORT, MOST_EFFORT, THOROUGH_CELLS = 5, 10, 3072
-"""Times the usual search effort for small and for larger problems, of which the usual one tries
-fewer orders; and the largest number of stages × microbatches for which a plan takes at most about
-0.2 s with it. Plan 0 takes the usual one, since all ranks compute it."""
-NEAR = 0.005
-"""More effort ends where a plan is so near to the lower bound, as a fraction."""
+SEARCH_EFFORT, MOST_SEARCH_EFFORT, THOROUGH_CELLS = 5, 10, 3072
+"""Factors on the usual search effort for small and for larger problems, of which the usual effort
+tries fewer orders; and the most stages × microbatches for which a plan with it takes at most about
+0.2 s. Plan 0 takes the usual effort, since all ranks compute it."""
+NEAR_BOUND = 0.005
+"""Distance to the lower bound, as a fraction, at which more effort ends."""
 PROOF_EFFORT = 400_000
-"""Of the lower bound that is looked for before that, about 4 ms."""
+"""Effort of the lower bound that is searched before that: about 4 ms."""
 
 
-class Option(NamedTuple):
-    """A plan, and its predicted iteration time in seconds."""
+class PlanOption(NamedTuple):
+    """Plan and its predicted iteration time in seconds."""
 
     plan: Plan
     seconds: float
@@ -57,28 +61,30 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlook:
-    """A job as it is now, to predict its plans: that of the start, and the one in effect.
-    ``outside``: seconds that an iteration takes outside of its ops, as measured."""
+    """Present state of a job, to predict iterations under its initial plan (``initial_plan``) and
+    the plan in effect. ``planning_spec``: fields of the spec that plans depend on;
+    ``outside_seconds``: measured seconds of an iteration outside of its ops."""
 
-    rules: JobSpec
+    planning_spec: JobSpec
     situation: Situation
-    start: Plan
-    running: Plan
-    outside: float = 0.0
+    initial_plan: Plan
+    running_plan: Plan
+    outside_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Predicted time of an iteration under the plan in effect, with what it takes beside its
-        ops. Raises
-        :class:`~pipemorph.errors.InputError` if it cannot be simulated."""
-        return Forecast(self.rules, self.situation).of(self.running).seconds + self.outside
+        """Predicted seconds of an iteration under the plan in effect, with its time outside of ops.
+        Raises :class:`~pipemorph.errors.InputError` if it cannot be simulated."""
+        return (
+            Forecast(self.planning_spec, self.situation).predict_option(self.running_plan).seconds
+            + self.outside_seconds
+        )
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What has been found out about one situation. A decision asks for the same again and again,
-    each time by a walk over all ops: problems, and their lower bounds, by the routes in force;
-    seconds by what ranks run."""
+class _ForecastCache:
+    """Cache of one situation: problems and their lower bounds by the routes in force; predicted
+    seconds by plan. A decision needs them often, and each costs a walk over all ops."""
 
     problems: dict[tuple[Route, ...], Problem] = field(default_factory=dict)
     bounds: dict[tuple[Route, ...], float] = field(default_factory=dict)
@@ -94,44 +100,48 @@ class Forecast:
         situation: Situation,
         dispatch: Dispatch | None = None,
         *,
-        beside: Forecast | None = None,
+        other: Forecast | None = None,
     ) -> None:
-        """``dispatch``: of new plans, as far as the spec leaves it open; None: static. ``beside``:
-        predictions for another situation of the same job, to know what is known there."""
+        """``dispatch``: dispatch of new plans, unless the spec fixes it; None: static. ``other``:
+        forecast for another situation of the same job, whose caches are shared."""
         self._spec = spec
         self._situation = situation
-        self._all_known: dict[Situation, _Known] = {} if beside is None else beside._all_known
-        self._known = self._all_known.setdefault(situation, _Known())
+        self._cache_by_situation: dict[Situation, _ForecastCache] = (
+            {} if other is None else other._cache_by_situation
+        )
+        self._cache = self._cache_by_situation.setdefault(situation, _ForecastCache())
         self._dispatch = spec.schedule.dispatch_kind
         if spec.schedule.dispatch == "auto" and dispatch is Dispatch.GUIDED:
             self._dispatch = dispatch
         warmup = spec.schedule.warmup
         self._warmup = tuple(warmup) if warmup is not None else None
-        self._varying = None
+        self._varying_delays = None
         if any(situation.recent):
             cells = spec.parallelism.stages * spec.schedule.microbatches
-            self._varying = Varying.of(situation.recent, situation.delays, situation.stages, cells)
+            self._varying_delays = VaryingDelays.from_recent(
+                situation.recent, situation.delays, situation.stages, cells
+            )
 
-    def under(self, situation: Situation) -> Forecast:
+    def for_situation(self, situation: Situation) -> Forecast:
         """Predictions for another situation of the same job."""
         if situation is self._situation:
             return self
-        return Forecast(self._spec, situation, self._dispatch, beside=self)
+        return Forecast(self._spec, situation, self._dispatch, other=self)
 
-    def problem(self, routes: tuple[Route, ...]) -> Problem:
-        """The planning problem with links on ``routes``."""
-        routes = self._situation.carried(routes)
-        known = self._known.problems
+    def get_problem(self, routes: tuple[Route, ...]) -> Problem:
+        """Planning problem with links on ``routes``."""
+        routes = self._situation.resolve_routes(routes)
+        known = self._cache.problems
         if routes not in known:
-            known[routes] = self._problem(routes)
+            known[routes] = self._build_problem(routes)
         return known[routes]
 
-    def _problem(self, routes: tuple[Route, ...]) -> Problem:
+    def _build_problem(self, routes: tuple[Route, ...]) -> Problem:
         situation, cut = self._situation, self._spec.parallelism
-        transfers = [situation.transfer(i) for i in range(len(routes))]
-        problem = problem_for(
+        transfers = [situation.get_transfer_time(i) for i in range(len(routes))]
+        problem = build_problem(
             self._spec.schedule.microbatches,
-            situation.route_cost.on(situation.stages, routes),
+            situation.route_cost.convert_op_times(situation.stages, routes),
             [max(0.0, w - t) for w, t in zip(situation.wire_times, transfers, strict=True)],
             routes,
             transfers=transfers,
@@ -140,195 +150,219 @@ class Forecast:
         if not situation.barrier:
             problem = problem.model_copy(update={"objective": "period"})
         if cut.stages_per_rank > 1:
-            memory = situation.rooms[0].memory if situation.rooms else None
+            memory = situation.rooms[0].rank_memory if situation.rooms else None
             ranks, placement = cut.mesh.sizes["pp"], cut.stage_placement
             placed = {"ranks": ranks, "placement": placement, "rank_memory": memory}
             problem = problem.model_copy(update=placed)
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
-    def of(self, plan: Plan) -> Option:
+    def predict_option(self, plan: Plan) -> PlanOption:
         """Predicted time of a valid plan, under the plan's own limits."""
-        # All that the prediction depends on: each kind of op runs in microbatch order.
+        # The prediction depends on nothing else: each kind of op runs in microbatch order.
         runs = (
-            plan.schedule.codes, plan.dispatch, plan.waits, plan.routes,
+            plan.schedule.op_codes, plan.dispatch, plan.waits, plan.routes,
             plan.in_flight_limits, plan.device_limits, plan.recompute,
         )  # fmt: skip
-        known = self._known.seconds
+        known = self._cache.seconds
         if runs not in known:
-            known[runs] = self._predicted(plan)
-        return Option(plan, known[runs])
+            known[runs] = self._predict_seconds(plan)
+        return PlanOption(plan, known[runs])
 
-    def simulated(self, plan: Plan) -> list[list[tuple[int, TimedOp]]]:
-        """The ops of one iteration by rank, each with its stage; seconds. For a valid plan.
-        Delays that vary are their mean."""
-        ran = simulate(plan.schedule, self._within(plan), plan.dispatch, waits=plan.waits)
-        stages_of = plan.schedule.stages_of
+    def simulate_plan(self, plan: Plan) -> list[list[tuple[int, TimedOp]]]:
+        """Simulate the ops of one iteration under a valid plan. Returns them by rank, each with its
+        stage; times in seconds. Delays that vary are their mean."""
+        ran = simulate(plan.schedule, self._get_plan_problem(plan), plan.dispatch, waits=plan.waits)
+        stages_of = plan.schedule.stages_by_rank
         return [
             [(mine[op.chunk], op) for op in ops]
             for mine, ops in zip(stages_of, ran.ranks, strict=True)
         ]
 
-    def _predicted(self, plan: Plan) -> float:
-        problem = self._within(plan)
-        if self._varying is not None:
-            return self._varying.seconds(plan, problem)
+    def _predict_seconds(self, plan: Plan) -> float:
+        problem = self._get_plan_problem(plan)
+        if self._varying_delays is not None:
+            return self._varying_delays.predict_seconds(plan, problem)
         if not self._situation.barrier:
             return predict_period(plan.schedule, problem, plan.dispatch, plan.waits)
         return predict(plan.schedule, problem, plan.dispatch, plan.waits)
 
-    def best(self, options: Iterable[Option]) -> Option:
-        """The fastest option. Among equals, one that stays fast if delays are somewhat longer than
-        measured, then the one with the fewest delegated links, the fewest stages whose activations
-        leave the device, the first."""
+    def choose_best(self, options: Iterable[PlanOption]) -> PlanOption:
+        """Choose the fastest option. Among equals, one that stays fast if delays are somewhat
+        longer than measured; then the one with the fewest delegated links, the fewest stages whose
+        activations leave the device; then the first."""
         ranked = list(options)
         quickest = min(option.seconds for option in ranked)
-        equal = [option for option in ranked if option.seconds <= quickest * (1 + SAME)]
+        equal = [option for option in ranked if option.seconds <= quickest * (1 + EQUAL_WITHIN)]
         if len(equal) > 1 and any(self._situation.slow):
-            strained = self.under(self._situation.strained())
-            times = [strained.of(option.plan).seconds for option in equal]
-            least = min(times) * (1 + SAME)
+            strained = self.for_situation(self._situation.with_margin())
+            times = [strained.predict_option(option.plan).seconds for option in equal]
+            least = min(times) * (1 + EQUAL_WITHIN)
             equal = [each for each, time in zip(equal, times, strict=True) if time <= least]
         return min(
             equal,
             key=lambda each: (
-                len(each.plan.delegated),
-                len(each.plan.offloading) + len(each.plan.recomputing),
+                len(each.plan.delegated_links),
+                len(each.plan.offloading_stages) + len(each.plan.recomputing_stages),
             ),
         )
 
-    def stays_as_fast(self, option: Option, other: Option) -> bool:
-        """Whether ``option`` is no slower than ``other``, also with somewhat longer delays."""
-        strained = self.under(self._situation.strained())
-        limit = strained.of(other.plan).seconds * (1 + SAME)
-        return option.seconds <= other.seconds and strained.of(option.plan).seconds <= limit
+    def is_as_fast(self, option: PlanOption, other: PlanOption) -> bool:
+        """True if ``option`` is no slower than ``other``, also with somewhat longer delays."""
+        strained = self.for_situation(self._situation.with_margin())
+        limit = strained.predict_option(other.plan).seconds * (1 + EQUAL_WITHIN)
+        return (
+            option.seconds <= other.seconds
+            and strained.predict_option(option.plan).seconds <= limit
+        )
 
-    def fresh(
+    def make_options(
         self, routes: tuple[Route, ...], within: float = inf, effort: int = 1
-    ) -> list[Option]:
-        """New plans for this situation: a plain one, and shorter ones with fused backwards, offload
-        or recomputation; and the same with other dispatch where the spec leaves it open. None if
-        all are known to take longer than ``within`` seconds. ``effort``: of the search. Raises
+    ) -> list[PlanOption]:
+        """Make new plans for this situation: a plain one, and shorter ones with fused backwards,
+        offload or recomputation; each also with another dispatch if the spec allows it. Empty if
+        all take longer than ``within`` seconds. ``effort``: of the search. Raises
         :class:`InputError` if there is no plan."""
-        if self._is_simple and self._bound(routes) > within:
+        if self._has_constant_delays and self._get_lower_bound(routes) > within:
             return []
-        made = self._planned(routes, effort)
-        if self._varying is not None:
+        made = self._plan_routes(routes, effort)
+        if self._varying_delays is not None:
             steady = replace(self._situation, recent=())
-            for by in self._varying.longer():
-                made += self.under(steady.longer(by))._planned(routes, effort)
-            made = [self.of(each) for each in dict.fromkeys(option.plan for option in made)]
-        # Only here does a prediction show what it costs not to wait for what is nearly there.
-        if self._varying is None or not self._may_go_guided(routes):
+            for by in self._varying_delays.list_longer_delays():
+                made += self.for_situation(steady.with_longer_delays(by))._plan_routes(
+                    routes, effort
+                )
+            made = [
+                self.predict_option(each) for each in dict.fromkeys(option.plan for option in made)
+            ]
+        # With varying delays, the prediction shows the cost of not waiting for late messages.
+        if self._varying_delays is None or not self._may_dispatch_guided(routes):
             return made
         plans = [option.plan for option in made]
-        others = [_guided(each, self._within(each)) for each in plans if not _is_guided(each)]
-        return [*made, *(self.of(plan) for plan in others if self.excess(plan) is None)]
+        others = [
+            _with_guided_dispatch(each, self._get_plan_problem(each))
+            for each in plans
+            if not _is_guided(each)
+        ]
+        return [
+            *made,
+            *(self.predict_option(plan) for plan in others if self.find_excess(plan) is None),
+        ]
 
-    def _within(self, plan: Plan) -> Problem:
-        """The planning problem of a plan, on its routes and under its own limits."""
-        return self.problem(plan.routes).under(plan)
+    def _get_plan_problem(self, plan: Plan) -> Problem:
+        """Planning problem of a plan, on its routes and under its own limits."""
+        return self.get_problem(plan.routes).with_plan_limits(plan)
 
-    def _as_open(self, plan: Plan) -> Plan:
-        """A new plan, in the plan's own order where in-flight limits leave guided dispatch too
-        little room, and the spec leaves it open."""
+    def _fall_back_to_static(self, plan: Plan) -> Plan:
+        """Change a new plan to static dispatch, if the spec allows it, where in-flight limits are
+        too tight for guided dispatch."""
         n = plan.schedule.microbatches
         limited = any(limit is not None and limit < n for limit in plan.in_flight_limits)
         if self._spec.schedule.dispatch != "auto" or not _is_guided(plan) or not limited:
             return plan
-        if as_fast_guided(plan.schedule, self._within(plan), plan.waits):
+        if is_guided_as_fast(plan.schedule, self._get_plan_problem(plan), plan.waits):
             return plan
         return replace(plan, dispatch=Dispatch.STATIC, waits=())
 
-    def longer_searched(self, best: Option) -> list[Option]:
-        """Plans on the routes of the best one so far that are searched for with more effort, if
-        they are shorter; none where that cannot pay, or takes too long."""
+    def search_longer(self, best: PlanOption) -> list[PlanOption]:
+        """Search with more effort for plans on the routes of the best option so far. Returns those
+        that are faster; empty if that cannot pay, or takes too long."""
         routes = best.plan.routes
-        problem = self.problem(routes)
+        problem = self.get_problem(routes)
         cells = problem.stage_count * problem.microbatches
         if problem.ranks is not None or has_variants(problem) or cells > THOROUGH_CELLS:
             return []
-        if self._is_simple:
-            if best.seconds <= self._bound(routes) * (1 + NEAR):
+        if self._has_constant_delays:
+            if best.seconds <= self._get_lower_bound(routes) * (1 + NEAR_BOUND):
                 return []
-            # A proof takes a fraction of the search, and is found for every second plan.
-            bound = tight_lower_bound(problem, best.seconds, PROOF_EFFORT)
-            if best.seconds <= bound * (1 + NEAR):
+            # A proof costs a fraction of the search, and succeeds for every second plan.
+            bound = compute_tight_lower_bound(problem, best.seconds, PROOF_EFFORT)
+            if best.seconds <= bound * (1 + NEAR_BOUND):
                 return []
-        made = self.fresh(routes, effort=min(MOST_EFFORT, max(EFFORT, cells // 64)))
+        made = self.make_options(
+            routes, effort=min(MOST_SEARCH_EFFORT, max(SEARCH_EFFORT, cells // 64))
+        )
         return [option for option in made if option.seconds < best.seconds]
 
-    def _bound(self, routes: tuple[Route, ...]) -> float:
-        """A lower bound of all plans with links on ``routes``."""
-        routes, known = self._situation.carried(routes), self._known.bounds
+    def _get_lower_bound(self, routes: tuple[Route, ...]) -> float:
+        """Lower bound of all plans with links on ``routes``, seconds."""
+        routes, known = self._situation.resolve_routes(routes), self._cache.bounds
         if routes not in known:
-            known[routes] = lower_bound(self.problem(routes))
+            known[routes] = compute_lower_bound(self.get_problem(routes))
         return known[routes]
 
     @property
-    def _is_simple(self) -> bool:
-        """Whether an iteration is one of the problem: no delay varies."""
-        return self._varying is None and self._spec.parallelism.stages_per_rank == 1
+    def _has_constant_delays(self) -> bool:
+        """True if no delay varies and each rank has one stage: lower bounds hold."""
+        return self._varying_delays is None and self._spec.parallelism.stages_per_rank == 1
 
-    def _may_go_guided(self, routes: tuple[Route, ...]) -> bool:
-        """Only while links are slow and delegated. On a direct route a late send holds up whatever
-        op comes next, and arrivals that say how slow the link is are seen later."""
-        carried = self._situation.carried(routes)
+    def _may_dispatch_guided(self, routes: tuple[Route, ...]) -> bool:
+        """True while links are slow and all slow ones are delegated. On a direct route a late send
+        blocks the next op, and arrivals that show the delay are seen later."""
+        carried = self._situation.resolve_routes(routes)
         slow = [route for route, slow in zip(carried, self._situation.slow, strict=True) if slow]
         return (
             self._spec.schedule.dispatch == "auto"
-            and self._spec.parallelism.mesh.lockstep == 1
+            and self._spec.parallelism.mesh.lockstep_size == 1
             and bool(slow)
             and all(route is Route.DELEGATED for route in slow)
         )
 
-    def _planned(self, routes: tuple[Route, ...], effort: int) -> list[Option]:
-        problem, dispatches = self.problem(routes), [self._dispatch]
+    def _plan_routes(self, routes: tuple[Route, ...], effort: int) -> list[PlanOption]:
+        """Make new plans on ``routes``, with each dispatch that they may have."""
+        problem, dispatches = self.get_problem(routes), [self._dispatch]
         if problem.rank_memory is not None and self._spec.schedule.dispatch == "auto":
-            # In the plan's order stages share memory by the moment; out of turn they must not.
+            # In the plan's order stages share memory by the moment; in another order they must not.
             dispatches = list(dict.fromkeys([Dispatch.STATIC, self._dispatch]))
         return [
             option
             for dispatch in dispatches
-            for option in self._planned_for(dispatch, problem, routes, effort)
+            for option in self._plan_with_dispatch(dispatch, problem, routes, effort)
         ]
 
-    def _planned_for(
+    def _plan_with_dispatch(
         self, dispatch: Dispatch, problem: Problem, routes: tuple[Route, ...], effort: int
-    ) -> list[Option]:
+    ) -> list[PlanOption]:
+        """Make new plans with one dispatch: one by search, or each variant of the problem."""
         if dispatch is Dispatch.GUIDED:
-            problem = problem.shared_out()
+            problem = problem.with_divided_memory()
         if not has_variants(problem):
-            near = NEAR if effort > 1 else 0.0
+            near = NEAR_BOUND if effort > 1 else 0.0
             made = plan(problem, Policy.PIPEMORPH, effort=effort, near=near)
-            only = self._as_open(made.to_plan(0, routes, dispatch))
-            return [Option(only, made.makespan) if self._as_planned(only) else self.of(only)]
+            only = self._fall_back_to_static(made.to_plan(0, routes, dispatch))
+            return [
+                PlanOption(only, made.makespan)
+                if self._takes_planned_time(only)
+                else self.predict_option(only)
+            ]
         found = [
-            (self._as_open(each.to_plan(0, routes, dispatch)), each.makespan)
-            for each in variants(problem)
+            (self._fall_back_to_static(each.to_plan(0, routes, dispatch)), each.makespan)
+            for each in generate_variants(problem)
         ]
         return [
-            Option(each, seconds) if self._as_planned(each) else self.of(each)
+            PlanOption(each, seconds)
+            if self._takes_planned_time(each)
+            else self.predict_option(each)
             for each, seconds in found
         ]
 
-    def _as_planned(self, plan: Plan) -> bool:
-        """Whether a new plan for this situation takes as long as the planner says: guided dispatch
-        keeps to its order, too, while messages come as planned."""
-        return self._varying is None and self._situation.barrier
+    def _takes_planned_time(self, plan: Plan) -> bool:
+        """True if a new plan for this situation takes the planner's makespan. Guided dispatch
+        follows its order, too, while messages arrive as planned."""
+        return self._varying_delays is None and self._situation.barrier
 
-    def excess(self, plan: Plan) -> Excess | None:
-        """The first stage on which the plan exceeds its limits; None if there is none."""
+    def find_excess(self, plan: Plan) -> MemoryExcess | None:
+        """Find the first stage on which the plan exceeds its limits; None if there is none."""
         rooms = self._situation.rooms
-        return excess(plan, rooms) if rooms else None
+        return find_excess(plan, rooms) if rooms else None
 
-    def route_choices(
+    def list_route_choices(
         self, current: tuple[Route, ...], initial: tuple[Route, ...]
     ) -> list[tuple[Route, ...]]:
-        """The distinct routes of all links that the spec allows.
+        """List the distinct choices of routes for all links that the spec allows.
 
-        ``auto`` may delegate links that are slow, or on which messages take so long that the two
-        of a direct route may not be enough. A link without recent samples keeps its route, and one
-        whose direct route broke has no other.
+        ``auto`` may delegate slow links, and links on which messages take so long that the two in
+        flight on a direct route may not be enough. A link without recent samples stays on its
+        route; one whose direct route broke has no other.
         """
         if self._spec.transport.route != "auto":
             return [initial]
@@ -346,21 +380,21 @@ class Forecast:
                     for now, leaves, unknown in rows
                 )
             )
-        return list(dict.fromkeys(map(situation.carried, choices)))
+        return list(dict.fromkeys(map(situation.resolve_routes, choices)))
 
 
 def _is_guided(plan: Plan) -> bool:
     return plan.dispatch is Dispatch.GUIDED
 
 
-def _guided(plan: Plan, problem: Problem) -> Plan:
-    """A static plan for a problem, with guided dispatch."""
-    waits = planned_waits(plan.schedule, problem)
+def _with_guided_dispatch(plan: Plan, problem: Problem) -> Plan:
+    """Change a static plan for a problem to guided dispatch."""
+    waits = find_planned_waits(plan.schedule, problem)
     return replace(plan, dispatch=Dispatch.GUIDED, waits=waits)
 
 
-def runnable(plan: Plan) -> str | None:
-    """None if ranks may run the plan, else the reason why not, in one line."""
+def find_plan_error(plan: Plan) -> str | None:
+    """Find the reason, in one line, why ranks must not run the plan; None if they may."""
     try:
         validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
         validate_waits(plan.schedule, plan.waits)

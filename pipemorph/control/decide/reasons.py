@@ -1,6 +1,7 @@
-"""Texts and records of a controller's decisions, with the figures that they are based on.
+"""Texts and records of a controller's decisions, with the figures behind them.
 
-Each text is one line, for status and report.json. :func:`short` is the form for a terminal.
+Each text is one line, for status and report.json. :func:`summarize_change` is the form for a
+terminal.
 """
 
 from __future__ import annotations
@@ -8,32 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide import replan
-from pipemorph.control.decide.forecast import Option
-from pipemorph.control.decide.replan import Proposal, Replan
+from pipemorph.control.decide import plan_choice
+from pipemorph.control.decide.forecast import PlanOption
+from pipemorph.control.decide.plan_choice import DecisionRequest, PlanProposal
 from pipemorph.control.decide.situation import Cause, Situation
-from pipemorph.control.observed.stages import Excess
+from pipemorph.control.job_state.stages import MemoryExcess
 from pipemorph.planning import Policy
-from pipemorph.planning.ir import dashed
-from pipemorph.planning.offload import left
-from pipemorph.wire import AdaptationRecord, Directive, Health, LinkState
+from pipemorph.planning.ir import join_dashed
+from pipemorph.planning.offload import count_away_microbatches
+from pipemorph.protocol import AdaptationRecord, Directive, Health, LinkState
+from pipemorph.spec.job_spec import JobSpec
 
-COLUMNS = 110
-"""Most columns of :func:`short`."""
-NAMED = 3
-"""Most delegated links that :func:`short` names."""
-SURE = 0.5
-"""Confidence from which a link in doubt is said to be slow."""
-FULL_WARMUP = 8
-"""Most stages whose warm-up :func:`short` shows in full."""
+SUMMARY_COLUMNS = 110
+"""Most columns of :func:`summarize_change`."""
+MOST_NAMED_LINKS = 3
+"""Most delegated links that :func:`summarize_change` names."""
+SLOW_CONFIDENCE = 0.5
+"""Confidence from which texts call a link in doubt slow."""
+MOST_WARMUP_STAGES = 8
+"""Most stages whose warm-up :func:`summarize_change` shows in full."""
 
 
 # --- before a decision --------------------------------------------------------------------
 
 
-def why_not(spec: JobSpec, crowding: float) -> str | None:
-    """Why a job's plan must not change; None if it may. ``crowding``: of its worst host."""
+def explain_blocked_adaptation(spec: JobSpec, crowding: float) -> str | None:
+    """Reason that blocks changes of a job's plan; None if it may change. ``crowding``: ranks per
+    processor on its worst host."""
     if not spec.adaptation.enabled:
         return "adaptation is disabled in the spec"
     if spec.schedule.policy_kind is not Policy.PIPEMORPH:
@@ -43,85 +45,86 @@ def why_not(spec: JobSpec, crowding: float) -> str | None:
     return None
 
 
-def crowded(crowding: float, adapts: bool) -> str:
-    """More ranks compute on a host than it has processors."""
+def describe_cpu_contention(crowding: float, adapts: bool) -> str:
+    """Text if a host has more ranks than processors. ``adapts``: the plan may still change."""
     what = f"{crowding:.3g} ranks per processor compute on a host, so it is slow when links are not"
     if adapts:
         return f"{what}; the job has spec.faults: the plan may change"
     return f"{what}: the plan stays; give each rank a processor"
 
 
-def not_measured(stages: Sequence[int]) -> str:
-    """``activationMemory`` cannot be applied on these stages, in ascending order."""
+def describe_unmeasured_stages(stages: Sequence[int]) -> str:
+    """Text if ``activationMemory`` cannot limit ``stages``, in ascending order."""
     return (
-        f"activationMemory cannot limit {shown_stages(stages)}, where the size of a microbatch was"
+        f"activationMemory cannot limit {format_stages(stages)}, where the size of a microbatch was"
         " not measured; set inFlightLimit"
     )
 
 
-def no_room(situation: Situation, memory: int | None) -> str:
-    """``activationMemory``, in bytes, is too small for any plan: a room is 0."""
-    stage = next(i for i, room in enumerate(situation.rooms) if room.device == 0)
-    if situation.rooms[stage].memory is not None:
+def describe_insufficient_memory(situation: Situation, memory: int | None) -> str:
+    """Text if ``activationMemory``, in bytes, is too small for any plan: a room is 0."""
+    stage = next(i for i, room in enumerate(situation.rooms) if room.device_microbatches == 0)
+    if situation.rooms[stage].rank_memory is not None:
         return (
             f"a microbatch holds more than activationMemory, {memory} bytes, on all stages of the"
-            f" rank of stage {stage}: no plan fits; kept the plan"
+            f" rank of stage {stage}: no plan fits; the plan stays"
         )
     return (
         f"a microbatch holds {situation.stages[stage].activation_bytes} bytes on stage {stage},"
-        f" more than activationMemory, {memory} bytes: no plan fits; kept the plan"
+        f" more than activationMemory, {memory} bytes: no plan fits; the plan stays"
     )
 
 
-def doubted(cause: Cause, links: Sequence[LinkState], lacking: int) -> str:
-    """A change for this cause needs more iterations, since an earlier one did not pay."""
+def describe_doubted_change(cause: Cause, links: Sequence[LinkState], lacking: int) -> str:
+    """Text if a change needs ``lacking`` more iterations, since an earlier one did not pay."""
     return (
-        f"{_why(cause, links)}; kept the plan: an earlier change for this did not bring what it"
-        f" promised, so {lacking} more iterations must confirm it"
+        f"{_describe_cause(cause, links)}; the plan stays: an earlier change for this did not bring"
+        f" what it promised, so {lacking} more iterations must confirm it"
     )
 
 
-def describe(slow: Sequence[LinkState]) -> str:
-    """Slow links, with their delays. Decisions go on with the delay that a link in doubt had."""
-    return ", ".join(map(_slow, slow))
+def describe_slow_links(slow: Sequence[LinkState]) -> str:
+    """Text for slow links, with their delays. Decisions use the last delay of a link in doubt."""
+    return ", ".join(map(_describe_slow_link, slow))
 
 
-def _slow(link: LinkState) -> str:
-    if link.in_doubt and link.confidence < SURE:
-        return f"{link.name} was slow and may be well again ({link.direction})"
+def _describe_slow_link(link: LinkState) -> str:
+    if link.in_doubt and link.confidence < SLOW_CONFIDENCE:
+        return f"{link.name} was slow and may be healthy again ({link.direction})"
     return (
-        f"{link.name} is slow by {shown_time(link.delay)} one way"
-        f"{f', narrow: {shown_time(link.transfer)} per message' if link.transfer else ''}"
-        f" ({link.direction}, {_sure(link)}{'' if link.in_doubt else ' sure'})"
+        f"{link.name} is slow by {format_seconds(link.delay)} one way"
+        f"{f', narrow: {format_seconds(link.transfer)} per message' if link.transfer else ''}"
+        f" ({link.direction}, {_format_confidence(link)}{'' if link.in_doubt else ' sure'})"
     )
 
 
-def _sure(link: LinkState) -> str:
-    """The confidence, rounded down: 99.6 % is not all of it. None while the newest windows speak
-    against it."""
+def _format_confidence(link: LinkState) -> str:
+    """Text for the confidence, rounded down, so that 99.6 % is not 100 %; no number while the
+    newest windows contradict it."""
     return "in doubt" if link.in_doubt else f"{int(100 * link.confidence + 1e-9)}%"
 
 
 # --- of a decision ------------------------------------------------------------------------
 
 
-def reason(cause: Cause, links: Sequence[LinkState], proposal: Proposal) -> str:
-    """The full reason of a decision: its cause and its findings."""
-    parts = [_why(cause, links)]
+def explain_decision(cause: Cause, links: Sequence[LinkState], proposal: PlanProposal) -> str:
+    """Full reason of a decision: its cause and its findings."""
+    parts = [_describe_cause(cause, links)]
     if proposal.chosen is not None:
-        parts.append(_predicted(proposal, proposal.chosen))
-    return "; ".join([*parts, *map(_sentence, proposal.found)])
+        parts.append(_describe_prediction(proposal, proposal.chosen))
+    return "; ".join([*parts, *map(_describe_finding, proposal.findings)])
 
 
-def handed_in(directive: Directive | None) -> str:
-    """The agent has handed in its snapshot, with the newest directive; None: it has none."""
-    going_on = "going on from the snapshot of the job's agent"
+def describe_adopted_plan(directive: Directive | None) -> str:
+    """Text for an adopted snapshot of the agent. ``directive``: the newest in it, if any."""
+    adopted = "continued from the snapshot of the job's agent"
     if directive is None:
-        return f"{going_on}: the ranks run the plan of the start"
-    return f"{going_on}: the ranks run plan v{directive.plan_version}: {directive.reason}"
+        return f"{adopted}: the ranks run the initial plan"
+    return f"{adopted}: the ranks run plan v{directive.plan_version}: {directive.reason}"
 
 
-def _why(cause: Cause, links: Sequence[LinkState]) -> str:
+def _describe_cause(cause: Cause, links: Sequence[LinkState]) -> str:
+    """Text for the cause of a decision."""
     slow = [link for link in links if link.health is Health.SLOW]
     match cause:
         case "profile":
@@ -129,9 +132,9 @@ def _why(cause: Cause, links: Sequence[LinkState]) -> str:
         case "barrier":
             return "the plan was made for another kind of barrier between iterations"
         case "steady":
-            return f"{describe(slow)}, for a while now"
+            return f"{describe_slow_links(slow)}, for some time"
         case "varies":
-            return f"{describe(slow)}, and it varies"
+            return f"{describe_slow_links(slow)}, and it varies"
         case "restart":
             return "the controller does not know the plan in effect"
         case "memory":
@@ -139,106 +142,112 @@ def _why(cause: Cause, links: Sequence[LinkState]) -> str:
         case "undelivered":
             return "the last change did not bring half of its promise"
         case "recovered":
-            return "a link recovered" + (f", {describe(slow)}" if slow else ", none is slow")
+            return "a link recovered" + (
+                f", {describe_slow_links(slow)}" if slow else ", none is slow"
+            )
         case _:
-            return describe(slow)
+            return describe_slow_links(slow)
 
 
-def _predicted(proposal: Proposal, chosen: Option) -> str:
-    before, after = proposal.predicted
-    old = "unknown before" if before is None else f"{shown_time(before)} with the current plan"
-    moved = list(map(str, chosen.plan.delegated))
+def _describe_prediction(proposal: PlanProposal, chosen: PlanOption) -> str:
+    """Text for the predicted times of a change and the new plan."""
+    before, after = proposal.predicted_seconds
+    old = "unknown before" if before is None else f"{format_seconds(before)} with the current plan"
+    moved = list(map(str, chosen.plan.delegated_links))
     links = f"link{'s' * (len(moved) > 1)} {', '.join(moved)} delegated"
     return (
-        f"predicted per iteration {old}, {shown_time(after)} with"
-        f" warm-up {dashed(chosen.plan.warmup, 12)} and"
-        f" {links if moved else 'all links direct'}{_new_dispatch(proposal.current, chosen)}"
+        f"predicted per iteration {old}, {format_seconds(after)} with"
+        f" warm-up {join_dashed(chosen.plan.warmup, 12)} and"
+        f" {links if moved else 'all links direct'}"
+        f"{_describe_new_dispatch(proposal.current, chosen)}"
     )
 
 
-def _new_dispatch(current: Option | None, chosen: Option) -> str:
-    """The dispatch of a plan, if it is not that of the plan before."""
+def _describe_new_dispatch(current: PlanOption | None, chosen: PlanOption) -> str:
+    """Text for the dispatch of a plan; empty if it is unchanged."""
     if current is None or chosen.plan.dispatch is current.plan.dispatch:
         return ""
     return f", {chosen.plan.dispatch} dispatch"
 
 
-def _sentence(finding: replan.Finding) -> str:
+def _describe_finding(finding: plan_choice.Finding) -> str:
+    """Text for a finding."""
     match finding:
-        case replan.NoPlan(why):
+        case plan_choice.NoPlanFound(why):
             return f"no plan was found: {why}"
-        case replan.MustNotRun(why):
+        case plan_choice.PlanCheckFailed(why):
+            problem = describe_excess(why) if isinstance(why, MemoryExcess) else why
+            return f"the new plan fails its check: {problem}"
+        case plan_choice.PlanExceedsMemory(excess):
+            return f"the current plan must be replaced: {describe_excess(excess)}"
+        case plan_choice.AtBaselinePlan():
+            return "the plan stays: it is the one for healthy links"
+        case plan_choice.GainTooSmall(seconds, gain, least):
             return (
-                f"the new plan fails its check: {too_much(why) if isinstance(why, Excess) else why}"
+                f"the plan stays, predicted {format_seconds(seconds)} per iteration: the best other"
+                f" one saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
-        case replan.MustNotStay(excess):
-            return f"the current plan must be replaced: {too_much(excess)}"
-        case replan.AtBaseline():
-            return "kept the plan: it is the one for healthy links"
-        case replan.TooLittle(seconds, gain, least):
-            return (
-                f"kept the plan, predicted {shown_time(seconds)} per iteration: the best other one"
-                f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
-            )
-        case replan.Saves(seconds, iterations, cost, cost_seen):
+        case plan_choice.NetSaving(seconds, iterations, cost, cost_seen):
             over = (
                 "per iteration"
                 if iterations is None
-                else f"over the {max(0, iterations)} iterations left"
+                else f"over the {max(0, iterations)} remaining iterations"
             )
             return (
-                f"{'it' if finding.pays else 'kept the plan: the best other one'} saves"
-                f" {shown_time(max(0.0, seconds))} {over},"
-                f" a change {'has cost' if cost_seen else 'is assumed to cost'} {shown_time(cost)}"
+                f"{'it' if finding.pays_off else 'the plan stays: the best other one'} saves"
+                f" {format_seconds(max(0.0, seconds))} {over},"
+                f" a change {'has cost' if cost_seen else 'is assumed to cost'}"
+                f" {format_seconds(cost)}"
             )
-        case replan.NotConfirmed(expected, gain, iterations, None):
+        case plan_choice.GainNotConfirmed(expected, gain, iterations, None):
             return (
-                f"kept the plan: {_iterations(iterations)} in this state cannot confirm"
-                f" {shown_time(expected)} per iteration and {shown_time(gain)} that a change would"
-                " save"
+                f"the plan stays: {_format_iterations(iterations)} in this state cannot confirm"
+                f" {format_seconds(expected)} per iteration and {format_seconds(gain)} that a"
+                " change would save"
             )
-        case replan.NotConfirmed(expected, gain, iterations, measured):
+        case plan_choice.GainNotConfirmed(expected, gain, iterations, measured):
             assert measured is not None
             return (
-                f"kept the plan: {_iterations(iterations)} in this state took"
-                f" {shown_time(measured)}, not {shown_time(expected)} as predicted; the"
-                f" {shown_time(gain)} that a change would save are within this error"
+                f"the plan stays: {_format_iterations(iterations)} in this state took"
+                f" {format_seconds(measured)}, not {format_seconds(expected)} as predicted; the"
+                f" {format_seconds(gain)} that a change would save are within this error"
             )
-        case replan.Missing(gain, missed):
+        case plan_choice.GainWithinError(gain, missed):
             return (
-                f"kept the plan: predictions of iterations in this state miss {shown_time(missed)},"
-                f" which is more than the {shown_time(gain)} that the best other plan would save"
+                "the plan stays: predictions of iterations in this state miss"
+                f" {format_seconds(missed)}, which is more than the {format_seconds(gain)} that the"
+                " best other plan would save"
             )
-        case replan.Eases():
+        case plan_choice.FewerDelegatedLinks():
             return "it is no slower, and delegates fewer links"
-        case replan.GoesBack(slower):
+        case plan_choice.ChangeReverted(slower):
             if slower:
-                return "kept the plan: the one before it would be slower"
+                return "the plan stays: the one before it would be slower"
             return "the plan before it returns"
-        case replan.OffloadWeighed(stages, copies, saves):
+        case plan_choice.OffloadGain(stages, copies, saves):
             return (
-                f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied"
+                f"offload on {format_stages(stages)} costs {format_seconds(copies)} per copied"
                 " microbatch and"
-                f" {'is needed to have a plan' if saves is None else _saves(saves)}"
+                f" {'is needed to have a plan' if saves is None else _format_saving(saves)}"
             )
-        case replan.RecomputeWeighed(stages, forwards, saves):
+        case plan_choice.RecomputeGain(stages, forwards, saves):
             return (
-                f"recomputation on {shown_stages(stages)} runs {forwards} forwards again and"
-                f" {'is needed to have a plan' if saves is None else _saves(saves)}"
+                f"recomputation on {format_stages(stages)} runs {forwards} forwards again and"
+                f" {'is needed to have a plan' if saves is None else _format_saving(saves)}"
             )
-        case replan.FusedWeighed(stages, saves):
-            return f"a fused backward on {shown_stages(stages)} {_saves(saves)}"
-        case replan.MemoryBinds(stages, least, most):
+        case plan_choice.FusedBackwardGain(stages, saves):
+            return f"a fused backward on {format_stages(stages)} {_format_saving(saves)}"
+        case plan_choice.MemoryLimitBinds(stages, least, most):
             counts = str(least) if least == most else f"{least} to {most}"
-            return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
+            return f"activationMemory has room for {counts} microbatches on {format_stages(stages)}"
 
 
-def _iterations(count: int) -> str:
+def _format_iterations(count: int) -> str:
     return f"{count} iteration{'s' * (count != 1)}"
 
 
-def too_much(excess: Excess) -> str:
-    """Where a plan exceeds its limits."""
+def describe_excess(excess: MemoryExcess) -> str:
+    """Text for the limit that a plan exceeds."""
     stage, held, room, field = excess
     if field == "hostMemory":
         return (
@@ -252,66 +261,70 @@ def too_much(excess: Excess) -> str:
     return f"stage {stage} holds {held} microbatches, {field} has room for {room}"
 
 
-def _saves(seconds: float) -> str:
-    return f"saves {shown_time(seconds)}" if seconds > 0 else "saves nothing"
+def _format_saving(seconds: float) -> str:
+    return f"saves {format_seconds(seconds)}" if seconds > 0 else "saves nothing"
 
 
-def outcome(record: AdaptationRecord, iterations: int) -> str:
-    """The promise of a change and what it brought, by the figures of its record. ``iterations``:
-    that were measured after it."""
+def describe_outcome(record: AdaptationRecord, iterations: int) -> str:
+    """Text for a change's promised and measured gain, after so many measured ``iterations``."""
     text = f"plan v{record.plan_version}: promised {record.promised or 0.0:.1%}"
     if record.measured is not None:
         text += f", measured {record.measured:.1%}"
     elif record.iteration_seconds_after is not None:
-        # Nothing that was measured before can be compared.
+        # No comparable iteration was measured before the change.
         text += (
-            f", so {shown_time(record.predicted_seconds_after)} per iteration; measured"
-            f" {shown_time(record.iteration_seconds_after)}"
+            f", so {format_seconds(record.predicted_seconds_after)} per iteration; measured"
+            f" {format_seconds(record.iteration_seconds_after)}"
         )
-    return f"{text}, after {_iterations(iterations)}"
+    return f"{text}, after {_format_iterations(iterations)}"
 
 
 # --- of a change, on a terminal -----------------------------------------------------------
 
 
-def short(version: int, cause: Cause, links: Sequence[LinkState], proposal: Proposal) -> str:
-    """A change in one line of at most :data:`COLUMNS`: cause, predicted time per iteration, plan,
-    and the net saving over the iterations left, if it is known how many there are.
+def summarize_change(
+    version: int, cause: Cause, links: Sequence[LinkState], proposal: PlanProposal
+) -> str:
+    """Summary of a change in one line of at most :data:`SUMMARY_COLUMNS`: cause, predicted time per
+    iteration, plan, and the net saving over the remaining iterations, if their number is known.
 
     ``plan v1: link 0 +6.5 ms | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 16-9-4-1, direct``
     """
     current, chosen = proposal.current, proposal.chosen
     assert chosen is not None, "no change"
-    before, after = proposal.predicted
+    before, after = proposal.predicted_seconds
     time, change = f"{after:.3f} s/it", ""
     if before is not None:
         time = f"{before:.3f} -> {time}"
         change = f" ({after / before - 1:+.0%})" if before > 0 else ""
     times = [f"predicted {time}{change}", f"{time}{change}", time]
     # Each part in the longest form that fits; the later ones matter more.
-    forms = [_short_why(cause, links), times, _short_plan(current, chosen)]
+    forms = [_list_short_causes(cause, links), times, _list_short_plans(current, chosen)]
     shorten = [0, 1, 1, 2]
-    saves = next((each for each in proposal.found if isinstance(each, replan.Saves)), None)
-    # Without an end there is no sum; what an iteration saves is in its times.
+    saves = next(
+        (each for each in proposal.findings if isinstance(each, plan_choice.NetSaving)), None
+    )
+    # A job without a known end has no total saving; its times show the saving per iteration.
     if saves is not None and saves.iterations is not None:
-        gain = f"gain {saves.net:.1f} s"
+        gain = f"gain {saves.net_seconds:.1f} s"
         forms.append(
             [f"net {gain} / {saves.iterations} it", f"{gain} / {saves.iterations} it", gain]
         )
         shorten = [0, 3, 1, 3, 1, 2, 2]
-    line = _line(version, forms)
+    line = _join_summary(version, forms)
     for part in shorten:
-        if len(line) > COLUMNS:
+        if len(line) > SUMMARY_COLUMNS:
             forms[part] = forms[part][1:] or forms[part]
-            line = _line(version, forms)
-    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
+            line = _join_summary(version, forms)
+    return line if len(line) <= SUMMARY_COLUMNS else f"{line[: SUMMARY_COLUMNS - 1]}…"
 
 
-def _line(version: int, forms: Sequence[Sequence[str]]) -> str:
+def _join_summary(version: int, forms: Sequence[Sequence[str]]) -> str:
     return f"plan v{version}: {' | '.join(form[0] for form in forms)}"
 
 
-def _short_why(cause: Cause, links: Sequence[LinkState]) -> list[str]:
+def _list_short_causes(cause: Cause, links: Sequence[LinkState]) -> list[str]:
+    """Texts for the cause of a change, the longest first."""
     slow = sorted((x for x in links if x.health is Health.SLOW), key=lambda x: -x.delay)
     match cause:
         case "profile":
@@ -323,37 +336,38 @@ def _short_why(cause: Cause, links: Sequence[LinkState]) -> list[str]:
         case "memory":
             return ["too little memory"]
         case "undelivered":
-            return ["promise not kept"]
+            return ["promise missed"]
     if not slow:
         return ["links recovered"]
     worst, more = slow[0], f" and {len(slow) - 1} more" if len(slow) > 1 else ""
     late = f"{1e3 * worst.delay:+.1f} ms"
     return [
-        f"link {worst.link} {worst.direction} {late} ({_sure(worst)}){more}",
+        f"link {worst.link} {worst.direction} {late} ({_format_confidence(worst)}){more}",
         f"link {worst.link} {late}{more}",
     ]
 
 
-def _short_plan(current: Option | None, chosen: Option) -> list[str]:
+def _list_short_plans(current: PlanOption | None, chosen: PlanOption) -> list[str]:
+    """Texts for the new plan, the longest first."""
     plan = chosen.plan
-    counts, moved = list(map(str, plan.warmup)), plan.delegated
-    if len(counts) > FULL_WARMUP:
+    counts, moved = list(map(str, plan.warmup)), plan.delegated_links
+    if len(counts) > MOST_WARMUP_STAGES:
         counts = [*counts[:2], "…", counts[-1]]
     warmup = f"warm-up {'-'.join(counts)}"
-    more = _new_dispatch(current, chosen)
+    more = _describe_new_dispatch(current, chosen)
     if not moved:
         return [f"{warmup}, direct{more}"]
     plural = "s" * (len(moved) > 1)
     named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated{more}"
     few = f"{warmup}, {len(moved)} link{plural} delegated{more}"
-    forms = [named, few] if len(moved) <= NAMED else [few]
+    forms = [named, few] if len(moved) <= MOST_NAMED_LINKS else [few]
     return [*forms, few.removesuffix(more)] if more else forms
 
 
-def record_of(
-    asked: Replan,
-    proposal: Proposal,
-    chosen: Option,
+def build_record(
+    request: DecisionRequest,
+    proposal: PlanProposal,
+    chosen: PlanOption,
     links: Sequence[LinkState],
     *,
     version: int,
@@ -362,37 +376,38 @@ def record_of(
     detectable_at: int,
     peak_memory: list[int | None],
 ) -> AdaptationRecord:
-    """Record of the change to ``chosen``, as far as known when it is issued. ``links``: as they
-    were when it was asked for; ``at``: wall clock, seconds; ``iteration``: the newest that ranks
-    had begun; ``detectable_at``: the one that first showed the reason; ``peak_memory``: bytes per
-    stage until then."""
-    plan, (before, after) = chosen.plan, proposal.predicted
+    """Record of the change to ``chosen``, as far as known when it is issued. ``links``: states at
+    the request; ``at``: wall clock, seconds; ``iteration``: newest one that ranks had begun;
+    ``detectable_at``: first one that showed the reason; ``peak_memory``: bytes by stage so far."""
+    plan, (before, after) = chosen.plan, proposal.predicted_seconds
     kind: Literal["adapt", "return", "revert"] = "adapt"
-    if asked.cause == "undelivered":
+    if request.cause == "undelivered":
         kind = "revert"
-    elif asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline):
+    elif request.cause not in ("slow", "worse", "memory") and plan.runs_same_as(
+        request.baseline_plan
+    ):
         kind = "return"
-    away = left(plan.schedule, plan.device_limits, plan.recompute)
+    away = count_away_microbatches(plan.schedule, plan.device_limits, plan.recompute)
     return AdaptationRecord(
         plan_version=version,
         kind=kind,
         detected_at=at,
         detected_at_iteration=iteration,
         detectable_at=detectable_at,
-        reason=reason(asked.cause, links, proposal),
+        reason=explain_decision(request.cause, links, proposal),
         links=[link.without_windows() for link in links if link.health is not Health.HEALTHY],
-        warmup_before=list(asked.current.warmup),
+        warmup_before=list(request.current_plan.warmup),
         warmup_after=list(plan.warmup),
         routes=list(plan.routes),
         predicted_seconds_before=before,
         predicted_seconds_after=after,
         promised=1 - after / before if before else None,
         peak_memory_before=peak_memory,
-        device_limits_before=list(asked.current.device_limits),
+        device_limits_before=list(request.current_plan.device_limits),
         device_limits_after=list(plan.device_limits),
         offloaded=away.offloaded,
         recomputed=away.recomputed,
-        fused_stages=list(plan.schedule.fused),
+        fused_stages=list(plan.schedule.fused_stages),
         saving=None if proposal.saving is None else proposal.saving.seconds,
         fault_cost=0.0 if proposal.saving is None else proposal.saving.fault_cost,
     )
@@ -401,8 +416,8 @@ def record_of(
 # --- words --------------------------------------------------------------------------------
 
 
-def shown_stages(stages: Sequence[int]) -> str:
-    """Stages for a text: ``stages 0-5, 8``. ``stages`` in ascending order."""
+def format_stages(stages: Sequence[int]) -> str:
+    """Text for stages in ascending order: ``stages 0-5, 8``."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and stage == runs[-1][-1] + 1:
@@ -415,8 +430,8 @@ def shown_stages(stages: Sequence[int]) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(parts)}"
 
 
-def shown_time(seconds: float) -> str:
-    """A time for a text: ``1.234 s`` or ``5.6 ms``."""
+def format_seconds(seconds: float) -> str:
+    """Text for a time: ``1.234 s`` or ``5.6 ms``."""
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipemorph.api.layout import Layout
-from pipemorph.api.sections.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
-from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.layout import Layout
+from pipemorph.spec.sections.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 
-PASSED_ON = frozenset({"PIPEMORPH_LOG"})
+INHERITED_VARIABLES = frozenset({"PIPEMORPH_LOG"})
 GRACE_SECONDS = 30.0
-"""Time from SIGTERM to SIGKILL by default, as in Kubernetes: ranks save meanwhile."""
+"""Default time from SIGTERM to SIGKILL, as in Kubernetes: ranks save meanwhile."""
 MARGIN_SECONDS = 1.0
-"""Of that, what is left to a rank that could not save, to say what it waited for."""
+"""Part of the grace period that is reserved for a rank that could not save, to report its wait."""
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 
 @dataclass(frozen=True)
 class AttemptEnvironment:
-    """The addresses and files that the ranks of one generation share. ``kept_dir``: where they
-    leave their state for the next one; None: nobody would read it. ``progress_dir``: where they
-    count iterations. ``layout``: where ranks are, and what they hold. ``run``: what all lives of
-    the ranks are called in checkpoints."""
+    """Addresses and files that the ranks of one generation share. ``memory_dir``: folder in which
+    they save their state for the next one; None: none would read it. ``progress_dir``: of their
+    counts of iterations. ``layout``: of the ranks. ``run``: id of all their generations in
+    checkpoints."""
 
     run: str
     attempt: int
@@ -43,21 +43,21 @@ class AttemptEnvironment:
     token_file: Path
     trace_dir: Path
     progress_dir: Path
-    kept_dir: Path | None
+    memory_dir: Path | None
     layout: Layout
 
 
-def rank_environment(
+def build_rank_environment(
     job: PipeMorphJob, where: AttemptEnvironment, rank: int, host: Mapping[str, str]
 ) -> dict[str, str]:
     """The complete environment of a rank, with the variables that the trainer's context reads."""
     world_size = str(job.spec.parallelism.world_size)
-    kept = {} if where.kept_dir is None else {"PIPEMORPH_KEPT_DIR": str(where.kept_dir)}
+    saved = {} if where.memory_dir is None else {"PIPEMORPH_KEPT_DIR": str(where.memory_dir)}
     split = where.layout.layers
     layers = {"PIPEMORPH_LAYERS": json.dumps(split)} if split else {}
     return (
-        common_environment(job, host)
-        | kept
+        build_common_environment(job, host)
+        | saved
         | layers
         | {
             "MASTER_ADDR": "127.0.0.1",
@@ -66,7 +66,7 @@ def rank_environment(
             # The device of its place, wherever the rank is in the mesh.
             "LOCAL_RANK": str(where.layout.places[rank]),
             "PIPEMORPH_PLACE": str(where.layout.places[rank]),
-            "PIPEMORPH_PLACES": where.layout.text,
+            "PIPEMORPH_PLACES": where.layout.places_json,
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size,
             "PIPEMORPH_JOB_FILE": str(where.job_file),
@@ -75,7 +75,7 @@ def rank_environment(
             "PIPEMORPH_RUN": where.run,
             "PIPEMORPH_ATTEMPT": str(where.attempt),
             "PIPEMORPH_GENERATION": str(where.generation),
-            "PIPEMORPH_GRACE_SECONDS": f"{max(0.0, grace_seconds(job) - MARGIN_SECONDS):g}",
+            "PIPEMORPH_GRACE_SECONDS": f"{max(0.0, read_grace_seconds(job) - MARGIN_SECONDS):g}",
             "PIPEMORPH_SECRET_FILE": str(where.secret_file),
             "PIPEMORPH_INGEST_URL": where.ingest_url,
             "PIPEMORPH_TOKEN_FILE": str(where.token_file),
@@ -85,8 +85,8 @@ def rank_environment(
     )
 
 
-def common_environment(job: PipeMorphJob, host: Mapping[str, str]) -> dict[str, str]:
-    """What the environments of all ranks share in all attempts."""
+def build_common_environment(job: PipeMorphJob, host: Mapping[str, str]) -> dict[str, str]:
+    """Variables that the ranks share in all attempts."""
     env = {name: value for name, value in host.items() if not is_reserved(name)}
     env |= {
         "PYTHONUNBUFFERED": "1",
@@ -96,31 +96,31 @@ def common_environment(job: PipeMorphJob, host: Mapping[str, str]) -> dict[str, 
     env.setdefault("PYTHONFAULTHANDLER", "1")
     # This machine's host name may resolve to an address that is down or behind a firewall.
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return _with_template(env, template_env(job)[0])
+    return _apply_template(env, read_template_env(job)[0])
 
 
-def template_env(job: PipeMorphJob) -> tuple[dict[str, str], list[str]]:
-    """The variables of the trainer container in ``spec.template``, and the names of those whose
+def read_template_env(job: PipeMorphJob) -> tuple[dict[str, str], list[str]]:
+    """The variables of the trainer container in ``spec.template``, and the names of variables whose
     values need a cluster: with ``valueFrom`` or ``envFrom``.
 
     Raises :class:`InputError` for an invalid variable.
     """
     values: dict[str, str] = {}
     unavailable: list[str] = []
-    for container in _containers(job.spec.template):
+    for container in _list_containers(job.spec.template):
         if container.get("name") != TRAINER_CONTAINER:
             continue
         for entry in container.get("env") or []:
             if "valueFrom" in entry:
                 unavailable.append(entry["name"])
             else:
-                values[entry["name"]] = _plain(entry)
+                values[entry["name"]] = _read_plain_value(entry)
         if container.get("envFrom"):
             unavailable.append("envFrom")
     return values, unavailable
 
 
-def grace_seconds(job: PipeMorphJob) -> float:
+def read_grace_seconds(job: PipeMorphJob) -> float:
     """Seconds a rank may take to stop: ``terminationGracePeriodSeconds`` of the template.
 
     Raises :class:`InputError` if that is not a number of seconds.
@@ -137,12 +137,12 @@ def grace_seconds(job: PipeMorphJob) -> float:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether launchers set this variable, so that it must not be inherited."""
+    """True if launchers set this variable, so that it must not be inherited."""
     reserved = name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES)
-    return reserved and name not in PASSED_ON
+    return reserved and name not in INHERITED_VARIABLES
 
 
-def _plain(entry: dict[str, Any]) -> str:
+def _read_plain_value(entry: dict[str, Any]) -> str:
     name, value = entry["name"], entry.get("value")
     text = "" if value is None else str(value)
     if "=" in name or "\0" in name or "\0" in text:
@@ -153,20 +153,20 @@ def _plain(entry: dict[str, Any]) -> str:
     return text
 
 
-def _containers(template: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _list_containers(template: dict[str, Any] | None) -> list[dict[str, Any]]:
     return list(((template or {}).get("spec") or {}).get("containers") or [])
 
 
-def _with_template(env: dict[str, str], values: Mapping[str, str]) -> dict[str, str]:
+def _apply_template(env: dict[str, str], values: Mapping[str, str]) -> dict[str, str]:
     """Add ``values``, expanding ``$(NAME)`` as kubelet does: to variables defined before; ``$$`` is
     a dollar, and unknown names stay unexpanded."""
     seen: dict[str, str] = {}
     for name, value in values.items():
 
-        def look_up(match: re.Match[str]) -> str:
+        def expand_reference(match: re.Match[str]) -> str:
             if match.group(0) == "$$":
                 return "$"
             return seen.get(match.group(1), match.group(0))
 
-        seen[name] = _REFERENCE.sub(look_up, value)
+        seen[name] = _REFERENCE.sub(expand_reference, value)
     return env | seen

@@ -1,16 +1,16 @@
-"""The process that imports what ranks need once, and forks ranks from itself.
+"""Imports the modules of ranks once, in a process from which it forks the ranks.
 
 ``python fork_server.py HOST_PID SOCKET_FD MODULE…`` imports the modules and then serves requests: a
 stream of JSON objects, each with its length in 4 bytes before it, and the descriptor of the rank's
 output with it. The first answer is ``{"ready": true}``, or ``{"error": …}`` and the end; the answer
 to a request is the rank's process id.
 
-A rank is forked twice, and its first parent ends: so the rank becomes a child of the host, which
-has to be a child subreaper. The host then waits for it and gets its exit status like that of any
-child, even if this process is gone, and the kernel kills the rank when the host dies.
+A rank is forked twice, and its first parent ends, so that the rank becomes a child of the host,
+which has to be a child subreaper. The host then waits for it and gets its exit status like that of
+any child, even if this process is gone, and the kernel kills the rank when the host dies.
 
-In the rank this process's own functions have returned: the program runs at the bottom of the stack,
-and ends as under a Python of its own, with its exit code, ``atexit`` and shutdown. Only SIGQUIT
+In the rank this process's own functions have returned: the program runs at the bottom of the stack
+and ends as in a new Python process, with its exit code, ``atexit`` and shutdown. Only SIGQUIT
 differs: it prints the stacks of all threads.
 """
 
@@ -48,22 +48,22 @@ def main(host: int, channel: socket.socket, modules: list[str]) -> list[str]:
         for module in modules:
             importlib.import_module(module)
         _check_one_thread()
-    except BaseException as error:  # noqa: BLE001 - told to the host, whatever a module raises
+    except BaseException as error:  # noqa: BLE001 - a module may raise any; sent to the host
         last = traceback.extract_tb(error.__traceback__)[-1]
         why = "".join(traceback.format_exception_only(error)).strip()
-        _answer(channel, error=f"{why} ({last.filename}:{last.lineno})")
+        _send_answer(channel, error=f"{why} ({last.filename}:{last.lineno})")
         sys.exit(1)
     gc.collect()
     gc.freeze()
-    _answer(channel, ready=True)
-    while request := receive(channel):
-        asked, output = request
+    _send_answer(channel, ready=True)
+    while request := receive_request(channel):
+        program, output = request
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             between = os.fork()
         except OSError as error:
-            _answer(channel, error=error.strerror)
+            _send_answer(channel, error=error.strerror)
             os.close(output)
             continue
         if between == 0:
@@ -72,12 +72,12 @@ def main(host: int, channel: socket.socket, modules: list[str]) -> list[str]:
                 if os.fork() > 0:
                     os._exit(0)
             except OSError as error:
-                _answer(channel, error=error.strerror)
+                _send_answer(channel, error=error.strerror)
                 os._exit(1)
-            return _become_rank(host, parent, channel, asked, output)
+            return _become_rank(host, parent, channel, program, output)
         os.close(output)
         os.waitpid(between, 0)
-    os._exit(0)  # Nothing of its imports has to be taken down.
+    os._exit(0)  # No cleanup of the imported modules.
 
 
 def _check_one_thread() -> None:
@@ -94,10 +94,10 @@ def _check_one_thread() -> None:
 
 
 def _become_rank(
-    host: int, parent: int, channel: socket.socket, asked: dict[str, Any], output: int
+    host: int, parent: int, channel: socket.socket, program: dict[str, Any], output: int
 ) -> list[str]:
-    """Take on a rank's place among the processes, and its environment."""
-    _await_end_of(parent)
+    """Become a rank: its session, output and environment. Returns its Python's arguments."""
+    _await_parent_exit(parent)
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != host:
@@ -106,39 +106,39 @@ def _become_rank(
     os.dup2(output, 2)
     os.close(output)
     os.environ.clear()
-    os.environ.update(asked["env"])
-    if "RANK" in os.environ:  # To be found by `ps` and `top`.
+    os.environ.update(program["env"])
+    if "RANK" in os.environ:  # Shown by `ps` and `top`.
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{os.environ['RANK']}".encode())
-    if "numpy.random" in sys.modules:  # Python's own generator does so itself.
+    if "numpy.random" in sys.modules:  # Python seeds its own generator.
         sys.modules["numpy.random"].seed()
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     gc.enable()
-    # Else the shutdown would take what is frozen for leaked, and extensions would report it.
+    # Else extensions would report frozen objects as leaks at the shutdown.
     atexit.register(gc.unfreeze)
-    _answer(channel, pid=os.getpid())
+    _send_answer(channel, pid=os.getpid())
     channel.close()
-    return list(asked["arguments"])
+    return list(program["arguments"])
 
 
-def _await_end_of(parent: int) -> None:
-    """Return when this process has been handed on from its parent to the host, or to another if the
-    host is gone."""
+def _await_parent_exit(parent: int) -> None:
+    """Wait until this process has been handed on from its parent to the host, or to another process
+    if the host is gone."""
     with suppress(ProcessLookupError):
         descriptor = os.pidfd_open(parent)
         select.select([descriptor], [], [])
         os.close(descriptor)
 
 
-def receive(channel: socket.socket) -> tuple[dict[str, Any], int] | None:
+def receive_request(channel: socket.socket) -> tuple[dict[str, Any], int] | None:
     """The next request and its descriptor; None when the host has hung up."""
     data, descriptors, _, _ = socket.recv_fds(channel, 4, 1)
     if not data:
         return None
-    size = int.from_bytes(data + _exactly(channel, 4 - len(data)), "big")
-    return json.loads(_exactly(channel, size)), descriptors[0]
+    size = int.from_bytes(data + _receive_exactly(channel, 4 - len(data)), "big")
+    return json.loads(_receive_exactly(channel, size)), descriptors[0]
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes:
+def _receive_exactly(channel: socket.socket, size: int) -> bytes:
     parts = []
     while size:
         part = channel.recv(size)
@@ -149,12 +149,12 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _answer(channel: socket.socket, **what: Any) -> None:
+def _send_answer(channel: socket.socket, **what: Any) -> None:
     with suppress(OSError):  # The host is gone, and so are its ranks.
         channel.sendall(json.dumps(what).encode() + b"\n")
 
 
-def prepare(arguments: list[str]) -> tuple[str, Any]:
+def prepare_main_module(arguments: list[str]) -> tuple[str, Any]:
     """A new ``__main__`` for ``python ARGUMENTS``, and the module's name or the script's code."""
     main_module = types.ModuleType("__main__")
     names = main_module.__dict__
@@ -180,7 +180,7 @@ def prepare(arguments: list[str]) -> tuple[str, Any]:
 
 if __name__ == "__main__":
     _channel = socket.socket(fileno=int(sys.argv[2]))
-    name, code = prepare(main(int(sys.argv[1]), _channel, sys.argv[3:]))
+    name, code = prepare_main_module(main(int(sys.argv[1]), _channel, sys.argv[3:]))
     if code is None:
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
     else:

@@ -6,7 +6,7 @@ or deletes what is on the list. A host that exits normally empties the list firs
 
 ``["watch", PGID]``, ``["forget", PGID]``: a process group.
 ``["delete", PATH]``, ``["keep", PATH]``: a folder with secrets. Processes whose environment
-names it are killed: programs that ranks have started in sessions of their own.
+names it are killed: programs that ranks have started in other sessions.
 """
 
 import json

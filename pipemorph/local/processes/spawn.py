@@ -1,7 +1,7 @@
 """Executes a command that the kernel kills when the host dies for any reason.
 
-``python -I -S spawn.py HOST_PID COMMAND ARG…``, a script without site packages, so that it takes a
-few milliseconds. A function between fork and exec would be unsafe in a host with threads.
+``python -I -S spawn.py HOST_PID COMMAND ARG…`` runs without site packages, so that it takes a few
+milliseconds. A function between fork and exec would be unsafe in a host with threads.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ def main() -> None:
     if os.getppid() != host:
         sys.exit("the host died before this process started")
     try:
-        # With the PATH of the rank, which its pod template may set.
+        # Search the PATH of the rank, which its pod template may set.
         os.execvp(command[0], command)
     except OSError as error:
         sys.exit(f"cannot run {command[0]}: {error.strerror}")

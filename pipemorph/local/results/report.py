@@ -1,4 +1,8 @@
-"""Writes ``report.json``: the results of a run, for programs."""
+"""Record of a run: attempts, recoveries and results; writes it as ``report.json``.
+
+``pipemorph run`` and ``pipemorph serve`` fill the record while the ranks train. The last line of a
+run, and the status that a cluster would have, are made of it, too.
+"""
 
 from __future__ import annotations
 
@@ -11,135 +15,143 @@ from statistics import median
 from typing import Any
 
 from pipemorph import __version__
-from pipemorph.api import status
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import (
+from pipemorph.control.decide.forecast import Outlook
+from pipemorph.control.history.goodput import GoodputMeter
+from pipemorph.control.history.job_history import sum_saved_time
+from pipemorph.errors import InputError
+from pipemorph.local.processes.supervision import AttemptOutcome, AttemptResult
+from pipemorph.local.results.journal import RunView
+from pipemorph.local.results.result_folder import ResultFolder, write_json
+from pipemorph.local.results.traces import read_faults, read_splits
+from pipemorph.protocol import AdaptationRecord, IterationSample, ResumedFrom
+from pipemorph.spec import job_status
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.job_status import (
     MAX_ATTEMPTS_KEPT,
     Condition,
     JobState,
     JobStatus,
     TrainingStatus,
 )
-from pipemorph.api.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
-from pipemorph.control.decide.forecast import Outlook
-from pipemorph.control.record.goodput import Useful
-from pipemorph.control.record.history import worth
-from pipemorph.errors import InputError
-from pipemorph.explain.cluster_job import SlowTime
-from pipemorph.local.processes.supervise import End, Ending
-from pipemorph.local.results.history import View
-from pipemorph.local.results.outputs import OutFolder, write_json
-from pipemorph.local.results.traces import read_faults, read_splits
-from pipemorph.status.conditions import MESSAGE_LENGTH, format_time, updated
-from pipemorph.wire import AdaptationRecord, IterationSample, ResumedFrom
+from pipemorph.spec.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
+from pipemorph.views.explanation.explained_job import SlowPeriod
+from pipemorph.views.status.conditions import MESSAGE_LENGTH, format_time, update_condition
 
-STATES: dict[End, JobState] = {End.COMPLETED: "Complete", End.INTERRUPTED: "Suspended"}
-"""Of a run that ended so; Failed otherwise."""
-REASONS = {
-    End.COMPLETED: "AllRanksFinished",
-    End.FAILED: "RankFailed",
-    End.DEADLINE: "DeadlineExceeded",
-    End.INTERRUPTED: "Interrupted",
-    End.MOVED: "LayoutChanged",
+STATES: dict[AttemptOutcome, JobState] = {
+    AttemptOutcome.COMPLETED: "Complete",
+    AttemptOutcome.INTERRUPTED: "Suspended",
 }
-"""Of conditions, for programs."""
-LEFT_OUT = "(not in the report)"
+"""State of a run by its end; Failed otherwise."""
+REASONS = {
+    AttemptOutcome.COMPLETED: "AllRanksFinished",
+    AttemptOutcome.FAILED: "RankFailed",
+    AttemptOutcome.DEADLINE: "DeadlineExceeded",
+    AttemptOutcome.INTERRUPTED: "Interrupted",
+    AttemptOutcome.MOVED: "LayoutChanged",
+}
+"""Reasons of conditions, for programs."""
+REDACTED_VALUE = "(not in the report)"
 """Value of each variable of the job's pods in a report."""
 SHOWN_SECONDS = 0.1
-"""Least time saved or lost by adaptations that the last line of a run names."""
+"""Least time, saved or lost by adaptations, that the last line of a run shows."""
 
 
 @dataclass
-class AttemptRecord:
-    """One attempt. Times are wall clock, seconds since the Unix epoch."""
+class RunAttempt:
+    """Attempt of a run. Times are wall clock, seconds since the Unix epoch."""
 
     number: int
     started_at: float
     ended_at: float | None = None
-    ending: Ending | None = None
+    result: AttemptResult | None = None
 
-    def end(self, ending: Ending, now: float) -> Ending:
+    def record_result(self, ending: AttemptResult, now: float) -> AttemptResult:
         """Record how the attempt ended; returns ``ending``."""
-        self.ending, self.ended_at = ending, now
+        self.result, self.ended_at = ending, now
         return ending
 
-    def status(self) -> status.AttemptRecord:
-        assert self.ending is not None and self.ended_at is not None
-        return status.AttemptRecord(
-            attempt=self.number, started_at=_moment(self.started_at),
-            ended_at=_moment(self.ended_at), reason=REASONS[self.ending.end],
-            message=self.ending.reason[:MESSAGE_LENGTH],
+    def to_status(self) -> job_status.AttemptStatus:
+        assert self.result is not None and self.ended_at is not None
+        return job_status.AttemptStatus(
+            attempt=self.number, started_at=_format_moment(self.started_at),
+            ended_at=_format_moment(self.ended_at), reason=REASONS[self.result.outcome],
+            message=self.result.reason[:MESSAGE_LENGTH],
         )  # fmt: skip
 
-    def record(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "number": self.number,
             "started_at": self.started_at,
             "ended_at": self.ended_at,
-            "end": self.ending.end.value if self.ending else None,
-            "reason": self.ending.reason if self.ending else None,
-            "details": list(self.ending.details) if self.ending else [],
+            "end": self.result.outcome.value if self.result else None,
+            "reason": self.result.reason if self.result else None,
+            "details": list(self.result.details) if self.result else [],
         }
 
 
 @dataclass
-class Recovery:
-    """One start of the ranks after a failure. Times are wall clock, seconds since the epoch."""
+class RunRecovery:
+    """Restart of the ranks after a failure. Times are wall clock, seconds since the epoch."""
 
-    ending: Ending
-    """Of the ranks before."""
+    result: AttemptResult
+    """How the previous ranks ended."""
     attempt: int
     generation: int
-    """What began, numbered from 0; a generation within its attempt."""
-    rung: str
-    done: int
-    """Iterations that were finished before."""
-    went_on_with: int | None = None
-    """The first iteration that was finished afterwards; None: there was none."""
+    """Number of the new generation within its attempt; 0 is the first."""
+    recovery_step: str
+    iterations_done: int
+    """Iterations that were finished before the failure."""
+    resumed_iteration: int | None = None
+    """The first iteration that was finished afterwards; None without one."""
     seconds: float | None = None
-    """From the failure to the end of that iteration."""
-    resumed: ResumedFrom | None = None
-    """What the ranks began with; None: they did not say."""
+    """Time from the failure to the end of that iteration."""
+    resumed_from: ResumedFrom | None = None
+    """State with which the ranks began; None if they did not report it."""
 
     @property
     def repeated(self) -> int | None:
         """Iterations that had been finished and were run again."""
-        return None if self.went_on_with is None else max(0, self.done - self.went_on_with)
+        return (
+            None
+            if self.resumed_iteration is None
+            else max(0, self.iterations_done - self.resumed_iteration)
+        )
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """``went on with iteration 17 after 2.31 s; no iteration was repeated``"""
         what = "no iteration was"
         if count := self.repeated:
             what = "1 iteration was" if count == 1 else f"{count} iterations were"
-        went = f"went on with iteration {self.went_on_with} after {self.seconds:.2f} s"
-        went += f", {self.resumed}" if self.resumed else ""
+        went = f"went on with iteration {self.resumed_iteration} after {self.seconds:.2f} s"
+        went += f", {self.resumed_from}" if self.resumed_from else ""
         return f"{went}; {what} repeated"
 
-    def status(self) -> RecoveryRecord:
-        lost = self.ending.position
+    def to_status(self) -> RecoveryRecord:
+        lost = self.result.position
         return RecoveryRecord(
-            attempt=self.attempt, generation=self.generation, lost_at=_moment(self.ending.at),
-            cause=self.ending.reason[:MESSAGE_LENGTH], rank=lost.rank if lost else None,
-            iterations_done=self.done, went_on_with=self.went_on_with, repeated=self.repeated,
-            seconds=self.seconds, state=self.resumed.rung if self.resumed else None,
+            attempt=self.attempt, generation=self.generation,
+            lost_at=_format_moment(self.result.at), cause=self.result.reason[:MESSAGE_LENGTH],
+            rank=lost.rank if lost else None, iterations_done=self.iterations_done,
+            went_on_with=self.resumed_iteration, repeated=self.repeated, seconds=self.seconds,
+            state=self.resumed_from.rung if self.resumed_from else None,
         )  # fmt: skip
 
-    def record(self) -> dict[str, Any]:
-        lost = self.ending.position
+    def to_json(self) -> dict[str, Any]:
+        lost = self.result.position
         return {
             "rank": lost.rank if lost else None,
             "coordinate": str(lost) if lost else None,
-            "cause": self.ending.reason,
-            "rung": self.rung,
+            "cause": self.result.reason,
+            "rung": self.recovery_step,
             "attempt": self.attempt,
             "generation": self.generation,
-            "lost_at": self.ending.at,
-            "iterations_done": self.done,
-            "went_on_with": self.went_on_with,
+            "lost_at": self.result.at,
+            "iterations_done": self.iterations_done,
+            "went_on_with": self.resumed_iteration,
             "repeated": self.repeated,
             "seconds": self.seconds,
-            "state": self.resumed.rung if self.resumed else None,
-            "state_reason": (self.resumed.why or None) if self.resumed else None,
+            "state": self.resumed_from.rung if self.resumed_from else None,
+            "state_reason": (self.resumed_from.why or None) if self.resumed_from else None,
         }
 
 
@@ -149,68 +161,77 @@ class RunRecord:
 
     job: PipeMorphJob
     started_at: float
-    attempts: list[AttemptRecord] = field(default_factory=list)
-    ending: Ending = field(default_factory=lambda: Ending(End.FAILED, "not started"))
+    attempts: list[RunAttempt] = field(default_factory=list)
+    result: AttemptResult = field(
+        default_factory=lambda: AttemptResult(AttemptOutcome.FAILED, "not started")
+    )
     iterations: list[IterationSample] = field(default_factory=list)
     adaptations: list[AdaptationRecord] = field(default_factory=list)
-    last: View = field(default_factory=View)
-    """The state of the run when it ended."""
-    slow: list[SlowTime] = field(default_factory=list)
-    """When links were slow, whether that changed the plan or not."""
-    recoveries: list[Recovery] = field(default_factory=list)
-    began: int | None = None
-    """The iteration that its first ranks began with; None: that of the first report."""
-    useful: Useful = field(default_factory=Useful)
+    last_view: RunView = field(default_factory=RunView)
+    """State of the run when it ended."""
+    slow_links: list[SlowPeriod] = field(default_factory=list)
+    """Times in which links were slow, also if the plan was not changed."""
+    recoveries: list[RunRecovery] = field(default_factory=list)
+    first_iteration: int | None = None
+    """Iteration with which the first ranks of the run began; None: that of the first sample."""
+    goodput_meter: GoodputMeter = field(default_factory=GoodputMeter)
     relayouts: list[dict[str, Any]] = field(default_factory=list)
     """Changes of the ranks' places and layers, for the report."""
     layers: tuple[int, ...] = ()
-    """How many each stage held at the end; empty: evenly many."""
+    """Layers of each stage at the end; empty: evenly many."""
     training: TrainingStatus | None = None
     conditions: list[Condition] = field(default_factory=list)
-    """How training went at the end; nothing if the control loop did not answer."""
+    """Conditions of the training at the end; empty if the control loop did not answer."""
     outlook: Outlook | None = None
-    """What the plan in effect at the end can be predicted from; None if it cannot."""
+    """Input for the prediction of the plan in effect at the end; None if there is none."""
 
     @property
     def goodput(self) -> float | None:
-        """See :mod:`pipemorph.control.record.goodput`; a run has its place from its start to its
-        end."""
+        """Goodput of the run from its start to its end, see
+        :mod:`pipemorph.control.history.goodput`."""
         ended_at = self.attempts[-1].ended_at if self.attempts else None
-        return None if ended_at is None else self.useful.goodput(ended_at - self.started_at)
+        return (
+            None
+            if ended_at is None
+            else self.goodput_meter.compute_goodput(ended_at - self.started_at)
+        )
 
-    def begin_attempt(self, now: float) -> AttemptRecord:
-        self.attempts.append(AttemptRecord(len(self.attempts), now))
+    def begin_attempt(self, now: float) -> RunAttempt:
+        self.attempts.append(RunAttempt(len(self.attempts), now))
         return self.attempts[-1]
 
-    def finish(
+    def record_results(
         self,
-        ending: Ending,
+        ending: AttemptResult,
         iterations: list[IterationSample],
         adaptations: list[AdaptationRecord],
-        last: View | None = None,
+        last: RunView | None = None,
         *,
-        slow: Sequence[SlowTime] = (),
-        useful: Useful | None = None,
+        slow: Sequence[SlowPeriod] = (),
+        useful: GoodputMeter | None = None,
     ) -> None:
-        self.useful = useful or Useful()
-        self.ending, self.iterations, self.adaptations = ending, iterations, adaptations
-        self.last, self.slow = last or View(), list(slow)
+        """Record the results of the run."""
+        self.goodput_meter = useful or GoodputMeter()
+        self.result, self.iterations, self.adaptations = ending, iterations, adaptations
+        self.last_view, self.slow_links = last or RunView(), list(slow)
 
     @property
     def completed(self) -> bool:
-        return self.ending.end is End.COMPLETED
+        return self.result.outcome is AttemptOutcome.COMPLETED
 
     @property
     def emulated(self) -> bool:
         return self.job.spec.emulation is not None
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """``completed: 40 of 40 iterations (resumed at 12), median 1.234 s, 2 adaptations``"""
         wanted = self.job.spec.trainer.iterations
-        began, last = self.began or 0, 0
+        began, last = self.first_iteration or 0, 0
         if self.iterations:
             last = self.iterations[-1].index + 1
-            began = self.iterations[0].index if self.began is None else self.began
+            began = (
+                self.iterations[0].index if self.first_iteration is None else self.first_iteration
+            )
         done = wanted if self.completed else last
         known = sum(each.index >= began for each in self.iterations)
         notes = [f"resumed at {began}"] if began else []
@@ -220,74 +241,76 @@ class RunRecord:
         parts = [f"{done} of {wanted} iterations{resumed}"]
         if self.iterations:
             parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")
-        brought = ""
-        found = worth(self.adaptations)
+        saving = ""
+        found = sum_saved_time(self.adaptations)
         if abs(found.seconds) >= SHOWN_SECONDS:
             verb = "saved" if found.seconds > 0 else "cost"
-            brought = f" that {verb} {abs(found.seconds):.1f} s (± {found.error:.1f} s)"
+            saving = f" that {verb} {abs(found.seconds):.1f} s (± {found.error_seconds:.1f} s)"
         changes = len(self.adaptations)
-        parts.append(f"{changes} {'adaptation' if changes == 1 else 'adaptations'}{brought}")
+        parts.append(f"{changes} {'adaptation' if changes == 1 else 'adaptations'}{saving}")
         if self.recoveries:
             count, goodput = len(self.recoveries), self.goodput
             parts.append(f"{count} {'recovery' if count == 1 else 'recoveries'}")
             parts += [] if goodput is None else [f"goodput {goodput:.0%}"]
         emulated = " (EMULATED)" if self.emulated else ""
-        return f"{self.ending.end.value}{emulated}: {', '.join(parts)}"
+        return f"{self.result.outcome.value}{emulated}: {', '.join(parts)}"
 
-    def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
+    def build_report(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
         """The report as JSON data."""
-        return _without_values(self.job) | {
-            "status": self.status().model_dump(mode="json", by_alias=True, exclude_none=True),
+        return _redact_variables(self.job) | {
+            "status": self.to_status().model_dump(mode="json", by_alias=True, exclude_none=True),
             "completed": self.completed,
-            "end": self.ending.end.value,
-            "reason": self.ending.reason or None,
+            "end": self.result.outcome.value,
+            "reason": self.result.reason or None,
             "emulated": self.emulated,
             "started_at": self.started_at,
             "ended_at": self.attempts[-1].ended_at if self.attempts else None,
             "iterations": [i.model_dump(mode="json") for i in self.iterations],
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
-            "links": {"slow": [each.model_dump() for each in self.slow]},
-            "events": [event.record() for event in self.last.events],
-            "reductions": [each.record() for each in self.last.reductions],
+            "links": {"slow": [each.model_dump() for each in self.slow_links]},
+            "events": [event.to_report() for event in self.last_view.events],
+            "reductions": [each.to_record() for each in self.last_view.reductions],
             "split": splits,
             "faults": faults,
-            "recoveries": [recovery.record() for recovery in self.recoveries],
+            "recoveries": [recovery.to_json() for recovery in self.recoveries],
             "relayouts": self.relayouts,
-            "predicted": self._predicted(),
-            "saved": worth(self.adaptations).record(self.job.spec.parallelism.mesh.world_size),
-            "attempts": [attempt.record() for attempt in self.attempts],
-            "versions": _versions(),
+            "predicted": self._compare_prediction(),
+            "saved": sum_saved_time(self.adaptations).to_report(
+                self.job.spec.parallelism.mesh.world_size
+            ),
+            "attempts": [attempt.to_json() for attempt in self.attempts],
+            "versions": _read_versions(),
         }
 
-    def status(self) -> JobStatus:
+    def to_status(self) -> JobStatus:
         """Status of the job as on a cluster."""
-        ended = [each for each in self.attempts if each.ending is not None]
+        ended = [each for each in self.attempts if each.result is not None]
         ended_at = ended[-1].ended_at if ended else None
-        state = STATES.get(self.ending.end, "Failed")
-        conditions = updated(
-            self.conditions, state, "True", REASONS[self.ending.end], self.ending.reason,
+        state = STATES.get(self.result.outcome, "Failed")
+        conditions = update_condition(
+            self.conditions, state, "True", REASONS[self.result.outcome], self.result.reason,
             generation=None, now=datetime.fromtimestamp(ended_at or self.started_at, UTC),
         )  # fmt: skip
         restarts = [each for each in self.recoveries if each.generation > 0]
-        newest = [each.status() for each in restarts[-MAX_RECOVERIES_KEPT:]]
+        newest = [each.to_status() for each in restarts[-MAX_RECOVERIES_KEPT:]]
         return JobStatus(
             state=state,
-            start_time=_moment(self.started_at),
-            completion_time=None if ended_at is None else _moment(ended_at),
+            start_time=_format_moment(self.started_at),
+            completion_time=None if ended_at is None else _format_moment(ended_at),
             restarts=max(0, len(self.attempts) - 1),
-            attempts=[each.status() for each in ended[:-1][-MAX_ATTEMPTS_KEPT:]],
+            attempts=[each.to_status() for each in ended[:-1][-MAX_ATTEMPTS_KEPT:]],
             conditions=conditions,
             training=self.training,
             goodput=self.goodput,
             recoveries=Recoveries(count=len(restarts), last=newest) if restarts else None,
         )
 
-    def _predicted(self) -> dict[str, Any] | None:
-        """An iteration under the plan in effect at the end as predicted from what was measured, and
-        the median of the newest ones as they were."""
+    def _compare_prediction(self) -> dict[str, Any] | None:
+        """Predicted time of an iteration under the last plan, and the median of the newest measured
+        ones, in seconds."""
         if self.outlook is None:
             return None
-        version = self.outlook.running.version
+        version = self.outlook.running_plan.version
         ran = [i.seconds for i in self.iterations if i.plan_version == version][-COMPARED:]
         seconds, reason = None, None
         try:
@@ -300,34 +323,33 @@ class RunRecord:
 
 
 COMPARED = 20
-"""Newest iterations that a prediction is compared with."""
+"""Number of newest iterations that a prediction is compared with."""
 
 
-def write_report(folder: OutFolder, run: RunRecord) -> None:
-    """Write ``report.json`` atomically, also where somebody has removed its folder."""
+def write_report(folder: ResultFolder, run: RunRecord) -> None:
+    """Write ``report.json`` atomically. Its folder is made again if it was removed."""
     folder.root.mkdir(parents=True, exist_ok=True)
-    content = run.content(read_faults(folder.trace), read_splits(folder.trace))
+    content = run.build_report(read_faults(folder.trace), read_splits(folder.trace))
     write_json(folder.report, content, indent=1)
 
 
-def _without_values(job: PipeMorphJob) -> dict[str, Any]:
-    """The job as JSON data. Values of variables of its pods, which may be secrets, are left out:
-    reports are passed on."""
+def _redact_variables(job: PipeMorphJob) -> dict[str, Any]:
+    """The job as JSON data without values of its pods' variables, which may be secrets."""
     found = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     pod = (found["spec"].get("template") or {}).get("spec") or {}
     for kind in ("containers", "initContainers", "ephemeralContainers"):
         for container in pod.get(kind) or []:
             for variable in container.get("env") or []:
                 if "value" in variable:
-                    variable["value"] = LEFT_OUT
+                    variable["value"] = REDACTED_VALUE
     return found
 
 
-def _moment(seconds: float) -> str:
+def _format_moment(seconds: float) -> str:
     return format_time(datetime.fromtimestamp(seconds, UTC))
 
 
-def _versions() -> dict[str, str | None]:
+def _read_versions() -> dict[str, str | None]:
     """Versions of PipeMorph, Python and torch; reads torch's without importing it."""
     try:
         torch = metadata.version("torch")

@@ -11,54 +11,54 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
-from pipemorph.local.results.outputs import OutFolder, write_json, write_whole
 from pipemorph.local.results.report import RunRecord
+from pipemorph.local.results.result_folder import ResultFolder, write_atomically, write_json
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.pictures import Message, Timeline, render_panels
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.watch.build import StageTrace
-from pipemorph.wire import AdaptationRecord
+from pipemorph.protocol import AdaptationRecord
+from pipemorph.spec.sections.faults import Fault
+from pipemorph.views.live_page.page_builder import StageTrace
+from pipemorph.views.pictures import Message, Timeline, render_panels
 
 MOST_EVENTS = 200_000
-"""About 25 MB of JSON, which a browser can still open."""
+"""Limit of events: about 25 MB of JSON, which a browser can still open."""
 AROUND = 3
-"""Iterations kept before and after each adaptation."""
+"""Iterations before and after each adaptation that are written."""
 
 
-def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None]) -> None:
+def write_timeline(folder: ResultFolder, run: RunRecord, note: Callable[[str], None]) -> None:
     """Write both files from the ranks' traces; reports problems through ``note``."""
-    index = TraceIndex.of(folder.trace)
-    iterations = index.iterations()
+    index = TraceIndex.from_folder(folder.trace)
+    iterations = index.list_iterations()
     if not iterations:
         note("no timeline: the ranks finished no iteration with a trace of its ops")
-    kept = choose(index, iterations, run.adaptations)
+    chosen = choose_iterations(index, iterations, run.adaptations)
     mesh = run.job.spec.parallelism.mesh
-    about = About(
+    about = TraceSubject(
         run.job.metadata.name, emulated=run.emulated,
-        columns=[mesh.column_name(i) for i in range(mesh.columns)], changes=run.adaptations,
+        columns=[mesh.format_column_name(i) for i in range(mesh.columns)], changes=run.adaptations,
     )  # fmt: skip
-    write_json(folder.timeline, chrome_trace(index.read(kept), about, len(iterations)))
+    write_json(folder.timeline, chrome_trace(index.read_iterations(chosen), about, len(iterations)))
     if not iterations:
         return
     try:
         panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
-        picture = render_panels(about.title, timelines(index, panels, run))
-        write_whole(folder.picture, picture)
+        picture = render_panels(about.title, build_timelines(index, panels, run))
+        write_atomically(folder.picture, picture)
         note(f"timeline: {folder.timeline}, {folder.picture}")
     except InputError as error:
         note(f"timeline: {folder.timeline}; no timeline.png: {error}")
 
 
-def choose(
+def choose_iterations(
     index: TraceIndex, iterations: list[int], adaptations: Sequence[AdaptationRecord]
 ) -> list[int]:
-    """The iterations to keep in a trace of bounded size, ascending."""
+    """Iterations for a trace of bounded size, ascending."""
     if not iterations:
         return []
-    sample = index.read(iterations[-1:])[iterations[-1]]
+    sample = index.read_iterations(iterations[-1:])[iterations[-1]]
     room = max(1, MOST_EVENTS // max(1, sum(len(stage.ops) for stage in sample)))
     if len(iterations) <= room:
         return iterations
@@ -74,8 +74,8 @@ def choose(
 
 
 @dataclass(frozen=True)
-class About:
-    """A job, for its trace. ``columns``: their names."""
+class TraceSubject:
+    """Job of a trace. ``columns``: their names."""
 
     name: str
     emulated: bool
@@ -89,17 +89,17 @@ class About:
 
 
 def chrome_trace(
-    traces: Mapping[int, Sequence[StageTrace]], about: About, recorded: int
+    traces: Mapping[int, Sequence[StageTrace]], about: TraceSubject, recorded: int
 ) -> dict[str, Any]:
     """Trace Event Format: a process per replica, a thread per stage. Times in microseconds
     after the first op."""
     stages = [stage for iteration in traces.values() for stage in iteration]
     zero = min((op.start for stage in stages for op in stage.ops), default=0.0)
-    events = _names(stages, about)
-    events += [_op_event(op, stage, zero) for stage in stages for op in stage.ops]
+    events = _make_name_events(stages, about)
+    events += [_make_op_event(op, stage, zero) for stage in stages for op in stage.ops]
     for record in about.changes:
-        if (stages_then := traces.get(_first_iteration(record))) is not None:
-            events.append(_mark(record, stages_then, zero))
+        if (stages_then := traces.get(_get_first_iteration(record))) is not None:
+            events.append(_make_plan_event(record, stages_then, zero))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -113,42 +113,48 @@ def chrome_trace(
     }
 
 
-def _names(stages: Iterable[StageTrace], about: About) -> list[dict[str, Any]]:
+def _make_name_events(stages: Iterable[StageTrace], about: TraceSubject) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     replicas = {stage.replica for stage in stages}
     for replica in sorted(replicas):
         column = about.columns[replica]
         name = f"{about.name}{', ' if column else ''}{column}"
-        events.append(_metadata("process_name", replica, 0, {"name": name}))
+        events.append(_make_metadata_event("process_name", replica, 0, {"name": name}))
     for replica, stage in sorted({(stage.replica, stage.stage) for stage in stages}):
-        events.append(_metadata("thread_name", replica, stage, {"name": f"stage {stage}"}))
-        events.append(_metadata("thread_sort_index", replica, stage, {"sort_index": stage}))
+        events.append(
+            _make_metadata_event("thread_name", replica, stage, {"name": f"stage {stage}"})
+        )
+        events.append(
+            _make_metadata_event("thread_sort_index", replica, stage, {"sort_index": stage})
+        )
     return events
 
 
-def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+def _make_metadata_event(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
 
 
-def _op_event(op: TimedOp, stage: StageTrace, zero: float) -> dict[str, Any]:
+def _make_op_event(op: TimedOp, stage: StageTrace, zero: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": stage.replica,
         "tid": stage.stage,
         "name": f"{op.kind.value}{op.microbatch}",
         "cat": op.kind.value,
-        "ts": _micros(op.start - zero),
-        "dur": _micros(op.end - op.start),
+        "ts": _to_microseconds(op.start - zero),
+        "dur": _to_microseconds(op.end - op.start),
         "args": {"iteration": stage.iteration, "plan_version": stage.plan_version},
     }
 
 
-def _first_iteration(record: AdaptationRecord) -> int:
+def _get_first_iteration(record: AdaptationRecord) -> int:
     """First iteration under this plan; -1 if it never took effect."""
     return -1 if record.applied_at_iteration is None else record.applied_at_iteration
 
 
-def _mark(record: AdaptationRecord, stages: Sequence[StageTrace], zero: float) -> dict[str, Any]:
+def _make_plan_event(
+    record: AdaptationRecord, stages: Sequence[StageTrace], zero: float
+) -> dict[str, Any]:
     first = min((op.start for stage in stages for op in stage.ops), default=zero)
     return {
         "ph": "i",
@@ -156,19 +162,18 @@ def _mark(record: AdaptationRecord, stages: Sequence[StageTrace], zero: float) -
         "pid": 0,
         "tid": 0,
         "name": f"plan v{record.plan_version} in force",
-        "ts": _micros(first - zero),
+        "ts": _to_microseconds(first - zero),
         "args": {"reason": record.reason},
     }
 
 
-def _micros(seconds: float) -> float:
+def _to_microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 1)
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One iteration to draw, the link delays during it, seconds, and the column that they are
-    in."""
+class TimelinePanel:
+    """Iteration to draw, with the link delays during it, seconds, and their column."""
 
     iteration: int
     label: str
@@ -178,22 +183,22 @@ class Panel:
 
 def choose_panels(
     iterations: list[int], adaptations: Sequence[AdaptationRecord], faults: Sequence[Fault]
-) -> list[Panel]:
+) -> list[TimelinePanel]:
     """Iterations before, during and after the first adaptation to a slow link that took effect.
     Without one: before and during the first delay of the fault trace, or else the middle
     iteration."""
     here = set(iterations)
     for record in adaptations:
-        applied = _first_iteration(record)
+        applied = _get_first_iteration(record)
         late = [link for link in record.links if link.delay > 0]
         if record.kind != "adapt" or applied < 0 or not late:
             continue
         column = max(late, key=lambda link: link.delay).replica
         delays = {link.link: link.delay for link in late if link.replica == column}
         panels = [
-            Panel(record.detectable_at - 1, "undisturbed", {}, column),
-            Panel(applied - 1, "disturbed", delays, column),
-            Panel(applied + 1, "disturbed", delays, column),
+            TimelinePanel(record.detectable_at - 1, "undisturbed", {}, column),
+            TimelinePanel(applied - 1, "disturbed", delays, column),
+            TimelinePanel(applied + 1, "disturbed", delays, column),
         ]
         drawn = [panel for panel in panels if panel.iteration in here]
         if len(drawn) > 1:
@@ -202,32 +207,38 @@ def choose_panels(
         if fault.delay_ms and fault.link is not None and fault.from_iteration is not None:
             delayed = {fault.link: fault.delay_ms / 1e3}
             panels = [
-                Panel(fault.from_iteration - 1, "undisturbed", {}, fault.replica),
-                Panel(fault.from_iteration + 1, "disturbed", delayed, fault.replica),
+                TimelinePanel(fault.from_iteration - 1, "undisturbed", {}, fault.replica),
+                TimelinePanel(fault.from_iteration + 1, "disturbed", delayed, fault.replica),
             ]
             drawn = [panel for panel in panels if panel.iteration in here]
             if drawn:
                 return drawn
-    return [Panel(iterations[len(iterations) // 2], "", {})]
+    return [TimelinePanel(iterations[len(iterations) // 2], "", {})]
 
 
-def timelines(index: TraceIndex, panels: Sequence[Panel], run: RunRecord) -> list[Timeline]:
+def build_timelines(
+    index: TraceIndex, panels: Sequence[TimelinePanel], run: RunRecord
+) -> list[Timeline]:
     """The panels' iterations, of one column each; each timeline starts at its first op."""
-    traces = index.read(panel.iteration for panel in panels)
+    traces = index.read_iterations(panel.iteration for panel in panels)
     samples = {sample.index: sample for sample in run.iterations}
     made = []
     for panel in panels:
         rows = [stage for stage in traces[panel.iteration] if stage.replica == panel.column]
-        column = run.job.spec.parallelism.mesh.column_name(panel.column)
+        column = run.job.spec.parallelism.mesh.format_column_name(panel.column)
         about = (f"iteration {panel.iteration}", column, panel.label)
         title = [*filter(None, about), f"plan v{rows[0].plan_version}"]
         if (sample := samples.get(panel.iteration)) is not None:
             title.append(f"{1e3 * sample.seconds:.0f} ms, bubble {sample.bubble_fraction:.0%}")
-        made.append(Timeline([s.ops for s in rows], ", ".join(title), messages(rows, panel.delays)))
+        made.append(
+            Timeline(
+                [s.ops for s in rows], ", ".join(title), reconstruct_messages(rows, panel.delays)
+            )
+        )
     return made
 
 
-def messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Message]:
+def reconstruct_messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Message]:
     """The messages of one iteration on the links in ``delays`` (seconds).
 
     If the receiver waited for a message, its arrival is known from the trace; else it is estimated
@@ -236,10 +247,10 @@ def messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Mes
     found = []
     for link, delay in delays.items():
         for sender, receiver, forward in ((link, link + 1, True), (link + 1, link, False)):
-            used = {_need(op): op.start for op in stages[receiver].ops}
-            arrived = {_need(wait): wait.end for wait in stages[receiver].waits}
+            used = {_get_message_key(op): op.start for op in stages[receiver].ops}
+            arrived = {_get_message_key(wait): wait.end for wait in stages[receiver].waits}
             for op in stages[sender].ops:
-                need = _need(op)
+                need = _get_message_key(op)
                 if op.kind is OpKind.W or need[0] is not forward or need not in used:
                     continue
                 guess = min(op.end + delay, used[need])
@@ -248,6 +259,6 @@ def messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Mes
     return found
 
 
-def _need(op: TimedOp) -> tuple[bool | None, int]:
+def _get_message_key(op: TimedOp) -> tuple[bool | None, int]:
     """The message an op receives and sends: (forward, microbatch); (None, microbatch) for W."""
     return (None if op.kind is OpKind.W else op.kind is OpKind.F), op.microbatch

@@ -3,8 +3,8 @@
 
 An ops file has a line per iteration: ``{"rank", "stage", "replica", "iteration", "plan_version",
 "origin", "ops": [[kind, microbatch, start, end], …], "waits": [the same, …]}``, start and
-end in seconds after ``origin``, which is wall-clock seconds. As the files of a long run are large,
-lines are indexed first, and only the requested ones are parsed.
+end in seconds after ``origin``, which is wall-clock seconds. Files of a long run are large: their
+lines are indexed first, and only requested ones are parsed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.watch.build import StageTrace
+from pipemorph.views.live_page.page_builder import StageTrace
 
 _ITERATION = re.compile(rb'"iteration":\s*(\d+)')
 INDEX_BYTES = 400
@@ -27,8 +27,8 @@ INDEX_BYTES = 400
 
 
 @dataclass
-class _Seen:
-    """How far a file has been indexed. ``inode``: of that file, which another may replace."""
+class _IndexedFile:
+    """Indexed part of a file. ``inode``: of that file, which another may replace."""
 
     inode: int
     end: int
@@ -36,26 +36,26 @@ class _Seen:
 
 @dataclass
 class TraceIndex:
-    """Offsets of the iterations in each rank's file. For a repeated iteration, of its last line.
+    """Offsets of the iterations in each rank's file. A repeated iteration has that of its last
+    line.
 
-    ``newest``: how many bytes at the end of all files together to index in one look, of which what
-    came before is left out; None: all of them.
+    ``newest``: bytes at the end of all files together that one update indexes; None: all.
     """
 
     offsets: dict[Path, dict[int, int]] = field(default_factory=dict)
     newest: int | None = None
-    _seen: dict[Path, _Seen] = field(default_factory=dict)
+    _seen: dict[Path, _IndexedFile] = field(default_factory=dict)
 
     @staticmethod
-    def of(folder: Path) -> TraceIndex:
+    def from_folder(folder: Path) -> TraceIndex:
         """Index the ops files of ``folder``. Skips lines truncated by a kill."""
         index = TraceIndex()
-        index.update(folder)
+        index.index_new_lines(folder)
         return index
 
-    def update(self, folder: Path) -> None:
-        """Index what ranks have written since the last call. A line that is not complete yet is
-        looked at again. A file that a rank has shortened is indexed anew."""
+    def index_new_lines(self, folder: Path) -> None:
+        """Index lines that ranks have written since the last call. An incomplete line is read again
+        by the next call. A file that a rank has shortened is indexed anew."""
         paths = sorted(folder.glob("ops-rank*.jsonl"))
         for path in paths:
             with path.open("rb") as file:
@@ -63,7 +63,9 @@ class TraceIndex:
                 seen = self._seen.get(path)
                 if seen is None or seen.inode != about.st_ino or about.st_size < seen.end:
                     tail = about.st_size if self.newest is None else self.newest // len(paths)
-                    seen = self._seen[path] = _Seen(about.st_ino, max(0, about.st_size - tail))
+                    seen = self._seen[path] = _IndexedFile(
+                        about.st_ino, max(0, about.st_size - tail)
+                    )
                     self.offsets[path] = {}
                     if seen.end:
                         file.seek(seen.end)
@@ -73,10 +75,10 @@ class TraceIndex:
                 ):
                     file.seek(about.st_size - most)
                     seen.end = about.st_size - most + len(file.readline())
-                self._index(file, seen, self.offsets[path])
+                self._index_lines(file, seen, self.offsets[path])
 
     @staticmethod
-    def _index(file: BinaryIO, seen: _Seen, found: dict[int, int]) -> None:
+    def _index_lines(file: BinaryIO, seen: _IndexedFile, found: dict[int, int]) -> None:
         file.seek(seen.end)
         for line in file:
             if not line.endswith(b"\n"):
@@ -86,12 +88,12 @@ class TraceIndex:
                 found[int(match.group(1))] = seen.end
             seen.end += len(line)
 
-    def iterations(self) -> list[int]:
+    def list_iterations(self) -> list[int]:
         """Iterations that every rank has written, ascending."""
         files = list(self.offsets.values())
         return sorted(set(files[0]).intersection(*files[1:])) if files else []
 
-    def read(self, iterations: Iterable[int]) -> dict[int, list[StageTrace]]:
+    def read_iterations(self, iterations: Iterable[int]) -> dict[int, list[StageTrace]]:
         """Parse the given iterations; ranks in order."""
         wanted = sorted(iterations)
         traces: dict[int, list[StageTrace]] = {iteration: [] for iteration in wanted}
@@ -100,7 +102,7 @@ class TraceIndex:
                 for iteration in wanted:
                     if iteration in offsets:
                         file.seek(offsets[iteration])
-                        traces[iteration].append(_trace(json.loads(file.readline())))
+                        traces[iteration].append(_parse_trace(json.loads(file.readline())))
         for stages in traces.values():
             stages.sort(key=lambda trace: (trace.rank, trace.stage))
         return traces
@@ -109,13 +111,13 @@ class TraceIndex:
 def read_faults(folder: Path) -> list[dict[str, Any]]:
     """The faults that the ranks injected: one entry per fault and rank, in rank order."""
     merged: list[dict[str, Any]] = []
-    for content in _files(folder, "faults"):
-        seat = {key: content[key] for key in ("rank", "stage", "replica") if key in content}
-        merged += [seat | entry for entry in content.get("faults", [])]
+    for content in _iterate_rank_files(folder, "faults"):
+        place = {key: content[key] for key in ("rank", "stage", "replica") if key in content}
+        merged += [place | entry for entry in content.get("faults", [])]
     return merged
 
 
-def iterations_done(folder: Path) -> int:
+def read_iterations_done(folder: Path) -> int:
     """Number of finished iterations, as rank 0 recorded at its end; 0 without a record."""
     try:
         return int(json.loads((folder / "faults-rank0.json").read_text())["iterations"])
@@ -124,12 +126,12 @@ def iterations_done(folder: Path) -> int:
 
 
 def read_splits(folder: Path) -> list[dict[str, Any]]:
-    """How and why each rank's stage splits the backward, in rank order. Empty if stages are
-    emulated, or before the end of the first iteration."""
-    return list(_files(folder, "split"))
+    """Split of the backward of each rank's stage, and its reason, in rank order. Empty if stages
+    are emulated, or before the end of the first iteration."""
+    return list(_iterate_rank_files(folder, "split"))
 
 
-def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+def _iterate_rank_files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     """Contents of the ranks' files of a kind. Skips files truncated by a kill."""
     for path in sorted(folder.glob(f"{kind}-rank*.json"), key=lambda p: (len(p.name), p.name)):
         try:
@@ -138,10 +140,10 @@ def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
             continue
 
 
-def _trace(line: dict[str, Any]) -> StageTrace:
+def _parse_trace(line: dict[str, Any]) -> StageTrace:
     origin = float(line["origin"])
 
-    def timed(rows: list[list[Any]]) -> tuple[TimedOp, ...]:
+    def parse_ops(rows: list[list[Any]]) -> tuple[TimedOp, ...]:
         return tuple(
             TimedOp(OpKind(kind), microbatch, origin + start, origin + end)
             for kind, microbatch, start, end in rows
@@ -153,6 +155,6 @@ def _trace(line: dict[str, Any]) -> StageTrace:
         replica=line["replica"],
         iteration=line["iteration"],
         plan_version=line["plan_version"],
-        ops=timed(line["ops"]),
-        waits=timed(line.get("waits", [])),
+        ops=parse_ops(line["ops"]),
+        waits=parse_ops(line.get("waits", [])),
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, permutations
 
-from pipemorph.planning.simulation.core import INF
+from pipemorph.planning.simulation.execution import INF
 
-# Tolerance for sums of the same times in different order.
-SAME = 1e-9
+# Relative tolerance for sums of the same times in different order.
+RELATIVE_TOLERANCE = 1e-9
 
 
 def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, ...]:
     """Layers per stage, in order, at least one each: the optimum for the slowest stage.
 
-    ``times[l]``: time of layer *l*; ``fixed[i]``: time of stage *i* beside its layers. Among the
+    ``times[l]``: time of layer *l*; ``fixed[i]``: time of stage *i* without its layers. Among the
     optimal splits it has the least sum of squares, so that the other stages are even too. Raises
     ValueError if there are fewer layers than stages.
     """
@@ -22,7 +22,7 @@ def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, .
     if layers < stages:
         raise ValueError(f"there are {layers} layers for {stages} stages; each needs one")
     before = [0.0, *accumulate(times)]
-    slowest = _least_slowest(before, fixed) * (1 + SAME)
+    slowest = _minimize_slowest_stage(before, fixed) * (1 + RELATIVE_TOLERANCE)
     # best[j]: least sum of squares with the first j layers on the stages so far.
     best = [0.0] + [INF] * layers
     choices: list[list[int]] = []
@@ -47,44 +47,44 @@ def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, .
     return tuple(reversed(counts))
 
 
-def split_over_ranks(
+def split_layers_over_ranks(
     times: Sequence[float], fixed: Sequence[float], placement: Sequence[int]
 ) -> tuple[int, ...]:
-    """Layers per stage, in order, at least one each, where ranks have several stages: a split whose
-    slowest rank no move of one layer from one stage to another makes faster.
+    """Layers per stage, in order, at least one each, for ranks with several stages: a split whose
+    slowest rank gets no faster by any move of one layer between two stages.
 
-    ``times``, ``fixed``: as of :func:`split_layers`; ``placement[i]``: the rank of stage *i*. Of
-    moves that leave the slowest rank as it is, it makes those that even out the others. Raises
-    ValueError if there are fewer layers than stages.
+    ``times``, ``fixed``: see :func:`split_layers`; ``placement[i]``: the rank of stage *i*. Moves
+    that do not change the slowest rank are made if they even out the others. Raises ValueError if
+    there are fewer layers than stages.
     """
     before = [0.0, *accumulate(times)]
     stages = range(len(fixed))
 
-    def cost(ends: Sequence[int]) -> tuple[float, float]:
+    def evaluate_split(ends: Sequence[int]) -> tuple[float, float]:
         ranks = [0.0] * (max(placement) + 1)
         for i in stages:
             ranks[placement[i]] += fixed[i] + before[ends[i + 1]] - before[ends[i]]
         return max(ranks), sum(each * each for each in ranks)
 
     ends = [0, *accumulate(split_layers(times, fixed))]
-    slowest, squares = cost(ends)
+    slowest, squares = evaluate_split(ends)
     moved: list[int] | None = ends
     while moved is not None:
         ends, moved = moved, None
         for source, target in permutations(stages, 2):
-            tried = _moved(ends, source, target)
+            tried = _move_layer(ends, source, target)
             if tried is None:
                 continue
-            took, its = cost(tried)
-            faster = took < slowest * (1 - SAME)
-            if faster or (took <= slowest and its < squares * (1 - SAME)):
+            took, its = evaluate_split(tried)
+            faster = took < slowest * (1 - RELATIVE_TOLERANCE)
+            if faster or (took <= slowest and its < squares * (1 - RELATIVE_TOLERANCE)):
                 moved, slowest, squares = tried, took, its
     return tuple(end - start for start, end in pairwise(ends))
 
 
-def _moved(ends: Sequence[int], source: int, target: int) -> list[int] | None:
-    """The ends of stages of which ``source`` has a layer less, and ``target`` one more: each stage
-    between them hands one on. None if ``source`` would have none left."""
+def _move_layer(ends: Sequence[int], source: int, target: int) -> list[int] | None:
+    """Ends of the stages after ``source`` gives up a layer and ``target`` gains one; each stage
+    between them passes one on. None if ``source`` would have no layer."""
     if ends[source + 1] - ends[source] < 2:
         return None
     step = -1 if source < target else 1
@@ -92,9 +92,11 @@ def _moved(ends: Sequence[int], source: int, target: int) -> list[int] | None:
     return [end + step if i in between else end for i, end in enumerate(ends)]
 
 
-def spread_layers(layers: int, each: Sequence[float], beside: Sequence[float]) -> tuple[int, ...]:
-    """How many of ``layers`` equal layers each stage gets, at least one: the optimum for the
-    slowest stage. ``each[i]``: time of a layer on stage *i*; ``beside[i]``: of its other work.
+def spread_equal_layers(
+    layers: int, each: Sequence[float], fixed: Sequence[float]
+) -> tuple[int, ...]:
+    """Number of ``layers`` equal layers on each stage, at least one: the optimum for the slowest
+    stage. ``each[i]``: time of a layer on stage *i*; ``fixed[i]``: time of its other work.
 
     Raises ValueError if there are fewer layers than stages.
     """
@@ -102,14 +104,14 @@ def spread_layers(layers: int, each: Sequence[float], beside: Sequence[float]) -
         raise ValueError(f"there are {layers} layers for {len(each)} stages; each needs one")
     counts = [1] * len(each)
     for _ in range(layers - len(counts)):
-        # The stage that is the fastest with one more.
-        least = min(range(len(counts)), key=lambda i: beside[i] + (counts[i] + 1) * each[i])
+        # The stage that is the fastest with another layer.
+        least = min(range(len(counts)), key=lambda i: fixed[i] + (counts[i] + 1) * each[i])
         counts[least] += 1
     return tuple(counts)
 
 
-def _least_slowest(before: Sequence[float], fixed: Sequence[float]) -> float:
-    """The least possible time of the slowest stage."""
+def _minimize_slowest_stage(before: Sequence[float], fixed: Sequence[float]) -> float:
+    """Least possible time of the slowest stage."""
     layers, stages = len(before) - 1, len(fixed)
     best = [0.0] + [INF] * layers
     for i, extra in enumerate(fixed):

@@ -1,6 +1,6 @@
 """Computes stages with smaller microbatches or other layers, for ``advice``.
 
-Times scale with the work. Limits are constant in bytes, so twice as many microbatches of half the
+Times scale with the work. Limits stay constant in bytes, so twice as many microbatches of half the
 size fit.
 """
 
@@ -13,10 +13,10 @@ from math import floor
 from pipemorph.planning.ir import Policy
 from pipemorph.planning.problem import Problem, StageTimes
 
-KINDS = ("forward", "backward_input", "backward_weight")
+OP_TIME_FIELDS = ("forward", "backward_input", "backward_weight")
 
 
-def work(stage: StageTimes, policy: Policy) -> float:
+def compute_stage_work(stage: StageTimes, policy: Policy) -> float:
     """Compute time of a stage per microbatch, with the policy's form of the backward."""
     if policy in {Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ONE_F_ONE_B_INTERLEAVED}:
         return stage.forward + stage.whole_backward
@@ -25,38 +25,38 @@ def work(stage: StageTimes, policy: Policy) -> float:
     return stage.forward + stage.backward_input + stage.backward_weight
 
 
-def shrunk(stage: StageTimes, factor: float) -> StageTimes:
-    """The stage with ``1/factor`` of its work, in time and in bytes: smaller microbatches, or fewer
+def shrink_stage(stage: StageTimes, factor: float) -> StageTimes:
+    """Stage with ``1/factor`` of its work, in time and bytes: smaller microbatches or fewer
     layers."""
     size, copy, fused = stage.activation_bytes, stage.offload_copy, stage.fused_backward
     update: dict[str, float | int | None] = {
-        kind: getattr(stage, kind) / factor for kind in KINDS
+        kind: getattr(stage, kind) / factor for kind in OP_TIME_FIELDS
     } | {
         "fused_backward": None if fused is None else fused / factor,
         "offload_copy": None if copy is None else copy / factor,
         "activation_bytes": None if size is None else max(1, int(size / factor)),
     }
-    return stage.model_copy(update=update | _limits(stage, factor))
+    return stage.model_copy(update=update | _scale_limits(stage, factor))
 
 
-def evened(stages: Sequence[StageTimes]) -> tuple[StageTimes, ...]:
-    """All stages with the mean time of every op; bytes per microbatch stay."""
+def even_out_stages(stages: Sequence[StageTimes]) -> tuple[StageTimes, ...]:
+    """Stages with the mean time of every op; bytes per microbatch do not change."""
 
-    def mean(kind: str) -> float:
+    def average_time(kind: str) -> float:
         return float(sum(getattr(stage, kind) for stage in stages)) / len(stages)
 
-    update: dict[str, float | None] = {kind: mean(kind) for kind in KINDS}
+    update: dict[str, float | None] = {kind: average_time(kind) for kind in OP_TIME_FIELDS}
     if any(stage.fused_backward is not None for stage in stages):
-        update["fused_backward"] = mean("whole_backward")
+        update["fused_backward"] = average_time("whole_backward")
     return tuple(stage.model_copy(update=update) for stage in stages)
 
 
-def layers_of(problem: Problem) -> list[StageTimes]:
-    """Every single layer. The fused backward of a stage is distributed over its present layers in
-    proportion to their backward times, and moves with them."""
+def list_layers(problem: Problem) -> list[StageTimes]:
+    """Layers of the problem, one entry each. The fused backward of a stage is distributed over its
+    present layers in proportion to their backward times, and moves with them."""
     layers = [each for each in problem.layers or () for _ in range(each.count)]
     found = []
-    for stage, part in zip(problem.stages, parts(problem.layer_split or ()), strict=True):
+    for stage, part in zip(problem.stages, slice_by_counts(problem.layer_split or ()), strict=True):
         own = [layer.backward_input + layer.backward_weight for layer in layers[part]]
         # The layers' times may add up to more than the stage's: distribute at most the stage's.
         whole = max(stage.backward_input + stage.backward_weight, sum(own))
@@ -76,62 +76,66 @@ def layers_of(problem: Problem) -> list[StageTimes]:
     return found
 
 
-def split_anew(
+def apply_layer_split(
     problem: Problem, counts: Sequence[int], units: Sequence[float], *, sized: bool
 ) -> tuple[tuple[StageTimes, ...], list[float]]:
-    """The stages with ``counts`` layers each, and the memory of a microbatch on each of them.
+    """Stages with ``counts`` layers each, and the memory of a microbatch on each of them.
 
-    ``units``: that memory today, in bytes if ``sized`` (all stages and layers give theirs), else in
-    any unit and scaled by the number of layers. Time and memory of a stage beside its layers stay.
+    ``units``: that memory today, in bytes if ``sized`` (all stages and layers have a size), else in
+    any unit and scaled by the number of layers. Other time and memory of a stage do not change.
     """
-    layers = layers_of(problem)
+    layers = list_layers(problem)
     stages, found = [], []
     for stage, unit, was, now in zip(
-        problem.stages, units, parts(problem.layer_split or ()), parts(counts), strict=True
+        problem.stages,
+        units,
+        slice_by_counts(problem.layer_split or ()),
+        slice_by_counts(counts),
+        strict=True,
     ):
         before, after = layers[was], layers[now]
         update: dict[str, float | int | None] = {
-            kind: _exchanged(stage, before, after, kind) for kind in KINDS
+            kind: _exchange_layers(stage, before, after, kind) for kind in OP_TIME_FIELDS
         }
         if any(each.fused_backward is not None for each in (stage, *after)):
-            update["fused_backward"] = _exchanged(stage, before, after, "whole_backward")
+            update["fused_backward"] = _exchange_layers(stage, before, after, "whole_backward")
         if sized:
-            size = max(1.0, unit - _bytes(before) + _bytes(after))
+            size = max(1.0, unit - _sum_activation_bytes(before) + _sum_activation_bytes(after))
             update["activation_bytes"] = round(size)
         else:
             size = unit * len(after) / len(before)
         if stage.offload_copy is not None:
             update["offload_copy"] = stage.offload_copy * size / unit
-        stages.append(stage.model_copy(update=update | _limits(stage, unit / size)))
+        stages.append(stage.model_copy(update=update | _scale_limits(stage, unit / size)))
         found.append(size)
     return tuple(stages), found
 
 
-def parts(counts: Sequence[int]) -> list[slice]:
-    """``(2, 3)`` → the slices ``0:2`` and ``2:5``."""
+def slice_by_counts(counts: Sequence[int]) -> list[slice]:
+    """Consecutive slices: ``(2, 3)`` → ``0:2`` and ``2:5``."""
     ends = list(accumulate(counts))
     return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def _exchanged(
+def _exchange_layers(
     stage: StageTimes, before: Sequence[StageTimes], after: Sequence[StageTimes], kind: str
 ) -> float:
-    beside = max(0.0, float(getattr(stage, kind) - sum(getattr(layer, kind) for layer in before)))
-    return beside + float(sum(getattr(layer, kind) for layer in after))
+    fixed = max(0.0, float(getattr(stage, kind) - sum(getattr(layer, kind) for layer in before)))
+    return fixed + float(sum(getattr(layer, kind) for layer in after))
 
 
-def _bytes(layers: Sequence[StageTimes]) -> int:
+def _sum_activation_bytes(layers: Sequence[StageTimes]) -> int:
     return sum(layer.activation_bytes or 0 for layer in layers)
 
 
-def _limits(stage: StageTimes, share: float) -> dict[str, float | int | None]:
-    """All limits if ``share`` times as many microbatches fit into the same bytes."""
+def _scale_limits(stage: StageTimes, share: float) -> dict[str, float | int | None]:
+    """Limits of the stage if ``share`` times as many microbatches fit into the same bytes."""
 
-    def held(limit: int | None) -> int | None:
+    def scale_limit(limit: int | None) -> int | None:
         return None if limit is None else max(1, floor(limit * share + 1e-9))
 
     return {
-        "in_flight_limit": held(stage.in_flight_limit),
-        "device_limit": held(stage.device_limit),
-        "recompute_limit": held(stage.recompute_limit),
+        "in_flight_limit": scale_limit(stage.in_flight_limit),
+        "device_limit": scale_limit(stage.device_limit),
+        "recompute_limit": scale_limit(stage.recompute_limit),
     }

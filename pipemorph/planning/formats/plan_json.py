@@ -7,18 +7,25 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
-from pipemorph.planning.analysis.bubbles import explain
+from pipemorph.planning.analysis.bubbles import explain_idle_time
 from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
-from pipemorph.planning.offload import left
-from pipemorph.planning.problem import MAX_CELLS, Count, Problem, describe, integer, shown
-from pipemorph.planning.simulation.core import Waits, planned_waits
+from pipemorph.planning.offload import count_away_microbatches
+from pipemorph.planning.problem import (
+    MAX_CELLS,
+    Count,
+    Problem,
+    check_integer,
+    describe_problem_error,
+    quote_value,
+)
+from pipemorph.planning.simulation.execution import Waits, find_planned_waits
 from pipemorph.planning.simulation.simulator import Simulation
+from pipemorph.yaml_json import read_text
 
 
-def report(
+def build_plan_json(
     simulation: Simulation,
     problem: Problem,
     *,
@@ -27,13 +34,15 @@ def report(
     planning_seconds: float,
     dispatch: Dispatch = Dispatch.STATIC,
 ) -> dict[str, Any]:
-    """The documented JSON fields. Times in milliseconds, as in the problem file.
+    """JSON fields of a plan, as documented. Times in milliseconds, as in the problem file.
 
-    ``policy``: a :class:`Policy`, or ``IMPORTED``. Of ranks with several stages it has ``ranks``,
-    the rank of each stage, and ``order``, the ops of each rank in torch's notation.
+    ``policy``: a :class:`Policy`, or ``IMPORTED``. If ranks have several stages, the fields include
+    ``ranks``, the rank of each stage, and ``order``, the ops of each rank in torch's notation.
     """
     schedule = simulation.schedule
-    away = left(schedule, problem.device_limits(), problem.recompute())
+    away = count_away_microbatches(
+        schedule, problem.list_device_limits(), problem.list_recompute_flags()
+    )
     several: dict[str, Any] = {}
     if not schedule.one_stage_each:
         several = {"ranks": list(schedule.placement), "order": dump_csv(schedule).splitlines()}
@@ -41,45 +50,45 @@ def report(
         "policy": str(policy),
         "dispatch": dispatch.value,
         "microbatches": schedule.microbatches,
-        "makespan": _rounded(simulation.makespan),
-        "period": _rounded(simulation.period),
-        "exposed_reduction": _rounded(simulation.exposed_reduction),
+        "makespan": _round_milliseconds(simulation.makespan),
+        "period": _round_milliseconds(simulation.period),
+        "exposed_reduction": _round_milliseconds(simulation.exposed_reduction),
         "objective": problem.objective,
-        "lower_bound": _rounded(lower_bound),
-        "gap": _gap(simulation.objective(problem), lower_bound),
-        "bubble_fraction": _rounded(simulation.bubble_fraction),
-        "warmup": list(schedule.warmup()),
-        "slackness": list(schedule.slackness()),
-        "in_flight_peak": list(schedule.in_flight_peak()),
-        "in_flight_limit": list(problem.in_flight_limits()),
-        "device_limit": list(problem.device_limits()),
+        "lower_bound": _round_milliseconds(lower_bound),
+        "gap": _compute_gap(simulation.select_objective(problem), lower_bound),
+        "bubble_fraction": _round_milliseconds(simulation.bubble_fraction),
+        "warmup": list(schedule.count_warmup()),
+        "slackness": list(schedule.compute_slackness()),
+        "in_flight_peak": list(schedule.count_in_flight_peaks()),
+        "in_flight_limit": list(problem.list_in_flight_limits()),
+        "device_limit": list(problem.list_device_limits()),
         "offloaded": away.offloaded,
-        "recompute": list(problem.recompute()),
+        "recompute": list(problem.list_recompute_flags()),
         "recomputed": away.recomputed,
-        "waits": [list(positions) for positions in planned_waits(schedule, problem)],
+        "waits": [list(positions) for positions in find_planned_waits(schedule, problem)],
         "planning_ms": round(planning_seconds * 1e3, 3),
         "bubbles": {
-            cause.value: [_rounded(time) for time in per_rank]
-            for cause, per_rank in explain(simulation, problem).by_cause().items()
+            cause.value: [_round_milliseconds(time) for time in per_rank]
+            for cause, per_rank in explain_idle_time(simulation, problem).sum_by_cause().items()
         },
         **several,
-        "stages": _stages(simulation),
+        "stages": _list_stage_ops(simulation),
     }
 
 
-def _gap(objective: float, lower_bound: float) -> float:
+def _compute_gap(objective: float, lower_bound: float) -> float:
     """Excess over the bound as a fraction of it; 0: proven shortest."""
-    return _rounded(objective / lower_bound - 1) if lower_bound > 0 else 0.0
+    return _round_milliseconds(objective / lower_bound - 1) if lower_bound > 0 else 0.0
 
 
-def _stages(simulation: Simulation) -> list[list[dict[str, Any]]]:
+def _list_stage_ops(simulation: Simulation) -> list[list[dict[str, Any]]]:
     return [
         [
             {
                 "op": op.kind.value,
                 "microbatch": op.microbatch,
-                "start": _rounded(op.start),
-                "end": _rounded(op.end),
+                "start": _round_milliseconds(op.start),
+                "end": _round_milliseconds(op.end),
             }
             for op in ops
         ]
@@ -87,7 +96,7 @@ def _stages(simulation: Simulation) -> list[list[dict[str, Any]]]:
     ]
 
 
-def _rounded(value: float) -> float:
+def _round_milliseconds(value: float) -> float:
     """Round milliseconds to picoseconds, so that 0.1 + 0.2 prints as 0.3."""
     return round(float(value), 9)
 
@@ -96,7 +105,7 @@ class _PlannedOp(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     op: OpKind
-    microbatch: Annotated[int, BeforeValidator(integer), Field(ge=0, le=MAX_CELLS)]
+    microbatch: Annotated[int, BeforeValidator(check_integer), Field(ge=0, le=MAX_CELLS)]
 
 
 IMPORTED = "imported"
@@ -104,22 +113,22 @@ IMPORTED = "imported"
 _KNOWN = (*(policy.value for policy in Policy), IMPORTED)
 
 
-def _known_policy(value: object) -> object:
+def _check_policy(value: object) -> object:
     if value not in _KNOWN:
         raise ValueError(f"is not one of {', '.join(_KNOWN)}")
     return value
 
 
 class PlanFile(BaseModel):
-    """The fields of a plan file that determine its ops; times are ignored. ``device_limit``: limits
-    of stages that offload or, where ``recompute``, recompute; None if the file has none.
+    """Fields of a plan file that determine its ops; times are ignored. ``device_limit``: limits of
+    stages that offload, or recompute if ``recompute``; None if the file has none.
 
     ``order``: only for ranks with several stages.
     """
 
     model_config = ConfigDict(extra="ignore")
 
-    policy: Annotated[str, BeforeValidator(_known_policy)]
+    policy: Annotated[str, BeforeValidator(_check_policy)]
     microbatches: Count | None = None
     dispatch: Dispatch = Dispatch.STATIC
     planning_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -127,10 +136,10 @@ class PlanFile(BaseModel):
     order: tuple[str, ...] | None = None
     device_limit: tuple[Count | None, ...] | None = None
     recompute: tuple[bool, ...] = ()
-    waits: tuple[tuple[Annotated[int, BeforeValidator(integer), Field(ge=0)], ...], ...] = ()
+    waits: tuple[tuple[Annotated[int, BeforeValidator(check_integer), Field(ge=0)], ...], ...] = ()
 
-    def schedule(self) -> Schedule:
-        """The order of the ops. Not validated."""
+    def to_schedule(self) -> Schedule:
+        """Order of the ops, not validated."""
         if self.order is not None:
             return parse_csv("\n".join(self.order))
         n = self.microbatches or sum(op.op is OpKind.F for op in self.stages[0])
@@ -146,19 +155,19 @@ def parse_plan_file(text: str) -> PlanFile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"the plan is not JSON: {one_line(str(error))}") from None
     if not isinstance(data, dict):
-        raise InputError(f"the plan is {shown(data)}; expected the JSON of `pipemorph plan`")
+        raise InputError(f"the plan is {quote_value(data)}; expected the JSON of `pipemorph plan`")
     try:
         return PlanFile.model_validate(data)
     except ValidationError as error:
-        raise InputError(f"the plan: {describe(error)}") from None
+        raise InputError(f"the plan: {describe_problem_error(error)}") from None
 
 
 MAX_BYTES = 256 << 20
-"""Largest plan file; a plan of a million ops has 75 MB."""
+"""Largest plan file; a plan of a million ops takes 75 MB."""
 
 
 class LoadedPlan(NamedTuple):
-    """A plan from a file."""
+    """Plan read from a file."""
 
     policy: str
     planning_seconds: float
@@ -177,6 +186,6 @@ def load_plan(path: str) -> LoadedPlan:
         return LoadedPlan(IMPORTED, 0.0, parse_csv(text))
     plan = parse_plan_file(text)
     return LoadedPlan(
-        plan.policy, plan.planning_ms / 1e3, plan.schedule(), plan.dispatch, plan.device_limit,
+        plan.policy, plan.planning_ms / 1e3, plan.to_schedule(), plan.dispatch, plan.device_limit,
         plan.recompute, plan.waits,
     )  # fmt: skip

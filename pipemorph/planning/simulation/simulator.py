@@ -1,4 +1,4 @@
-"""Simulates a schedule: exact event times, and messages."""
+"""Simulates a schedule under a problem: exact times of ops and messages, and fast predictions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from typing import NamedTuple
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, OpKind, Schedule
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Changes, Costs, DelayAt, Ran, Waits, guide_of
-from pipemorph.planning.validator import check_memory, validate, validate_waits
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import (
+    Changes,
+    Costs,
+    DelayAt,
+    Execution,
+    Waits,
+    build_guide,
+)
+from pipemorph.planning.validator import check_rank_memory, validate, validate_waits
 
-Runner = Callable[[Costs, DelayAt | None, DelayAt | None], Ran]
-"""Executes a schedule under the costs, delays and transfers it is given."""
-SETTLED = 4
-"""Iterations after which consecutive ones take about the same time."""
+Runner = Callable[[Costs, DelayAt | None, DelayAt | None], Execution]
+"""Executes one schedule under costs, and under delays and transfers if they vary."""
+SETTLING_ITERATIONS = 4
+"""Iterations after which their times hardly change."""
 
 
 class TimedOp(NamedTuple):
-    """One op with its times, in the problem's unit."""
+    """Op with its times, in the problem's unit."""
 
     kind: OpKind
     microbatch: int
@@ -33,16 +40,16 @@ class TimedOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated iteration. ``schedule``: the order in which the ops ran. ``after``: what
-    follows the last op of each rank."""
+    """Simulated iteration. ``schedule``: the order in which the ops ran. ``rank_tails``: time after
+    the last op of each rank."""
 
     schedule: Schedule
-    ran: Ran = field(repr=False)
-    after: Sequence[float] = field(repr=False)
+    execution: Execution = field(repr=False)
+    rank_tails: Sequence[float] = field(repr=False)
 
     @cached_property
     def ranks(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """The ops of each rank in run order."""
+        """Ops of each rank in run order."""
         return tuple(
             tuple(
                 [
@@ -51,46 +58,47 @@ class Simulation:
                 ]
             )
             for ops, starts, ends in zip(
-                self.schedule.ranks, self.ran.start, self.ran.end, strict=True
+                self.schedule.ranks, self.execution.start, self.execution.end, strict=True
             )
         )
 
     @cached_property
     def stages(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """The ops of each stage in run order."""
+        """Ops of each stage in run order."""
         if self.schedule.one_stage_each:
             return self.ranks
         found: list[list[TimedOp]] = [[] for _ in self.schedule.placement]
-        for mine, ops in zip(self.schedule.stages_of, self.ranks, strict=True):
+        for mine, ops in zip(self.schedule.stages_by_rank, self.ranks, strict=True):
             for op in ops:
                 found[mine[op.chunk]].append(op)
         return tuple(map(tuple, found))
 
     @property
     def makespan(self) -> float:
-        """Time from the start of the iteration to the end of the last op, and of what follows on
-        its rank."""
-        return max(self._ends())
+        """Time from the start of the iteration to the end of the last op and its reduction."""
+        return max(self._compute_rank_ends())
 
     @property
     def exposed_reduction(self) -> float:
-        """By how much the reduction of gradients makes the iteration longer: what the ops of no
-        rank hide."""
-        return self.makespan - max(ends[-1] for ends in self.ran.end)
+        """Time by which gradient reduction lengthens the iteration: the part that no ops hide."""
+        return self.makespan - max(ends[-1] for ends in self.execution.end)
 
     @property
     def period(self) -> float:
-        """Longest time from the start of a rank's first op to the end of its last one, and of
-        what follows it: the time per iteration if nothing makes ranks wait for each other between
-        iterations."""
-        starts = (row[0] for row in self.ran.start)
-        return max(end - start for end, start in zip(self._ends(), starts, strict=True))
+        """Longest time from the start of a rank's first op to the end of its last one and its
+        reduction: the time per iteration if ranks do not wait for each other between iterations."""
+        starts = (row[0] for row in self.execution.start)
+        return max(
+            end - start for end, start in zip(self._compute_rank_ends(), starts, strict=True)
+        )
 
-    def _ends(self) -> list[float]:
-        return [row[-1] + tail for row, tail in zip(self.ran.end, self.after, strict=True)]
+    def _compute_rank_ends(self) -> list[float]:
+        return [
+            row[-1] + tail for row, tail in zip(self.execution.end, self.rank_tails, strict=True)
+        ]
 
-    def objective(self, problem: Problem) -> float:
-        """Makespan or period, as the problem asks for."""
+    def select_objective(self, problem: Problem) -> float:
+        """Makespan or period, by the problem's ``objective``."""
         return self.period if problem.objective == "period" else self.makespan
 
     @property
@@ -113,26 +121,26 @@ def simulate(
 ) -> Simulation:
     """Execute ``schedule`` under the times, caps and links of ``problem``.
 
-    STATIC keeps each rank's order. GUIDED keeps the order as far as messages arrive in
-    time; ``waits``: see :func:`~pipemorph.planning.simulation.core.guide_of`.
-    ``delay_at(link, sent)``, if given, is in place of the links' delays, and then ``transfer_at``,
-    if given, in place of their transfers; ``sent``: time since the start of the iteration.
-    ``before``: when each rank may begin; None: at 0. Raises :class:`ScheduleError` if the schedule
-    is invalid or exceeds a cap of the problem.
+    STATIC follows each rank's order. GUIDED follows it as far as messages arrive in time;
+    ``waits``: see :func:`~pipemorph.planning.simulation.execution.build_guide`. ``delay_at(link,
+    sent)`` replaces the links' delays, and ``transfer_at``, which needs ``delay_at``, their
+    transfers; ``sent``: time since the start of the iteration. ``before``: earliest start of each
+    rank; None: 0. Raises :class:`ScheduleError` if the schedule is invalid or exceeds a cap of the
+    problem.
     """
-    check_fits(schedule, problem)
-    validate(schedule, problem.in_flight_limits(), problem.device_limits())
+    check_same_shape(schedule, problem)
+    validate(schedule, problem.list_in_flight_limits(), problem.list_device_limits())
     guided = dispatch_mode is Dispatch.GUIDED
-    check_memory(schedule, problem.sizes, problem.rank_memory, as_peaks=guided)
+    check_rank_memory(schedule, problem.microbatch_sizes, problem.rank_memory, as_peaks=guided)
     validate_waits(schedule, waits or ())
-    costs = Costs.of(problem, schedule.placement)
+    costs = Costs.from_problem(problem, schedule.placement)
     if before is not None:
-        costs = costs._replace(before=list(before))
-    run = _runner(schedule, problem, dispatch_mode, waits)
+        costs = costs._replace(rank_starts=list(before))
+    run = _make_runner(schedule, problem, dispatch_mode, waits)
     ran = run(costs, delay_at, transfer_at)
     if dispatch_mode is not Dispatch.STATIC:
-        schedule = core.decode(ran.codes, problem.microbatches, schedule.placement)
-    return Simulation(schedule, ran, costs.after)
+        schedule = execution.decode_schedule(ran.op_codes, problem.microbatches, schedule.placement)
+    return Simulation(schedule, ran, costs.rank_tails)
 
 
 def predict(
@@ -145,19 +153,22 @@ def predict(
 
     The fast path of the adaptation controller: no checks, so the schedule must be valid.
     """
-    costs = Costs.of(problem, schedule.placement)
+    costs = Costs.from_problem(problem, schedule.placement)
     if dispatch_mode is Dispatch.STATIC:
-        return core.makespan(costs, schedule.codes)
-    return core.guided_makespan(costs, guide_of(schedule, problem, waits))
+        return execution.compute_makespan(costs, schedule.op_codes)
+    return execution.compute_guided_makespan(costs, build_guide(schedule, problem, waits))
 
 
-def following(free: core.Rows, after: Sequence[float]) -> tuple[float, list[float]]:
-    """When rank 0 may begin the next iteration, and when each rank may, counted from then, if
-    nothing makes ranks wait for each other between iterations. ``free``: of the iteration before
-    it, see :class:`~pipemorph.planning.simulation.core.Ran`. ``after``: what follows the last op of
-    each rank."""
+def compute_next_starts(free: execution.Rows, after: Sequence[float]) -> tuple[float, list[float]]:
+    """Earliest start of rank 0 in the next iteration, and of each rank relative to it, if ranks do
+    not wait for each other between iterations.
+
+    ``free``: ``free_at`` of the iteration before, see
+    :class:`~pipemorph.planning.simulation.execution.Execution`. ``after``: time that each rank
+    needs after its last op.
+    """
     ends = [row[-1] + tail for row, tail in zip(free, after, strict=True)]
-    # No rank has anything to do before rank 0 begins: it has stage 0.
+    # Other ranks are idle until rank 0 begins: it has stage 0.
     return ends[0], [max(0.0, end - ends[0]) for end in ends]
 
 
@@ -167,23 +178,22 @@ def predict_period(
     dispatch_mode: Dispatch = Dispatch.STATIC,
     waits: Waits | None = None,
 ) -> float:
-    """Time per iteration of ``schedule`` if many of them follow each other and nothing makes ranks
-    wait for each other in between, in the problem's unit: once consecutive ones take about the
-    same.
+    """Time per iteration of ``schedule``, in the problem's unit, after many iterations between
+    which ranks do not wait for each other.
 
     At most :attr:`Simulation.period`: a rank need not begin as early as it could. Without checks,
     like :func:`predict`.
     """
-    costs = Costs.of(problem, schedule.placement)
-    run = _runner(schedule, problem, dispatch_mode, waits)
+    costs = Costs.from_problem(problem, schedule.placement)
+    run = _make_runner(schedule, problem, dispatch_mode, waits)
     steps: list[float] = []
-    while len(steps) < 2 * SETTLED:
-        took, before = following(run(costs, None, None).free, costs.after)
-        if before == costs.before:
+    while len(steps) < 2 * SETTLING_ITERATIONS:
+        took, before = compute_next_starts(run(costs, None, None).free_at, costs.rank_tails)
+        if before == costs.rank_starts:
             return took
         steps.append(took)
-        costs = costs._replace(before=before)
-    return sum(steps[SETTLED:]) / SETTLED
+        costs = costs._replace(rank_starts=before)
+    return sum(steps[SETTLING_ITERATIONS:]) / SETTLING_ITERATIONS
 
 
 def predict_changing(
@@ -193,34 +203,38 @@ def predict_changing(
     dispatch_mode: Dispatch = Dispatch.STATIC,
     waits: Waits | None = None,
 ) -> float:
-    """Mean time of iterations with the delays and, if given, the transfers ``changes[k]``, each a
-    function ``(link, sent)``, in the problem's unit; ``sent``: time since the start of the
-    iteration. Their makespan, or, if the objective is the
-    period, what they take if they follow each other. Without checks, like :func:`predict`.
+    """Mean time of iterations whose links vary, in the problem's unit.
+
+    ``changes[k]``: delays and transfers of iteration *k*, as functions of ``(link, sent)``;
+    ``sent``: time since the start of the iteration. Each iteration's time is its makespan; for the
+    objective period, the time until the next one begins, without waits of ranks for each other.
+    Without checks, like :func:`predict`.
     """
-    costs = Costs.of(problem, schedule.placement)
-    run = _runner(schedule, problem, dispatch_mode, waits)
+    costs = Costs.from_problem(problem, schedule.placement)
+    run = _make_runner(schedule, problem, dispatch_mode, waits)
     steps: list[float] = []
     for delay_at, transfer_at in changes:
         ran = run(costs, delay_at, transfer_at)
         if problem.objective == "makespan":
-            steps.append(ran.makespan(costs.after))
+            steps.append(ran.compute_makespan(costs.rank_tails))
             continue
-        took, before = following(ran.free, costs.after)
+        took, before = compute_next_starts(ran.free_at, costs.rank_tails)
         steps.append(took)
-        costs = costs._replace(before=before)
+        costs = costs._replace(rank_starts=before)
     return sum(steps) / len(steps)
 
 
-def _runner(schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits | None) -> Runner:
-    """Executes a valid schedule under the costs, delays and transfers it is given."""
+def _make_runner(
+    schedule: Schedule, problem: Problem, mode: Dispatch, waits: Waits | None
+) -> Runner:
+    """Runner of a valid schedule."""
     if mode is Dispatch.STATIC:
-        return lambda costs, *at: core.in_order(costs, schedule.codes, *at)
-    guide = guide_of(schedule, problem, waits)
-    return lambda costs, *at: core.guided(costs, guide, *at)
+        return lambda costs, *at: execution.execute_in_order(costs, schedule.op_codes, *at)
+    guide = build_guide(schedule, problem, waits)
+    return lambda costs, *at: execution.execute_guided(costs, guide, *at)
 
 
-def check_fits(schedule: Schedule, problem: Problem) -> None:
+def check_same_shape(schedule: Schedule, problem: Problem) -> None:
     """Raise :class:`InputError` unless both have the same number of stages and microbatches."""
     if schedule.stage_count != problem.stage_count:
         raise InputError(
@@ -233,9 +247,9 @@ def check_fits(schedule: Schedule, problem: Problem) -> None:
 
 
 class Message(NamedTuple):
-    """One message over link *i*. ``forward``: from stage *i* to *i+1*, else from *i+1* to *i*.
+    """Message over link *i*. ``forward``: from stage *i* to *i+1*, else from *i+1* to *i*.
 
-    ``sent``: end of the op that computed it; ``arrived``: when the receiver may use it.
+    ``sent``: end of the op that computed it; ``arrived``: time from which the receiver may use it.
     """
 
     link: int
@@ -245,28 +259,30 @@ class Message(NamedTuple):
     arrived: float
 
 
-class Delivery(NamedTuple):
-    """The messages of an iteration, and compute blocked by sends. Times in the problem's unit.
+class MessageTrace(NamedTuple):
+    """Messages of an iteration, and compute blocked by sends. Times in the problem's unit.
 
-    ``held[rank]``: position of an op → time until which its send blocked the rank's compute (by
-    ``Link.outstanding``).
+    ``blocked_until[rank]``: position of an op → time until which its send blocked the rank's
+    compute (by ``Link.outstanding``).
     """
 
     messages: list[Message]
-    held: list[dict[int, float]]
+    blocked_until: list[dict[int, float]]
 
 
-def deliver(simulation: Simulation) -> Delivery:
-    """The messages of a simulation between its ranks, in the order of their sends."""
-    placement, stages_of = simulation.schedule.placement, simulation.schedule.stages_of
+def trace_messages(simulation: Simulation) -> MessageTrace:
+    """Messages between the ranks of a simulation, in the order of their sends."""
+    placement, stages_of = simulation.schedule.placement, simulation.schedule.stages_by_rank
     last = len(placement) - 1
-    above, below = simulation.ran.above, simulation.ran.below
+    above, below = simulation.execution.forward_arrivals, simulation.execution.gradient_arrivals
     sent: list[tuple[float, Message]] = []
-    held: list[dict[int, float]] = []
+    blocked_by_rank: list[dict[int, float]] = []
     for rank, ops in enumerate(simulation.ranks):
         blocked: dict[int, float] = {}
-        held.append(blocked)
-        for position, (op, at) in enumerate(zip(ops, simulation.ran.free[rank], strict=True)):
+        blocked_by_rank.append(blocked)
+        for position, (op, at) in enumerate(
+            zip(ops, simulation.execution.free_at[rank], strict=True)
+        ):
             stage = stages_of[rank][op.chunk]
             kind, m, end = op.kind, op.microbatch, op.end
             if at > end:
@@ -275,4 +291,5 @@ def deliver(simulation: Simulation) -> Delivery:
                 sent.append((at, Message(stage, True, m, end, above[stage + 1][m])))
             elif kind in (OpKind.B, OpKind.BW) and stage and placement[stage - 1] != rank:
                 sent.append((at, Message(stage - 1, False, m, end, below[stage - 1][m])))
-    return Delivery([message for _, message in sorted(sent, key=itemgetter(0))], held)
+    messages = [message for _, message in sorted(sent, key=itemgetter(0))]
+    return MessageTrace(messages, blocked_by_rank)

@@ -1,4 +1,4 @@
-"""A cluster to look around in.
+"""Cluster for exploration by hand.
 
 PYTHONPATH=tests/cluster python -m testbed up [api|node [--images]]
 """

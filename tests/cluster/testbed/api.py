@@ -21,7 +21,7 @@ Object = dict[str, Any]
 
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
-# One more try on a fresh connection: the server may have closed a kept one while it was idle.
+# One more try on a fresh connection: the server may have closed an old one while it was idle.
 _AGAIN = urllib3.Retry(
     total=1, redirect=False, status=0, respect_retry_after_header=False, raise_on_status=False
 )
@@ -38,7 +38,7 @@ class ApiError(Exception):
 
 class ApiClient:
     """Requests to one API server as one user, both of a kubeconfig that :mod:`testbed.kubeconfig`
-    wrote. A client certificate is written to a file beside it, which is what :mod:`ssl` reads."""
+    wrote. A client certificate is written to a file in its folder, as :mod:`ssl` reads files."""
 
     def __init__(self, kubeconfig: Path) -> None:
         config = yaml.safe_load(kubeconfig.read_text())
@@ -56,7 +56,7 @@ class ApiClient:
         if "token" in user:
             self._headers["Authorization"] = f"Bearer {user['token']}"
         self._paths: dict[str, tuple[str, str, bool]] = {}
-        self._kept = self._connections()
+        self._persistent = self._connections()
 
     def _connections(self) -> urllib3.HTTPConnectionPool:
         return urllib3.connection_from_url(self.server, ssl_context=self._tls, maxsize=8)
@@ -92,14 +92,14 @@ class ApiClient:
         query: Mapping[str, str] | None = None,
         deadline: float = 30.0,
     ) -> tuple[int, bytes]:
-        """The status code and the bytes of the answer, such as those of /metrics."""
+        """Status code and bytes of the answer, such as those of /metrics."""
         target = path + (f"?{urlencode(query)}" if query else "")
         headers = self._headers | ({} if body is None else {"Content-Type": content_type})
         data = None if body is None else json.dumps(body).encode()
-        # A write has a connection of its own: on a kept one, an answer that does not come may mean
-        # that the server had closed it while it was idle, or that it did what was asked and died.
+        # A write has a connection of its own: on an old one, an answer that does not come may mean
+        # that the server had closed it while it was idle, or that it did the write and died.
         reads = method == "GET"
-        pool = self._kept if reads else self._connections()
+        pool = self._persistent if reads else self._connections()
         try:
             answer = pool.urlopen(
                 method, target, data, headers, retries=_AGAIN if reads else False, timeout=deadline
@@ -157,8 +157,8 @@ class ApiClient:
     def watch(
         self, kind: str, name: str, namespace: str | None = None, *, since: str, seconds: int
     ) -> Iterator[Object]:
-        """The object as it was after each change that follows the resource version `since`, for
-        so many seconds; `ApiError` if the server does not know that version any more."""
+        """The object after each change that follows the resource version `since`, for some seconds;
+        `ApiError` if the server no longer knows that version."""
         query = {
             "watch": "1",
             "fieldSelector": f"metadata.name={name}",
@@ -204,7 +204,7 @@ class ApiClient:
     def delete(
         self, kind: str, name: str, namespace: str | None = None, *, grace: int | None = None
     ) -> None:
-        """Delete an object and, in the background, what it owns; one that is gone is fine."""
+        """Delete an object and, in the background, those it owns; a missing one is no error."""
         options: Object = {"propagationPolicy": "Background"}
         if grace is not None:
             options["gracePeriodSeconds"] = grace

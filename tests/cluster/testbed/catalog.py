@@ -1,4 +1,4 @@
-"""The testbeds by name: what each consists of, and whether it is ready."""
+"""The testbeds by name: their parts, and whether they are ready."""
 
 import os
 import shutil
@@ -38,14 +38,14 @@ _AARCH64_FILES = {
 
 @dataclass(frozen=True)
 class Artifact:
-    """Something that is built, or downloaded and unpacked, below the cache."""
+    """Product of a build, or of a download that is unpacked, below the cache."""
 
     title: str
     is_there: Callable[[], bool]
     make: Callable[[Say, float], None]
     """Makes it, until a time of `time.monotonic`."""
     needs: tuple[Need, ...] = ()
-    """What making it needs; using it does not."""
+    """Requirements of making it; using it has none."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Testbed:
     needs: tuple[Need, ...] = ()
     artifacts: tuple[Artifact, ...] = ()
     unfit: Callable[[], str | None] = field(default=lambda: None)
-    """Why this machine cannot have it."""
+    """Reason that this machine cannot have it."""
     default: bool = True
-    """Whether `make test-all` needs it."""
+    """True if `make test-all` needs it."""
 
     def missing_artifacts(self) -> list[Artifact]:
-        """Those that are not there, or cannot be looked for: making them says why."""
+        """Artifacts that are missing, or cannot be looked for: making them says why."""
         return [artifact for artifact in self.artifacts if not _is_there(artifact)]
 
     def missing_packages(self) -> list[str]:
@@ -73,7 +73,7 @@ class Testbed:
         return packages.missing_packages([*self.needs, *more])
 
     def why_not(self) -> str | None:
-        """Why its tests cannot run now, in one line; None if they can."""
+        """Reason, in one line, that its tests cannot run now; None if they can."""
         try:
             if reason := self.unfit():
                 return reason
@@ -109,7 +109,7 @@ def find_clang() -> str | None:
 
 
 def find_browser() -> str | None:
-    """The program that `PIPEMORPH_TEST_BROWSER` names, or else the `chromium` of the path."""
+    """Program that `PIPEMORPH_TEST_BROWSER` names, otherwise the `chromium` on PATH."""
     return shutil.which(os.environ.get(BROWSER) or "chromium")
 
 
@@ -157,7 +157,7 @@ def _unfit_for_guests() -> str | None:
 
 @cache
 def testbeds() -> dict[str, Testbed]:
-    """All testbeds, in the order in which they are built."""
+    """List the testbeds in the order in which they are built."""
     made = [
         Testbed(
             "compilers",
@@ -271,7 +271,7 @@ def with_required(names: Iterable[str]) -> list[Testbed]:
 
 
 def status(name: str) -> str | None:
-    """Why the tests of a testbed cannot run now, in one line; None if they can."""
+    """Reason, in one line, that the tests of a testbed cannot run now; None if they can."""
     for testbed in with_required([name]):
         if why := testbed.why_not():
             return why if testbed.name == name else f"testbed {testbed.name} is not ready"

@@ -1,4 +1,4 @@
-"""What a test holds: one cluster, and the few things every test does with it."""
+"""Cluster of a test, and the few things every test does with it."""
 
 import base64
 import itertools
@@ -23,9 +23,9 @@ from testbed.waiting import NotYet, wait_for
 
 Condition = str | Callable[[Object], object]
 
-# A range nobody routes (RFC 2544, benchmarks), for pods that run nowhere.
+# A range that is not routed (RFC 2544, benchmarks), for pods that run nowhere.
 _FAKE_IPS = itertools.count(1)
-"""Their last 16 bits. No generator: threads take from it together."""
+"""Last 16 bits of addresses. No generator: threads take from it together."""
 
 
 class Cluster:
@@ -65,7 +65,7 @@ class Cluster:
         input: str | None = None,
         deadline: float = 60.0,
     ) -> str:
-        """What kubectl prints; `TestbedError` with its complaint if it fails."""
+        """Output of kubectl; `TestbedError` with its complaint if it fails."""
         return output(
             [tools.find("kubectl"), f"--kubeconfig={self.admin}", *arguments],
             input=input,
@@ -74,11 +74,11 @@ class Cluster:
         )
 
     def helm(self, *arguments: str) -> str:
-        """What helm prints; `TestbedError` with its complaint if it fails."""
+        """Output of helm; `TestbedError` with its complaint if it fails."""
         program = tools.find("helm")
         environment = self._environment() | {
             "KUBECONFIG": str(self.admin),
-            # Not the plugins, repositories and caches of whoever runs the tests.
+            # Not the plugins, repositories and caches of the user who runs the tests.
             **{
                 f"HELM_{name}_HOME": str(self.directory / "helm" / name.lower())
                 for name in ("CACHE", "CONFIG", "DATA")
@@ -100,15 +100,14 @@ class Cluster:
             manifest = yaml.safe_dump_all(objects)
         self.kubectl("apply", "-f", "-", *arguments, input=manifest)
 
-    # --- who asks -------------------------------------------------------------------------
+    # --- users ----------------------------------------------------------------------------
 
     def kubeconfig(self, user: str) -> Path:
-        """A kubeconfig of a user who has no rights but those bound, who signs in with a
-        certificate."""
+        """A kubeconfig of a user with only the bound rights, who signs in with a certificate."""
         return self.control_plane.kubeconfig(f"user-{secrets.token_hex(4)}", user)
 
     def kubeconfig_of_token(self, token: str, name: str = "token") -> Path:
-        """A kubeconfig of whoever a token belongs to, such as the operator's service account."""
+        """A kubeconfig of a token's owner, such as the operator's service account."""
         return write_kubeconfig(
             self.directory / "kubeconfig" / f"{name}-{secrets.token_hex(4)}.yaml",
             server=self.server,
@@ -127,7 +126,7 @@ class Cluster:
     ) -> str:
         """A token as the kubelet projects it: for one audience, bound to one pod.
 
-        Kubernetes grants no less than 600 seconds; see `expired` for what is left after them.
+        Kubernetes grants no less than 600 seconds; see `expired` for one whose time is over.
         """
         spec: Object = {"expirationSeconds": seconds}
         if audience is not None:
@@ -147,7 +146,7 @@ class Cluster:
         return token
 
     def expired(self, token: str, seconds: int = 60) -> str:
-        """The same token as it would be `seconds` after its end, signed by the cluster's key."""
+        """Token as it would be `seconds` after its end, signed by the cluster's key."""
         key = self.control_plane.token_key
         head, body, _ = token.split(".")
         claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
@@ -237,9 +236,9 @@ class Cluster:
         labels: Mapping[str, str] | None = None,
         resources: Mapping[str, str] | None = None,
     ) -> None:
-        """A node that is only an object: ready, with resources, and nothing that runs on it."""
+        """A node that is only an object: ready, with resources, and no kubelet."""
         self.client.create("nodes", {"metadata": {"name": name, "labels": dict(labels or {})}})
-        # The API server taints a new node, and takes no other word for it at its creation.
+        # The API server taints a new node; its creation cannot prevent that.
         self.client.patch("nodes", name, {"spec": {"taints": None}})
         have = {"cpu": "64", "memory": "256Gi", "pods": "500"} | dict(resources or {})
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
@@ -253,8 +252,8 @@ class Cluster:
     def fake_pod_running(self, namespace: str, pod: str, *, node: str | None = None) -> Object:
         """Report a pod as running and ready, as its kubelet would.
 
-        Without `node` the pod stays unbound, so that the API server deletes it at once when asked:
-        a bound pod waits for its kubelet (`fake_pod_gone`).
+        Without `node` the pod stays unbound, so that the API server deletes it at once: a bound pod
+        waits for its kubelet (`fake_pod_gone`).
         """
         if node is not None:
             self.client.request(

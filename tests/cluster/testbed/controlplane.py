@@ -26,8 +26,8 @@ _held: list[socket.socket] = []
 
 
 def free_ports(count: int, host: str) -> list[int]:
-    """Ports that nobody else is given while this process lives, however often the program that
-    listens there is started: servers ask to share a port, and only one listens."""
+    """Ports reserved while this process lives, however often the program that listens there is
+    started: servers request a shared port, and only one listens."""
     ports = []
     for _ in range(count):
         holder = socket.socket()
@@ -40,12 +40,12 @@ def free_ports(count: int, host: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What differs between the levels."""
+    """Settings that differ between the levels."""
 
     # The address of the API server. Pods reach it at this address, so the node level gives one
     # that is not the loopback.
     host: str = "127.0.0.1"
-    # Without nodes nobody renews leases: a node that a test makes up would be given up on.
+    # Without kubelets no lease is renewed: a node that a test makes up would be given up on.
     watch_nodes: bool = False
     controller_manager_args: Sequence[str] = field(default_factory=tuple)
 
@@ -198,7 +198,7 @@ class ControlPlane:
         self.apiserver.stop()
 
     def stop(self) -> None:
-        """End every process: those that ask before the ones that answer."""
+        """End every process: clients before servers."""
         for process in reversed(self.processes):
             # The data is thrown away, so nothing is gained by a slow farewell.
             process.stop(grace=2.0)

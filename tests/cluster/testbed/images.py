@@ -34,7 +34,7 @@ def build_image(
 ) -> Path:
     """Write an OCI image of one layer as a tar archive that `ctr images import` takes.
 
-    `files` maps a path in the image to its content; all are executable, which harms nobody.
+    `files` maps a path in the image to its content; all are executable, which does no harm.
     """
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:

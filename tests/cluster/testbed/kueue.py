@@ -1,4 +1,4 @@
-"""A real Kueue beside the control plane: its custom resources, its webhooks and its manager.
+"""A real Kueue for the control plane: its custom resources, its webhooks and its manager.
 
 Its manifests come with its module. Webhooks are called at an address of this machine instead of a
 Service, and only those of Jobs and of Kueue's own kinds are registered.
@@ -35,8 +35,7 @@ shift; exec "$@"
 
 @contextmanager
 def kueue(cluster: Cluster) -> Iterator[None]:
-    """Kueue for batch Jobs, as long as the context lasts. Raises TestbedError in a cluster
-    that has one already."""
+    """Kueue for batch Jobs, until the context ends. TestbedError if the cluster has one."""
     plane = cluster.control_plane
     program = tools.find("kueue")
     manifests = tools.source(tools.main_requirement("kueue"), "kueue")[0] / "config/components"
@@ -70,7 +69,7 @@ def kueue(cluster: Cluster) -> Iterator[None]:
         cleaning.enter_context(installed(cluster, kinds))
         cleaning.callback(process.stop)
         process.start()
-        # Last, since a webhook that nobody answers refuses all Jobs, and so removed first.
+        # Last, since a webhook without a server refuses all Jobs, and so removed first.
         process.wait_until("it is ready", lambda: _ready(host, health), READY_DEADLINE)
         cluster.apply(hooks)
         for hook in hooks:
@@ -108,15 +107,15 @@ def _webhooks(path: Path, url: str, authority: Path) -> list[Object]:
     bundle = base64.b64encode(authority.read_bytes()).decode()
     found = []
     for configuration in yaml.safe_load_all(path.read_text()):
-        kept = []
+        hooks = []
         for hook in configuration["webhooks"]:
             rules = [(set(r["apiGroups"]), set(r["resources"])) for r in hook["rules"]]
             if any(GROUP in g or ("batch" in g and "jobs" in kinds) for g, kinds in rules):
                 place = hook["clientConfig"]["service"]["path"]
                 hook["clientConfig"] = {"url": url + place, "caBundle": bundle}
-                kept.append(hook)
+                hooks.append(hook)
         name = f"kueue-{configuration['kind'].removesuffix('WebhookConfiguration').lower()}"
-        configuration |= {"webhooks": kept, "metadata": {"name": name}}
+        configuration |= {"webhooks": hooks, "metadata": {"name": name}}
         found.append(configuration)
     return found
 

@@ -1,4 +1,4 @@
-"""The machine that runs nodes: what it must have, and what a killed run has left on it."""
+"""The machine that runs nodes: its requirements, and leftovers of a killed run."""
 
 import json
 import os
@@ -31,7 +31,7 @@ NODE_FILES = {
 
 
 def unfit_for_nodes() -> str | None:
-    """Why this machine cannot run pods, or None."""
+    """Reason that this machine cannot run pods, or None."""
     if sys.platform != "linux":
         return f"found {sys.platform}, and pods need Linux"
     if os.geteuid() != 0:
@@ -55,7 +55,7 @@ def free_network() -> IPv4Network:
 
 
 def remove_leftovers() -> None:
-    """What a run that was killed could not remove: its name holds the process that made it."""
+    """Remove leftovers of a killed run: their names hold the process that made them."""
     for link in json.loads(output(["ip", "-j", "link", "show"])):
         found = re.fullmatch(BRIDGE_PREFIX + r"(\d+)(n\d+)?", link["ifname"])
         if found and not Path(f"/proc/{found.group(1)}").exists():
@@ -78,7 +78,7 @@ def cgroup_name(node: str) -> str:
 
 
 def cgroup_roots() -> list[Path]:
-    """Where cgroups are made: one place, or under version 1 one per controller."""
+    """Folders in which cgroups are made: one, or under version 1 one per controller."""
     if (CGROUPS / "cgroup.controllers").exists():
         return [CGROUPS]
     return [root for root in CGROUPS.iterdir() if root.is_dir() and not root.is_symlink()]

@@ -1,4 +1,4 @@
-"""What `make testbeds` does: a plan, Debian packages if they may be installed, and builds."""
+"""Steps of `make testbeds`: a plan, Debian packages if they may be installed, and builds."""
 
 import resource
 import time
@@ -18,7 +18,7 @@ BUILT, FAILED, PACKAGES_MISSING, LIMIT_REACHED = 0, 1, 2, 3
 
 @dataclass
 class Result:
-    """How it ended: an exit status, and the one line that says why."""
+    """Result: an exit status, and the one line that says why."""
 
     status: int
     line: str
@@ -36,7 +36,7 @@ class _Costs:
 
 
 def plan(testbeds: Sequence[Testbed]) -> list[str]:
-    """A line for each testbed: whether it is there, what will be built, and missing packages."""
+    """A line for each testbed: whether it is there, builds to run, and missing packages."""
     lines = []
     for testbed in testbeds:
         if reason := testbed.unfit():
@@ -54,8 +54,8 @@ def plan(testbeds: Sequence[Testbed]) -> list[str]:
 def make(testbeds: Sequence[Testbed], *, may_install: bool, limit: float, say: Say) -> Result:
     """Install and build what is missing, for at most `limit` seconds.
 
-    What cannot be built is left out, and the others are built. A repeated call goes on where this
-    one ended: a program is there when it is complete, and Go keeps what it has compiled.
+    A failed build is skipped, and the others go on. A repeated call resumes where this one ended: a
+    program is there when it is complete, and Go caches what it has compiled.
     """
     end = time.monotonic() + limit
     costs = _Costs()
@@ -118,7 +118,7 @@ def _make_artifact(name: str, artifact: Artifact, costs: _Costs, say: Say, end: 
 
 
 def _missing(testbeds: Sequence[Testbed], may_install: bool) -> Result:
-    """The end of a call in which nothing failed: ready, or in need of packages."""
+    """Result of a call without failures: ready, or in need of packages."""
     fit = [testbed for testbed in testbeds if not testbed.unfit()]
     unfit = [testbed for testbed in testbeds if testbed.unfit()]
     wanted = {testbed.name: names for testbed in fit if (names := testbed.missing_packages())}
@@ -157,6 +157,6 @@ def _first_line(error: TestbedError, say: Say) -> str:
 
 
 def _processor_seconds() -> float:
-    """Of all programs that this process started and that have ended."""
+    """Processor seconds of all programs that this process started and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -52,8 +52,8 @@ RELEASES = {
 
 @cache
 def kinds(project: str) -> tuple[Object, ...]:
-    """The custom resource definitions of a project. Raises TestbedError if what was downloaded is
-    not what is pinned here."""
+    """The custom resource definitions of a project. Raises TestbedError if the download is not the
+    one that is pinned here."""
     release = RELEASES[project]
     folder, checksum = tools.source(release.module, "api")
     # Compared here, since Go's own database does not have every release.
@@ -77,7 +77,7 @@ def kinds_in(folder: Path) -> tuple[Object, ...]:
 
 @contextmanager
 def installed(cluster: Cluster, wanted: Sequence[Object]) -> Iterator[None]:
-    """A cluster with these kinds, and without what would act on them."""
+    """A cluster with these kinds, and without their controllers."""
     names = [kind["metadata"]["name"] for kind in wanted]
     # Too large for the annotation in which a client keeps what it has applied.
     cluster.apply(wanted, "--server-side")
@@ -94,7 +94,7 @@ def installed(cluster: Cluster, wanted: Sequence[Object]) -> Iterator[None]:
 
 def _removed(cluster: Cluster, name: str) -> None:
     """Wait until a kind is gone. The API server empties a kind's storage while it takes that down,
-    and may wait for it for ever: then what is left in it stays behind, in a cluster that ends."""
+    and may wait for it for ever: then remaining objects stay, in a cluster that ends."""
     try:
         cluster.wait("crds", name, "deleted", deadline=30.0)
     except TestbedError:

@@ -1,9 +1,9 @@
 """Nodes that run real pods: containerd, a bridge network, kube-proxy, a kubelet, a device plugin.
 
 Each node lives in mount, network and process namespaces of its own. Nothing of it can be seen or
-left behind on the host (sockets in /run, mounts of volumes, containers that outlive containerd,
-iptables rules), there can be several, and one is lost by killing one process. What remains on the
-host is a bridge and a cgroup, which the next run removes if this one could not.
+stay on the host (sockets in /run, mounts of volumes, containers that outlive containerd, iptables
+rules), there can be several, and one is lost by killing one process. What remains on the host is a
+bridge and a cgroup, which the next run removes if this one could not.
 """
 
 import json
@@ -27,9 +27,9 @@ RESOURCE = "rdma/hca_shared_devices_a"
 DEVICES = 8
 START_DEADLINE = 90.0
 POLICY_QUEUE = 100
-"""Number of the kernel's queue with the packets that NetworkPolicies are asked about."""
+"""Number of the kernel's queue with the packets that NetworkPolicies judge."""
 _JUDGED = (
-    # What has been let in, with what answers it; and what the node itself sends, such as probes.
+    # Established connections and their answers; and packets of the node itself, such as probes.
     ("-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED", "-j", "RETURN"),
     ("-m", "owner", "--uid-owner", "0", "-j", "RETURN"),
     ("-j", "NFQUEUE", "--queue-num", str(POLICY_QUEUE)),
@@ -40,7 +40,7 @@ What is in the queue before anybody reads it is lost."""
 
 @dataclass(frozen=True)
 class Site:
-    """What the nodes of a cluster have in common.
+    """Settings that the nodes of a cluster have in common.
 
     `network`: of the nodes and their pods; `host`: the host's address in it, where the cluster's
     DNS is too. `archives`: of the images that every node gets; more may come.
@@ -56,7 +56,7 @@ class Site:
 
 
 class Node:
-    """One node and its programs."""
+    """Node and its programs."""
 
     def __init__(self, number: int, cluster: Cluster, site: Site) -> None:
         self.name = f"node-{number}"
@@ -68,7 +68,7 @@ class Node:
         self.pods = IPv4Network((int(network.network_address) + (number << 8), 24))
         self.link = f"{site.bridge}n{number}"
         self.cgroup = cgroup_name(self.name)
-        self.sick = self.directory / "sick-devices"
+        self.unhealthy = self.directory / "unhealthy-devices"
         self._holder = Process("the namespaces of " + self.name, [], self._log("namespaces"))
         self._started: list[Process] = []
 
@@ -76,7 +76,7 @@ class Node:
         return self._site.plane.logs / f"{self.name}-{name}.log"
 
     def run(self, *command: str | Path, deadline: float = 60.0) -> str:
-        """What a program prints that runs on this node, such as `ip` or `tc`."""
+        """Output of a program that runs on this node, such as `ip` or `tc`."""
         return output([*self._enter(), *command], deadline=deadline)
 
     def _enter(self) -> list[str]:
@@ -93,9 +93,9 @@ class Node:
         return int(children[0])
 
     def start(self, others: Sequence["Node"]) -> None:
-        """Until it is ready for pods. `others`: the nodes there are, each one hop away."""
+        """Start it; return when it is ready for pods. `others`: nodes that are one hop away."""
         self.directory.mkdir(parents=True)
-        self.sick.write_text("")
+        self.unhealthy.write_text("")
         self._make_cgroup()
         self._make_namespaces()
         self._make_network(others)
@@ -118,14 +118,14 @@ class Node:
         )
         self.kubelet.start()
         self.kubelet.wait_until("its node to be registered", self._object, START_DEADLINE)
-        # Not before: it waits for its node for so long only, and ends if that comes later.
+        # Not earlier: it waits a limited time for its node, and ends if that comes later.
         self.proxy.start()
         self.device_plugin = self._program(
             "device-plugin",
             tools.find("device-plugin"),
             f"-resource={RESOURCE}",
             f"-count={DEVICES}",
-            f"-sick={self.sick}",
+            f"-sick={self.unhealthy}",
             "-file=/dev/null:/dev/infiniband/uverbs0",
             "-file=/dev/null:/dev/infiniband/rdma_cm",
         )
@@ -295,7 +295,7 @@ class Node:
         self._holder.stop(grace=0)
         for process in self._started:
             process.stop(grace=0)
-        # Its connections that nobody answers any more would keep the link for minutes.
+        # Its connections, which no peer answers any more, would hold the link for minutes.
         run(["ip", "link", "delete", self.link])
 
     def stop(self) -> None:

@@ -17,7 +17,7 @@ from testbed.processes import Process, output, run
 from testbed.project_images import HostMount
 from testbed.waiting import NotYet
 
-# A node is given up on after this many seconds without a word; it says something every two.
+# A node counts as lost after this many seconds without a report; it reports every two.
 LOST_AFTER = 16
 
 
@@ -106,13 +106,13 @@ class NodeCluster(Cluster):
         self.nodes.remove(node)
         for other in self.nodes:
             other.run("ip", "route", "delete", str(node.pods))
-        # Nobody is left to report the end of its pods.
+        # No kubelet remains to report the end of its pods.
         for pod in self.client.list("pods", fields=f"spec.nodeName={node.name}"):
             about = pod["metadata"]
             self.client.delete("pods", about["name"], about["namespace"], grace=0)
 
     def import_image(self, archive: Path) -> None:
-        """Give an image, an OCI or docker archive, to every node: those here and those to come."""
+        """Import an image, an OCI or docker archive, into every node, present and future."""
         self.archives.append(archive)
         for node in self.nodes:
             node.import_image(archive)
@@ -131,7 +131,7 @@ class NodeCluster(Cluster):
         self.scheduler.start()
 
     def _start_dns(self) -> None:
-        """CoreDNS beside the control plane: pods need its answers, not where it runs."""
+        """Start CoreDNS on the host: pods need its answers, not where it runs."""
         rules = [
             {"apiGroups": [""], "resources": ["services", "pods", "namespaces"]},
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]},

@@ -1,4 +1,4 @@
-"""What the programs of a node are configured with, as the text of their files."""
+"""Configuration of the programs of a node, as the text of their files."""
 
 import json
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def cni(pods: IPv4Network) -> str:
 
 
 def container(base: Object, mounts: Sequence[HostMount]) -> str:
-    """What every container starts from, before its pod has a say: the host's mounts.
+    """Container that every container starts from, before its pod has a say: the host's mounts.
 
     `base`: containerd's example; it is changed.
     """
@@ -93,8 +93,8 @@ def _snapshotter(folder: Path) -> str:
 
 
 def kubelet(authority: Path, serving: KeyPair, dns: str, cgroup: str) -> str:
-    """`authority`: the certificate of who may sign users; `serving`: what the kubelet shows;
-    `cgroup`: what all of its pods are below."""
+    """`authority`: the certificate that may sign users; `serving`: the kubelet's own; `cgroup`: the
+    parent of all of its pods."""
     settings: Object = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",

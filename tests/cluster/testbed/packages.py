@@ -20,7 +20,7 @@ _APT = ("apt-get", "-q", "-o", "DPkg::Lock::Timeout=300")
 
 @dataclass(frozen=True)
 class Need:
-    """Something that the machine must have, and the Debian packages that bring it."""
+    """Requirement of the machine, and the Debian packages that bring it."""
 
     packages: tuple[str, ...]
     is_there: Callable[[], bool]
@@ -32,12 +32,12 @@ def needs(files: Mapping[str, str]) -> tuple[Need, ...]:
 
 
 def missing_packages(wanted: Sequence[Need]) -> list[str]:
-    """The Debian packages of what is not there, each once, sorted."""
+    """Missing Debian packages, each once, sorted."""
     return sorted({p for need in wanted if not need.is_there() for p in need.packages})
 
 
 def can_install() -> bool:
-    """Whether this is root on Debian or a relative of it."""
+    """True if this is root on Debian or a relative of it."""
     return shutil.which("apt-get") is not None and os.geteuid() == 0
 
 
@@ -47,7 +47,7 @@ def install_words(names: Sequence[str]) -> list[str]:
 
 
 def install(names: Sequence[str], log: Path, say: Say, end: float) -> None:
-    """Install packages in one transaction. Raises TestbedError with what apt says."""
+    """Install packages in one transaction. Raises TestbedError with apt's message."""
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     with LISTS_LOCK.open("a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # a timer of the machine may hold it
@@ -88,11 +88,11 @@ class PackageSource:
         run_step("reading Debian's package lists", command, self.folder / "log", say, end)
 
     def dependencies(self, package: str) -> str:
-        """What `apt-cache depends` says of a package."""
+        """Dependencies of a package, by `apt-cache depends`."""
         return output(["apt-cache", *self._options, "depends", package])
 
     def unpack(self, package: str, target: Path, say: Say, end: float) -> str:
-        """Unpack a package into a folder; returns its version. Nothing is installed."""
+        """Unpack a package into a folder, without installation; returns its version."""
         with tempfile.TemporaryDirectory(dir=self.folder) as work:
             # apt downloads into the working directory.
             script = 'cd "$0" && exec "$@"'

@@ -21,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from testbed.errors import TestbedError
 
-# Long enough for a cluster that somebody leaves open over a few days, no longer.
+# Long enough for a cluster that stays open over a few days, no longer.
 LIFETIME = timedelta(days=30)
 # A certificate must be valid on a machine whose clock is a little behind this one's.
 CLOCK_DIFFERENCE = timedelta(minutes=5)

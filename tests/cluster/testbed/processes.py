@@ -32,7 +32,7 @@ class _Starter:
     that starts a program for its parent, and kills the program when that thread ends."""
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[
+        self._requests: SimpleQueue[
             tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]
         ] = SimpleQueue()
         Thread(target=self._work, name="starter", daemon=True).start()
@@ -40,15 +40,15 @@ class _Starter:
     def start(self, program: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
         """:raises OSError: as ``program`` does."""
         done: Future[subprocess.Popen[bytes]] = Future()
-        self._asked.put((program, done))
+        self._requests.put((program, done))
         return done.result()
 
     def _work(self) -> None:
         while True:
-            program, done = self._asked.get()
+            program, done = self._requests.get()
             try:
                 done.set_result(program())
-            except Exception as error:  # noqa: BLE001  # whoever asked gets it
+            except Exception as error:  # noqa: BLE001  # the caller gets it
                 done.set_exception(error)
 
 
@@ -59,7 +59,7 @@ def _starter(_of: int) -> _Starter:
 
 
 class Process:
-    """One program of the testbed, in a process group of its own, with its output in a file."""
+    """Program of the testbed, in a process group of its own, with its output in a file."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Process:
                     stderr=subprocess.STDOUT,
                     env=self._environment,
                     start_new_session=True,
-                    # One system call, looked up beforehand.
+                    # A single system call, resolved beforehand.
                     preexec_fn=die_with_parent,  # noqa: PLW1509
                 )
             )
@@ -116,7 +116,7 @@ class Process:
             self._signal_group(child.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(grace)
-        # Also after a polite end: what the program started must go as well.
+        # Done after a polite end, too: the program's children must end as well.
         self._signal_group(child.pid, signal.SIGKILL)
         child.wait()
 
@@ -153,7 +153,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     deadline: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return what it said, whatever its exit status.
+    """Run a program to its end and return its output, whatever its exit status.
 
     It is given `deadline` seconds, times `patience`.
     """

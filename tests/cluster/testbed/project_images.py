@@ -1,8 +1,8 @@
 """The project's own images, built from its Dockerfile without a registry or a container engine.
 
-buildah needs neither: it runs a build's steps in a chroot. The base image that the Dockerfile
-takes as an argument is a Debian root made by debootstrap. Built once per content of what
-`.dockerignore` lets through, and kept beside the test cluster's programs.
+buildah needs neither: it runs a build's steps in a chroot. The base image that the Dockerfile takes
+as an argument is a Debian root made by debootstrap. Built once per content of what `.dockerignore`
+lets through, and cached with the test cluster's programs.
 
 torch is not in the trainer image of the tests: with its CUDA libraries it is 5 GB for x86-64,
 which every run would unpack anew. The image is built with `TORCH=base`, and the nodes mount the
@@ -35,9 +35,9 @@ FILES = {"/usr/bin/buildah": "buildah", "/usr/sbin/debootstrap": "debootstrap"}
 # Debian's release with the same Python as the tests', whose torch it must be able to load.
 _SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}
 _PACKAGES = "python3,python3-venv,ca-certificates"
-# Where a distribution's Python looks besides its own packages.
+# Search path of a distribution's Python, besides its own packages.
 _SITE = PurePosixPath("/usr/local/lib/python{}.{}/dist-packages".format(*sys.version_info))
-_KEPT = 4
+_STORED = 4
 _MOST_STORAGE = 8 << 30
 
 
@@ -50,12 +50,12 @@ class HostMount:
 
 
 def image_name(target: str) -> str:
-    """As the chart and the examples call it, with the registry that a name without one means."""
+    """Name of the image in the chart and the examples, with the registry that it implies."""
     return f"docker.io/pipemorph/{target}:{VERSION}"
 
 
 def torch_mounts() -> list[HostMount]:
-    """torch and all it requires, as they are installed beside the tests; none without torch."""
+    """Mounts of torch and all it requires, as installed with the tests; none without torch."""
     mounts = {}
     for name in _closure("torch"):
         for file in distribution(name).files or ():
@@ -86,7 +86,7 @@ def _closure(root: str) -> Iterator[str]:
 
 
 def archives() -> dict[str, Path]:
-    """Where the images of this source are, or will be once they are built, by target."""
+    """Paths of the images of this source, or their paths once they are built, by target."""
     key = _key()
     return {target: _folder() / f"{target}-{key}.tar" for target in TARGETS}
 
@@ -123,7 +123,7 @@ def _key() -> str:
 
 
 def _context() -> list[Path]:
-    """The files that .dockerignore lets into a build, and the two that say how."""
+    """Files that .dockerignore lets into a build, and the two that define it."""
     lines = (ROOT / ".dockerignore").read_text().split()
     found = [ROOT / "Dockerfile", ROOT / ".dockerignore"]
     for line in lines:
@@ -147,7 +147,7 @@ def _suite() -> str:
 
 
 class _Buildah:
-    """One builder with a store of its own, so that layers are found again by the next build."""
+    """Builder with a store of its own, so that layers are found again by the next build."""
 
     def __init__(self, folder: Path, say: Say, end: float) -> None:
         self.folder = folder
@@ -164,7 +164,7 @@ class _Buildah:
         if "PIP_INDEX_URL" in os.environ:
             arguments["PIP_INDEX_URL"] = os.environ["PIP_INDEX_URL"]
         options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
-        # Whom this machine trusts, for package downloads; nothing of it stays in the image.
+        # Authorities of this machine, for package downloads; none stays in the image.
         options += ["--volume=/etc/ssl/certs:/etc/ssl/certs:ro", f"--target={target}"]
         self._build(f"the image {target}", [*options, f"--tag={image_name(target)}", ROOT])
         scratch = archive.with_suffix(".building")
@@ -206,7 +206,7 @@ class _Buildah:
     def tidy(self) -> None:
         """Keep the newest few archives, and let the store's layers not grow for ever."""
         archives = sorted(self.folder.glob("*-*.tar"), key=lambda path: path.stat().st_mtime)
-        for old in archives[: -_KEPT * len(TARGETS)]:
+        for old in archives[: -_STORED * len(TARGETS)]:
             old.unlink()
         size = 0
         for path in (self.folder / "storage").rglob("*"):

@@ -23,8 +23,8 @@ def find(name: str = "promtool") -> Path:
 
 
 class Target(NamedTuple):
-    """What is scraped at a port of this machine, with the labels that a ServiceMonitor or
-    PodMonitor of the chart gives it."""
+    """Target at a port of this machine, with the labels that a ServiceMonitor or PodMonitor of the
+    chart gives it."""
 
     port: int
     labels: Mapping[str, str]
@@ -70,7 +70,7 @@ class Server:
         self._process.wait_until("it answers", self._ready, 60.0)
 
     def ask(self, expression: str) -> list[Any]:
-        """The result of a query now. Raises AssertionError with what Prometheus says."""
+        """Result of a query now. Raises AssertionError with Prometheus's message."""
         result: list[Any] = self._get("query", query=expression)["result"]
         return result
 
@@ -79,7 +79,7 @@ class Server:
         return [each for each in self._get("alerts")["alerts"] if each["state"] == "firing"]
 
     def rules(self) -> list[dict[str, Any]]:
-        """All rules, with their health."""
+        """Rules with their health."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class _Plugin:
         try:
             catalog.check(sorted(needed(session.items)))
         except TestbedError as error:
-            # One red line, and no test runs.
+            # A single red line, and no test runs.
             raise pytest.UsageError(str(error)) from None
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

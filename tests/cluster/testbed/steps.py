@@ -1,4 +1,4 @@
-"""One step of `make testbeds`: a program that takes minutes, with progress and a limit."""
+"""Step of `make testbeds`: a program that takes minutes, with progress and a limit."""
 
 import math
 import time

@@ -22,7 +22,7 @@ from testbed.steps import Say, run_step
 from testbed.waiting import NotYet, wait_for
 
 MODULES = Path(__file__).resolve().parent.parent / "tools"
-# Where Go's own archive puts it, on the PATH of a login shell only.
+# Folder of Go's own archive, on the PATH of a login shell only.
 GO_ELSEWHERE = Path("/usr/local/go/bin/go")
 
 
@@ -136,7 +136,7 @@ def _flags(module: str) -> list[str]:
 
 
 def build_folder(module: str) -> Path:
-    """Where the module's programs are kept: one folder per everything that can change them."""
+    """Folder of the module's programs: one folder for each set of what can change them."""
     folder = MODULES / module
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.suffix in {".go", ".mod", ".sum"}):
@@ -151,7 +151,7 @@ NO_DOWNLOAD = {"GOPROXY": "off", "GONOSUMDB": "*"}
 
 
 def go(*arguments: str | Path, **environment: str) -> str:
-    """What a go command prints."""
+    """Output of a go command."""
     return output(
         [_go()[0], *arguments],
         environment={"GOWORK": "off", "GOFLAGS": "", **environment},
@@ -170,7 +170,7 @@ def _go_modules() -> Path:
 
 
 def has_source(requirement: str) -> bool:
-    """Whether Go's module cache holds `MODULE@VERSION`."""
+    """True if Go's module cache holds `MODULE@VERSION`."""
     return (_go_modules() / requirement).is_dir()
 
 
@@ -196,7 +196,7 @@ def not_ready(testbed: str, why: str) -> TestbedError:
 
 
 def located(name: str) -> Path:
-    """Where the program is, or will be once it is built."""
+    """Path of the program, or its path once it is built."""
     return build_folder(TOOLS[name].module) / name
 
 
@@ -244,7 +244,7 @@ def build(name: str, say: Say, end: float) -> None:
         if (folder / name).is_file():
             return  # the process that held the lock built it
         scratch = folder.parent / "building"
-        # A killed process left it: this one holds the lock, so nobody works in it.
+        # Of a killed process: this one holds the lock, so no other works in it.
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         folder.mkdir(exist_ok=True)

@@ -40,7 +40,7 @@ def _source_locked(
 
 
 def find_prometheus(name: str) -> Path | None:
-    """One of :data:`PROMETHEUS`, on PATH or in the cache."""
+    """Find one of :data:`PROMETHEUS`, on PATH or in the cache."""
     if found := shutil.which(name):
         return Path(found)
     path = cache_root() / "prometheus" / name

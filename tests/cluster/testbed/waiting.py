@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 class NotYet(Exception):
-    """Raised by a check to say what is still missing."""
+    """Raised by a check, with the condition that is still missing."""
 
 
 MOST_PATIENCE = 4.0
 
 
 def patience() -> float:
-    """How many times as long as on an idle machine something may take here and now: as many as
-    there are programs to each processor. A deadline is there to end what will not come; it costs
-    nothing where it comes, and a busy machine must not fail a test."""
+    """Factor by which a deadline is longer here and now than on an idle machine: the number of
+    programs to each processor. A deadline is there to end what will not come; it costs nothing
+    where it comes, and a busy machine must not fail a test."""
     return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
@@ -43,7 +43,7 @@ def wait_for(
     start = time.monotonic()
     missing = ""
     while True:
-        # Before the check: one that comes late, since nobody ran for a while, still counts.
+        # Before the check: one that comes late, since nothing ran for a while, still counts.
         waited = time.monotonic() - start
         try:
             found = check()

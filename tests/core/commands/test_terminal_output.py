@@ -1,4 +1,4 @@
-"""What tables, pages and lines send to a terminal, and to what is none."""
+"""Output of tables, pages and lines to a terminal, and to other files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from cluster_jobs import SLOW, Kubectl, adapted, cluster_job, running
 from terminal import Screen, Terminal
 
-from pipemorph.terminal import StreamConsole, line, render, table
+from pipemorph.terminal import StreamConsole, make_single_line, make_table, render_parts
 
 HOSTILE = "[bold]a[/bold]\x1b[2J\x1b]0;title\x07\u202eb\x9b31m :bomb: [link=http://x]c[/link]"
 SHOWN = "[bold]a[/bold] [2J ]0;title b 31m :bomb: [link=http://x]c[/link]"
-TABLE = table(["what", "number"], [[HOSTILE, "1"], ["x" * 300, "22"]], right=["number"])
+TABLE = make_table(["what", "number"], [[HOSTILE, "1"], ["x" * 300, "22"]], right=["number"])
 
 
 class Tty(io.StringIO):
@@ -24,7 +24,7 @@ class Tty(io.StringIO):
 
 
 def sent(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
-    """What a terminal of 60 columns is sent for a table and a line."""
+    """Returns the output of a table and a line for a terminal of 60 columns."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"TERM": "xterm-256color", "COLUMNS": "60", **environment}.items():
@@ -32,7 +32,7 @@ def sent(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
     stream = Tty()
     console = StreamConsole(stream)
     console.print(TABLE)
-    console.print(line(HOSTILE * 3))
+    console.print(make_single_line(HOSTILE * 3))
     return stream.getvalue()
 
 
@@ -42,13 +42,13 @@ def test_plain_output_has_no_escape_codes_and_no_wrapped_columns(
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("COLUMNS", "40")
-    assert render("of two\n  lines", TABLE, HOSTILE) == (
+    assert render_parts("of two\n  lines", TABLE, HOSTILE) == (
         f"of two\n  lines\nwhat{' ' * 298}number\n{SHOWN}{' ' * (307 - len(SHOWN))}1\n"
         f"{'x' * 300}      22\n{SHOWN.replace('title', 'title ')}\n"
     )
 
 
-def test_what_others_supply_neither_controls_the_terminal_nor_is_markup(
+def test_foreign_text_neither_controls_the_terminal_nor_is_markup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen = Screen(30, 60)

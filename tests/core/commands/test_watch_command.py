@@ -16,10 +16,10 @@ import pytest
 from cluster_jobs import SLOW, adapted, cluster_job, running
 from watched_jobs import watched
 
-from pipemorph.api.status_recoveries import Recoveries
 from pipemorph.cli import main
-from pipemorph.commands.cluster import reach, timeline
-from pipemorph.watch.build import StageTrace, watch_view
+from pipemorph.commands.cluster import page_forward, timeline
+from pipemorph.spec.status_recoveries import Recoveries
+from pipemorph.views.live_page.page_builder import StageTrace, build_page_document
 
 TOKEN = "t0k-en_of_the_page-1234567890"
 FORBIDDEN = (
@@ -34,7 +34,7 @@ NO_FORWARD = (
 KUBECTL = """#!/usr/bin/python3
 import json, pathlib, sys
 folder, words = pathlib.Path({folder!r}), sys.argv[1:]
-with (folder / "asked").open("a") as file:
+with (folder / "calls").open("a") as file:
     print(*words, file=file)
 name = words[1].partition(".")[0] if words[0] == "get" else words[0]
 said = json.loads((folder / name).read_text())
@@ -113,7 +113,7 @@ class Kubectl:
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubectl:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(reach, "FIRST_SECONDS", 0.5)
+    monkeypatch.setattr(page_forward, "FIRST_SECONDS", 0.5)
     monkeypatch.setattr(timeline, "FIRST_SECONDS", 0.5)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return Kubectl(tmp_path)
@@ -123,26 +123,26 @@ def test_the_page_is_in_the_pod_of_rank_0(kubectl: Kubectl) -> None:
     older = pod(9) | {"metadata": {"name": "old", "creationTimestamp": "2025-01-01T00:00:00Z"}}
     ended = pod(8) | {"status": {"phase": "Failed"}}
     kubectl.says(pods={"items": [ended, older, pod()]})
-    page = reach.find_pod("team/gpt", None, "prod")
-    assert page == reach.PagePod(
+    page = page_forward.find_page_pod("team/gpt", None, "prod")
+    assert page == page_forward.PagePod(
         "team/gpt", "team", "gpt-x-0-0", 9450, "gpt-x-0-page", host_network=False
     )
-    asked = kubectl.lines("asked")
-    assert asked[0].startswith("get pipemorphjobs.pipemorph.io gpt --namespace team")
-    assert "job-name=gpt,batch.kubernetes.io/job-completion-index=0 " in asked[1]
-    assert all(each.endswith("--context prod") for each in asked)
+    calls = kubectl.lines("calls")
+    assert calls[0].startswith("get pipemorphjobs.pipemorph.io gpt --namespace team")
+    assert "job-name=gpt,batch.kubernetes.io/job-completion-index=0 " in calls[1]
+    assert all(each.endswith("--context prod") for each in calls)
 
 
 @pytest.mark.parametrize(
     ("recoveries", "index"),
-    [(Recoveries(left_out=[0]), 4), (Recoveries(places=[6, 1, 2, 3, 4, 5, 0, 7]), 6)],
+    [(Recoveries(excluded_replicas=[0]), 4), (Recoveries(places=[6, 1, 2, 3, 4, 5, 0, 7]), 6)],
 )
 def test_rank_0_may_have_another_pod(kubectl: Kubectl, recoveries: Recoveries, index: int) -> None:
     status = running(adapted(), SLOW, recoveries=recoveries)
     parallelism = {"replicas": 2, "minReplicas": 1, "order": ["dp_replicate", "pp"]}
     kubectl.says(pipemorphjobs=cluster_job("gpt", status, **parallelism))
-    reach.find_pod("gpt", "team", None)
-    assert f"job-completion-index={index} " in kubectl.lines("asked")[1]
+    page_forward.find_page_pod("gpt", "team", None)
+    assert f"job-completion-index={index} " in kubectl.lines("calls")[1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_rank_0_may_have_another_pod(kubectl: Kubectl, recoveries: Recoveries, i
     ],
 )
 @pytest.mark.parametrize("command", [["watch", "gpt"], ["timeline", "gpt", "--out", "x"]])
-def test_what_stands_in_the_way_is_one_line(
+def test_obstacles_are_one_line(
     kubectl: Kubectl,
     capsys: pytest.CaptureFixture[str],
     says: dict[str, Any],
@@ -184,7 +184,7 @@ def test_watch_prints_the_url_until_it_is_stopped(kubectl: Kubectl, host_network
         program.send_signal(signal.SIGINT)
         assert program.stdout.read() == ""
         assert program.wait(30) == 0
-    forwarded = kubectl.lines("asked")[-1]
+    forwarded = kubectl.lines("calls")[-1]
     assert forwarded == ("port-forward --address 127.0.0.1 --namespace team pod/gpt-x-0-0 :9450")
 
 
@@ -203,8 +203,8 @@ def views(*iterations: int) -> list[tuple[int, str]]:
     for number, iteration in enumerate(iterations, 1):
         moved = [StageTrace(**{**vars(each), "iteration": iteration}) for each in traces]
         known = replace(known, available=[iteration])
-        made.append(watch_view(known, moved, column=0, number=number).model_dump_json())
-    last = watch_view(known, [], column=0, number=99, live=False).model_dump_json()
+        made.append(build_page_document(known, moved, column=0, number=number).model_dump_json())
+    last = build_page_document(known, [], column=0, number=99, live=False).model_dump_json()
     return [*((200, each) for each in made), (200, last)]
 
 
@@ -234,7 +234,7 @@ def test_a_timeline_of_a_column_that_is_not_there(
     assert "--column: is 3; the job has 1" in capsys.readouterr().err
 
 
-def test_a_page_of_another_release_is_said(
+def test_a_page_of_another_release_is_reported(
     kubectl: Kubectl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kubectl.answers((200, '{"version": 9}'))

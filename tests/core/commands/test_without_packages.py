@@ -1,4 +1,4 @@
-"""Commands where optional packages are missing: one line says what to install."""
+"""Commands where optional packages are missing: one line names the package to install."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def command(folder: Path, *arguments: str, lacks: tuple[str, ...] = PACKAGES) ->
         (["completion", "zsh"], ("shtab",), "shtab>=1.7"),
     ],
 )
-def test_what_is_missing_is_named_with_the_command_that_installs_it(
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tmp_path: Path, arguments: list[str], lacks: tuple[str, ...], extra: str
 ) -> None:
     status, said = command(tmp_path, *arguments, lacks=lacks)
@@ -91,7 +91,7 @@ def test_other_commands_need_none_of_them(tmp_path: Path, arguments: list[str]) 
     assert command(tmp_path, *arguments) == (0, "")
 
 
-def test_a_script_that_is_missing_is_said_before_ranks_start(tmp_path: Path) -> None:
+def test_a_missing_script_is_reported_before_ranks_start(tmp_path: Path) -> None:
     command(tmp_path, "doctor", "--help")
     (tmp_path / "train.py").unlink()
     (tmp_path / "lost.yaml").write_text(job(command=["python", "lost.py"]))

@@ -11,15 +11,15 @@ import pytest
 from observing import report, trained
 from plant_support import BASE, OP, Plant, settle, spec
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, decision, initial_plan
-from pipemorph.control.decide.situation import Situation, change_of_links
-from pipemorph.control.decision import HOLD, SOON
-from pipemorph.control.first_plan import initial_problem
-from pipemorph.control.observed.reports import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.control.decide.situation import Situation, find_link_change
+from pipemorph.control.decision import FLAP_HOLDS, HOLD_ITERATIONS
+from pipemorph.control.first_plan import build_initial_problem
+from pipemorph.control.job_state.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Route, StageTimes, plan, problem_for
-from pipemorph.wire import LinkState, PlanMessage, StageProfile
+from pipemorph.planning import Dispatch, Route, StageTimes, build_problem, plan
+from pipemorph.protocol import LinkState, PlanMessage, StageProfile
+from pipemorph.spec.job_spec import JobSpec
 
 
 def test_version_0_is_the_same_everywhere_and_needs_nothing_measured() -> None:
@@ -42,7 +42,7 @@ def test_version_0_is_the_same_everywhere_and_needs_nothing_measured() -> None:
     assert initial_plan(single).routes == ()
 
 
-def test_an_undisturbed_job_is_left_alone() -> None:
+def test_an_undisturbed_job_keeps_its_plan() -> None:
     plant = Plant(spec())
     plant.run(60)
     assert plant.controller.records == []
@@ -114,12 +114,12 @@ def test_a_slow_link_is_planned_around_in_the_next_iteration_and_back(
     assert set(back.routes) == {Route.DIRECT}
     assert plant.plan.schedule == initial_plan(job).schedule
     assert plant.seconds[-1] == pytest.approx(undisturbed)
-    assert back.applied_at_iteration - 18 <= 1 + HOLD + 1
+    assert back.applied_at_iteration - 18 <= 1 + HOLD_ITERATIONS + 1
     plant.run(40)
     assert len(plant.controller.records) == 2
 
 
-def test_the_first_plan_is_a_return_whatever_showed_that_it_is_the_best_again(
+def test_the_first_plan_is_a_return_for_any_evidence_that_it_is_best_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Op times that changed with the link can be what is looked at first."""
@@ -156,19 +156,19 @@ def test_the_first_plan_is_a_return_whatever_showed_that_it_is_the_best_again(
 def test_a_slow_link_is_decided_on_again_when_its_delay_or_its_bandwidth_changes(
     delay: float, transfer: float, expected: str | None
 ) -> None:
-    """From a delay of 60 ms and 40 ms for the bytes; a quarter of the delay is material."""
+    """The link has a delay of 60 ms and 40 ms for the bytes; a quarter of the delay is material."""
 
     def slow(delay: float, transfer: float) -> Situation:
         return Situation(
-            stages=initial_problem(spec()).stages, wire_times=(0.0, delay, 0.0),
+            stages=build_initial_problem(spec()).stages, wire_times=(0.0, delay, 0.0),
             delays=(0.0, delay, 0.0), slow=(False, True, False), unknown=(False,) * 3,
             transfers=(0.0, transfer, 0.0),
         )  # fmt: skip
 
-    assert change_of_links(slow(delay, transfer), slow(0.060, 0.040), 0.001) == expected
+    assert find_link_change(slow(delay, transfer), slow(0.060, 0.040), 0.001) == expected
 
 
-def test_a_delay_not_worth_the_change_is_left_alone_and_said_so() -> None:
+def test_a_delay_not_worth_a_change_is_reported_and_the_plan_stays() -> None:
     plant = Plant(spec(adaptation={"minGain": 0.6}))
     plant.run(5)
     plant.delays[1] = 0.060
@@ -181,19 +181,19 @@ def test_a_delay_not_worth_the_change_is_left_alone_and_said_so() -> None:
 
 
 def test_a_change_that_cannot_pay_before_the_job_ends_is_not_made() -> None:
-    """24 iterations are left that a new plan would run, or one."""
+    """A new plan would run for the last 24 iterations, or for one."""
     for iterations, changes in ((30, 1), (7, 0)):
         plant = Plant(spec(trainer={"module": "x", "iterations": iterations}))
         plant.run(5)
         plant.delays[0] = 0.020
         plant.run(5)
-        decided = [d for d in plant.controller.decisions if "iterations left" in d.reason]
+        decided = [d for d in plant.controller.decisions if "remaining iterations" in d.reason]
         assert len(plant.controller.records) == changes, iterations
         assert {d.kind for d in decided} == ({"adapt"} if changes else {"keep"})
         assert all("a change is assumed to cost" in d.reason for d in decided), decided
 
 
-def test_what_changes_have_cost_is_learned() -> None:
+def test_costs_of_changes_are_learned() -> None:
     plant = Plant(spec())
     plant.run(5)
     plant.delays[0] = 0.020
@@ -203,7 +203,7 @@ def test_what_changes_have_cost_is_learned() -> None:
     plant.delays[2] = 0.060
     plant.run(15)
     second = plant.controller.records[1]
-    assert "a change has cost" in second.reason and "iterations left" in second.reason
+    assert "a change has cost" in second.reason and "remaining iterations" in second.reason
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_in_flight_limits_hold_in_every_plan() -> None:
     plant.delays[6] = 0.060
     plant.run(8)
     assert plant.controller.records[-1].routes[6] is Route.DELEGATED
-    assert max(plant.plan.schedule.in_flight_peak()) <= 10
+    assert max(plant.plan.schedule.count_in_flight_peaks()) <= 10
 
 
 def test_a_link_that_was_slow_from_the_start_is_found_by_its_peers() -> None:
@@ -305,8 +305,8 @@ def test_a_fault_that_delegation_avoids_does_not_swing_to_and_fro(overhead: floa
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.003, 0.010])
-def test_recovery_is_seen_whatever_delegation_adds(overhead: float) -> None:
-    """After a delay that varied, the base of the delegated route was only guessed."""
+def test_recovery_is_seen_for_any_cost_of_delegation(overhead: float) -> None:
+    """The delay varied before, so the base of the delegated route was only guessed."""
     plant = Plant(spec())
     plant.overhead = overhead
     plant.run(4)
@@ -371,7 +371,7 @@ def test_nothing_is_decided_before_op_times_are_known() -> None:
 def test_silence_turns_links_unknown_and_changes_nothing() -> None:
     plant = Plant(spec(adaptation={"staleAfterSeconds": 5}))
     plant.send(links=[plant.sample(0, "forward", BASE)])
-    plant.controller.tick(plant.now)
+    plant.controller.check_silence(plant.now)
     assert plant.controller.decisions == [], "a link that is still learned is not silent"
     plant.run(4)
     plant.delays[2] = 0.060
@@ -379,8 +379,8 @@ def test_silence_turns_links_unknown_and_changes_nothing() -> None:
     plan_version = plant.controller.plan_version
     plant.now += 6
     assert plant.health() == [Health.UNKNOWN] * 3
-    plant.controller.tick(plant.now)
-    plant.controller.tick(plant.now)
+    plant.controller.check_silence(plant.now)
+    plant.controller.check_silence(plant.now)
     plant.send()
     assert plant.controller.plan_version == plan_version
     silent = [d for d in plant.controller.decisions if "no samples for 5 s" in d.reason]
@@ -393,18 +393,20 @@ def test_silence_turns_links_unknown_and_changes_nothing() -> None:
 def test_reports_that_do_not_belong_change_nothing() -> None:
     plant = Plant(spec())
     plant.run(3)
-    before = plant.controller.snapshot()
+    before = plant.controller.take_snapshot()
     sequence = plant.sequence
     with pytest.raises(ReplayedReport, match="sequence"):
-        plant.controller.report(report(sequence), plant.now)
+        plant.controller.process_report(report(sequence), plant.now)
     good = {"link": 0, "health": "slow", "replica": 0, "direction": "forward"}
     for field, bad in (("link", 3), ("replica", 1)):
         with pytest.raises(ReportMismatch, match=rf"directions\[0\].{field}: is"):
-            plant.controller.report(report(10_000, directions=[good | {field: bad}]), plant.now)
+            plant.controller.process_report(
+                report(10_000, directions=[good | {field: bad}]), plant.now
+            )
     plant.controller.begin_attempt(1)
     plant.controller.attempt = 1
     with pytest.raises(WrongAttempt):
-        plant.controller.report(report(10_000), plant.now)
+        plant.controller.process_report(report(10_000), plant.now)
     assert before["sequence"] == sequence
 
 
@@ -415,8 +417,8 @@ def test_a_new_attempt_starts_from_the_spec_and_plan_versions_go_on() -> None:
     plant.run(6)
     assert plant.controller.plan_version == 1
     plant.controller.begin_attempt(1)
-    assert plant.controller.directive() is None
-    assert plant.controller.wanted == initial_plan(plant.spec)
+    assert plant.controller.get_directive() is None
+    assert plant.controller.wanted_plan == initial_plan(plant.spec)
     again = Plant(plant.spec, controller=plant.controller)
     again.run(4)
     again.delays[2] = 0.060
@@ -431,18 +433,18 @@ def test_a_restored_controller_goes_on_where_it_was() -> None:
     plant.run(4)
     plant.delays[2] = 0.060
     plant.run(6)
-    since = plant.controller.links(plant.now)[2].since
+    since = plant.controller.get_link_states(plant.now)[2].since
     assert since is not None and since < plant.now
-    saved = json.loads(json.dumps(plant.controller.snapshot()))
-    restored = JobController.restore(plant.spec, saved)
+    saved = json.loads(json.dumps(plant.controller.take_snapshot()))
+    restored = JobController.from_snapshot(plant.spec, saved)
     assert restored.plan_version == 1
-    assert restored.directive() == plant.controller.directive()
-    assert restored.wanted == plant.controller.wanted
+    assert restored.get_directive() == plant.controller.get_directive()
+    assert restored.wanted_plan == plant.controller.wanted_plan
     plant.controller = restored
     plant.run(6)
     assert restored.plan_version == 1, "the same link, still slow, is no news"
     assert plant.health()[2] is Health.SLOW
-    assert restored.links(plant.now)[2].since == since
+    assert restored.get_link_states(plant.now)[2].since == since
     plant.delays[2] = 0.0
     plant.run(12)
     assert [r.kind for r in restored.records] == ["adapt", "return"]
@@ -450,27 +452,33 @@ def test_a_restored_controller_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-def test_a_restored_controller_does_not_ask_again_what_it_has_decided(barrier: bool) -> None:
-    """A thousand jobs of a host that is restarted would ask at the same time."""
+def test_a_restored_controller_does_not_repeat_requests(barrier: bool) -> None:
+    """A thousand jobs of a restarted host would send requests at the same time."""
     plant = Plant(spec(schedule={"stageTimes": None}))
     plant.barrier = plant.waits = barrier
     plant.ops[1] = StageTimes(forward=0.0123456, backward_input=0.02, backward_weight=0.01)
     plant.run(24)
     before = plant.controller
-    assert before.profiled_at is not None, "op times are assumed until they are measured"
-    saved = json.loads(json.dumps(before.snapshot()))
+    assert before.last_profiled_iteration is not None, (
+        "op times are assumed until they are measured"
+    )
+    saved = json.loads(json.dumps(before.take_snapshot()))
     assert max(len(str(value)) for value in saved["stages"][1].values()) <= 7
-    plant.controller = JobController.restore(plant.spec, saved)
-    assert plant.controller.snapshot() == before.snapshot() | {"footprints": saved["footprints"]}
+    plant.controller = JobController.from_snapshot(plant.spec, saved)
+    assert plant.controller.take_snapshot() == before.take_snapshot() | {
+        "footprints": saved["footprints"]
+    }
     plant.decides = False
     plant.run(1)
-    assert not decision.attentive(plant.controller._decision), "it knows whether there is a barrier"
+    assert not decision.awaits_iterations(plant.controller._decision), (
+        "it knows whether there is a barrier"
+    )
     plant.run(23)
-    assert plant.controller.replan is None
+    assert plant.controller.pending_request is None
     plant.ops[1] = StageTimes(forward=0.05, backward_input=0.05, backward_weight=0.05)
     plant.run(60)
-    asked = plant.controller.replan
-    assert asked is not None and asked.cause == "profile", "other op times are news"
+    request = plant.controller.pending_request
+    assert request is not None and request.cause == "profile", "other op times are news"
 
 
 @pytest.mark.parametrize(
@@ -481,20 +489,20 @@ def test_a_restored_controller_does_not_ask_again_what_it_has_decided(barrier: b
         for odd, delay in enumerate((0.060, 0.012))
     ],
 )
-def test_a_link_that_nobody_watched_for_a_while_is_not_taken_for_well(
+def test_a_link_without_reports_for_a_while_is_not_taken_for_well(
     restart_at: int, delay: float
 ) -> None:
     """The host is restarted with each of the reports of an iteration, the last one among them:
     that the iteration is done must not count as time in which the link was well."""
 
     class Restarted(Plant):
-        left = -1
+        reports_until_restart = -1
 
         def send(self, **fields: Any) -> None:
-            if self.left == 0:
-                saved = json.loads(json.dumps(self.controller.snapshot()))
-                self.controller = JobController.restore(self.spec, saved)
-            self.left -= 1
+            if self.reports_until_restart == 0:
+                saved = json.loads(json.dumps(self.controller.take_snapshot()))
+                self.controller = JobController.from_snapshot(self.spec, saved)
+            self.reports_until_restart -= 1
             super().send(**fields)
 
     plant = Restarted(spec())
@@ -502,11 +510,11 @@ def test_a_link_that_nobody_watched_for_a_while_is_not_taken_for_well(
     plant.delays[1] = delay
     plant.run(8)
     assert [record.kind for record in plant.controller.records] == ["adapt"]
-    plant.left = restart_at
+    plant.reports_until_restart = restart_at
     plant.run(6)
-    assert plant.left < 0
+    assert plant.reports_until_restart < 0
     assert [record.kind for record in plant.controller.records] == ["adapt"]
-    slow = plant.controller.links(plant.now)[1]
+    slow = plant.controller.get_link_states(plant.now)[1]
     assert slow.delay == pytest.approx(delay, rel=0.1)
     plant.delays[1] = 0.0
     plant.run(12)
@@ -527,10 +535,10 @@ def test_saved_state_that_is_damaged_is_refused(damage: Callable[[Any], object])
     plant.run(4)
     plant.delays[2] = 0.060
     plant.run(4)
-    saved = plant.controller.snapshot()
+    saved = plant.controller.take_snapshot()
     damage(saved)
     with pytest.raises(InputError, match="saved state"):
-        JobController.restore(plant.spec, saved)
+        JobController.from_snapshot(plant.spec, saved)
 
 
 @pytest.mark.parametrize("dies", ["slow", "recovered"])
@@ -542,9 +550,9 @@ def test_a_decision_that_was_under_way_when_the_host_died_is_made_again(dies: st
         """Settle decisions until one of this cause waits."""
         for _ in range(most):
             plant.step()
-            asked = plant.controller.replan
-            if asked is not None and asked.cause == cause:
-                return asked
+            request = plant.controller.pending_request
+            if request is not None and request.cause == cause:
+                return request
             settle(plant.controller, plant.now)
         raise AssertionError(f"no decision because of {cause}")
 
@@ -553,7 +561,7 @@ def test_a_decision_that_was_under_way_when_the_host_died_is_made_again(dies: st
         plant.delays[1] = delay
         train_until(cause)
         if cause == dies:
-            plant.controller = JobController.restore(spec(), plant.controller.snapshot())
+            plant.controller = JobController.from_snapshot(spec(), plant.controller.take_snapshot())
             train_until(cause)
         settle(plant.controller, plant.now)
         plant.run(3)
@@ -561,11 +569,11 @@ def test_a_decision_that_was_under_way_when_the_host_died_is_made_again(dies: st
 
 
 def test_a_controller_that_lost_its_state_takes_the_lead_again() -> None:
-    """Ranks run plan v7 of a controller that is gone, and nobody hands it in: the next directive
-    must be above it."""
+    """Ranks run plan v7 of a lost controller and return no snapshot: the next directive must be
+    above it."""
     plant = Plant(spec())
     plant.observed = 7
-    plant.plan = PlanMessage.of(plant.plan).model_copy(update={"version": 7}).plan()
+    plant.plan = PlanMessage.from_plan(plant.plan).model_copy(update={"version": 7}).to_plan()
     plant.run(16)
     record = plant.only()
     assert record.plan_version == 8
@@ -580,8 +588,8 @@ def test_state_stays_bounded() -> None:
         plant.delays[0] = plant.rng.choice([0.0, 0.01, 0.03, 0.06])
         plant.run(8)
     assert len(plant.controller.decisions) <= 64
-    assert len(json.dumps(plant.controller.snapshot())) < 200_000
-    assert plant.controller.view(plant.now).iteration == 160
+    assert len(json.dumps(plant.controller.take_snapshot())) < 200_000
+    assert plant.controller.get_job_view(plant.now).iteration == 160
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 6])
@@ -605,41 +613,43 @@ def test_another_link_that_becomes_slow_is_no_flap() -> None:
 
     def slow(at: int, link: int) -> int:
         """Flaps after a directive for ``link`` in iteration ``at``; it is well 5 later."""
-        state.ledger.add(trained(at).iterations, list)
+        state.history.add_iterations(trained(at).iterations, list)
         decision.count_flaps(state, {link})
-        state.returned[link] = at + 5
-        return state.flaps
+        state.returned_links[link] = at + 5
+        return state.flap_count
 
     assert [slow(at, link) for at, link in ((10, 3), (30, 1), (50, 1), (70, 1))] == [0, 0, 1, 2]
-    hold = decision.hold_iterations(state)
-    assert slow(75 + SOON * hold + 1, 2) == 0, "it was long ago"
-    assert hold > decision.hold_iterations(state)
+    hold = decision.compute_hold_iterations(state)
+    assert slow(75 + FLAP_HOLDS * hold + 1, 2) == 0, "it was long ago"
+    assert hold > decision.compute_hold_iterations(state)
 
 
 def test_when_the_plan_for_healthy_links_returns() -> None:
     state = JobController(spec())._decision
-    slow = replace(state.last.situation, slow=(True, False, False))
+    slow = replace(state.last_decision.situation, slow=(True, False, False))
 
     def returns(finished: int, *, all_well: bool = True, varied: bool = False) -> bool:
-        """Of a link that is well since iteration 9."""
-        state.ledger.new_attempt()
-        state.ledger.add(trained(finished).iterations, list)
-        state.last.situation = replace(slow, recent=((0.1, 0.2), (), ())) if varied else slow
+        """Returns the change after the link has been well since iteration 9."""
+        state.history.begin_attempt()
+        state.history.add_iterations(trained(finished).iterations, list)
+        state.last_decision.situation = (
+            replace(slow, recent=((0.1, 0.2), (), ())) if varied else slow
+        )
         well = LinkState(0, Health.HEALTHY, since_iteration=9)
         other = LinkState(1, Health.HEALTHY if all_well else Health.SLOW, since_iteration=1)
-        return decision.may_return(state, (well, other, LinkState(2, Health.HEALTHY)))
+        return decision.may_restore_plan(state, (well, other, LinkState(2, Health.HEALTHY)))
 
     assert [returns(at) for at in (8, 9, 10)] == [False, False, True]
     assert [returns(at, varied=True) for at in (10, 16, 17)] == [False, False, True]
     state.returns_at_once = True
     assert returns(8)
     assert not returns(8, all_well=False), "another link is slow"
-    state.flaps = 1
+    state.flap_count = 1
     assert not returns(8), "it turned slow again before"
 
 
 def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:
-    """8 stages, as an emulated job: the plan for 30 ms takes 5% more under 60 ms than need be."""
+    """An emulated job of 8 stages: the plan for 30 ms takes 5% more under 60 ms than need be."""
     f, b, w = 0.010, 0.0105, 0.0055
     times = {"forward": 1e3 * f, "backwardInput": 1e3 * b, "backwardWeight": 1e3 * w}
     plant = Plant(spec(8, 24, schedule={"stageTimes": [times] * 8}))
@@ -649,7 +659,7 @@ def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:
         plant.delays[6] = delay
         plant.run(8)
     wires = [BASE + delay for delay in plant.delays]
-    best = plan(problem_for(24, plant.ops, wires, plant.plan.routes)).lower_bound
+    best = plan(build_problem(24, plant.ops, wires, plant.plan.routes)).lower_bound
     assert plant.seconds[-1] <= 1.02 * best
 
 

@@ -1,4 +1,4 @@
-"""A controller that does not know the job is handed the snapshot that its agent holds."""
+"""Snapshots that an agent holds, handed to a controller that has no state of the job."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from observing import report
 from plant_support import Plant, spec
 
 from pipemorph.control import JobController
-from pipemorph.control.handed_in import read
-from pipemorph.control.observed.reports import WrongAttempt
-from pipemorph.control.record.history import Worth
-from pipemorph.control.snapshot import MAX_UNPACKED, TooLarge, pack
+from pipemorph.control.adopted_plan import parse_message
+from pipemorph.control.history.job_history import SavedTime
+from pipemorph.control.job_state.reports import WrongAttempt
+from pipemorph.control.snapshot import MAX_UNPACKED_BYTES, SnapshotTooLarge, pack_snapshot
 from pipemorph.errors import InputError
-from pipemorph.wire import MAX_SNAPSHOT_BYTES, PlanMessage
+from pipemorph.protocol import MAX_SNAPSHOT_BYTES, PlanMessage
 
 JOB = spec(schedule={"inFlightLimit": 6})
 Message = dict[str, Any]
@@ -31,9 +31,9 @@ def adapted(plant: Plant | None = None) -> tuple[Plant, Message]:
     plant.run(4)
     plant.delays[1] = 0.06
     plant.run(8)
-    directive = plant.controller.directive()
+    directive = plant.controller.get_directive()
     assert directive is not None and plant.plan.version == directive.plan_version == 1
-    return plant, json.loads(json.dumps(plant.controller.snapshot()))
+    return plant, json.loads(json.dumps(plant.controller.take_snapshot()))
 
 
 @pytest.fixture(scope="module")
@@ -42,37 +42,37 @@ def handed() -> Message:
 
 
 def new_host(plant: Plant, **fields: Any) -> JobController:
-    """A host that has taken over and knows nothing of the job, after the first report to it."""
+    """New host that has taken over without state of the job, after the first report to it."""
     made = JobController(JOB)
     plant.sequence += 1
-    told = {"observed_plan_version": 1, "applied_plan_version": 1, "snapshot": "held"} | fields
-    answer = made.report(report(plant.sequence, **told), plant.now)
-    assert answer.wants_snapshot and made.wants_snapshot
+    details = {"observed_plan_version": 1, "applied_plan_version": 1, "snapshot": "held"} | fields
+    answer = made.process_report(report(plant.sequence, **details), plant.now)
+    assert answer.wants_snapshot and made.accepts_snapshot
     return made
 
 
 def bytes_of(saved: Message, **fields: Any) -> bytes:
-    message = {"job": "j", "namespace": "default", "attempt": 0, "snapshot": pack(saved)}
+    message = {"job": "j", "namespace": "default", "attempt": 0, "snapshot": pack_snapshot(saved)}
     return json.dumps(message | fields).encode()
 
 
 def hand_in(controller: JobController, snapshot: Message, now: float, attempt: int = 0) -> None:
-    controller.hand_in(attempt, read(bytes_of(snapshot), JOB).snapshot, now)
+    controller.adopt_plan(attempt, parse_message(bytes_of(snapshot), JOB).snapshot, now)
 
 
 def test_a_controller_goes_on_from_the_snapshot() -> None:
     plant, snapshot = adapted()
     before, plant.controller = plant.controller, new_host(plant)
     hand_in(plant.controller, snapshot, plant.now)
-    assert plant.controller.wanted == before.wanted == plant.plan
-    assert not plant.controller.wants_snapshot
+    assert plant.controller.wanted_plan == before.wanted_plan == plant.plan
+    assert not plant.controller.accepts_snapshot
     assert plant.controller.records == before.records
     plant.run(12)
     assert plant.plan.version == 1, "a needless change"
-    assert plant.controller.worth.seconds > before.worth.seconds > 0
+    assert plant.controller.saved_time.seconds > before.saved_time.seconds > 0
     plant.delays[1] = 0.0
     plant.run(20)
-    assert (plant.plan.version, plant.plan.delegated) == (2, ())
+    assert (plant.plan.version, plant.plan.delegated_links) == (2, ())
 
 
 def test_everything_that_is_saved_is_taken_over(handed: Message) -> None:
@@ -82,18 +82,18 @@ def test_everything_that_is_saved_is_taken_over(handed: Message) -> None:
     saved |= {"worth_before": [12.0, 2.0], "barrier": False}
     controller = new_host(plant)
     hand_in(controller, saved, plant.now)
-    now = json.loads(json.dumps(controller.snapshot()))
-    # Of the agent's reports, and of another clock; a stage has more fields.
+    now = json.loads(json.dumps(controller.take_snapshot()))
+    # Numbers of the agent's reports, and of another clock; a stage has more fields.
     others = {"sequence", "slow_since", "slow_directions", "records", "stages", "footprints"}
     assert {k: v for k, v in now.items() if k not in others} == {
         k: v for k, v in saved.items() if k not in others
     }
     assert [stage["forward"] for stage in now["stages"]] == [0.01] * 4
     assert [each["plan_version"] for each in now["records"]] == [1]
-    assert controller.changes == 8
+    assert controller.change_count == 8
 
 
-def test_it_knows_what_the_plan_was_for() -> None:
+def test_it_restores_the_cause_of_the_delegation() -> None:
     """The link recovers before the controller has seen it slow."""
     plant, snapshot = adapted()
     plant.decides, plant.delays[1] = False, 0.0
@@ -101,7 +101,7 @@ def test_it_knows_what_the_plan_was_for() -> None:
     plant.controller, plant.decides = new_host(plant), True
     hand_in(plant.controller, snapshot, plant.now)
     plant.run(4)
-    assert (plant.plan.version, plant.plan.delegated) == (2, ())
+    assert (plant.plan.version, plant.plan.delegated_links) == (2, ())
     assert plant.controller.records[-1].reason.startswith("a link recovered")
 
 
@@ -111,7 +111,7 @@ def test_it_waits_for_the_snapshot_but_not_for_ever() -> None:
     began = plant.now
     while plant.now < began + 4.5:
         plant.step()
-    assert plant.controller.wants_snapshot
+    assert plant.controller.accepts_snapshot
     assert plant.controller.plan_version == 1
     plant.run(12)
     assert plant.plan.version == 2
@@ -119,14 +119,14 @@ def test_it_waits_for_the_snapshot_but_not_for_ever() -> None:
 
 
 def test_a_host_waits_for_the_snapshot_of_ranks_with_the_plan_of_the_start_too() -> None:
-    """It has what earlier attempts were worth, and op times."""
+    """The snapshot has the gains of earlier attempts, and op times."""
     plant = Plant(JOB)
     plant.run(6)
-    snapshot = json.loads(json.dumps(plant.controller.snapshot()))
+    snapshot = json.loads(json.dumps(plant.controller.take_snapshot()))
     controller = new_host(plant, observed_plan_version=0, applied_plan_version=0)
     hand_in(controller, snapshot | {"changes_before": 3, "plan_version": 9}, plant.now)
-    assert (controller.changes, controller.plan_version) == (3, 9)
-    assert "the ranks run the plan of the start" in controller.decisions[-1].reason
+    assert (controller.change_count, controller.plan_version) == (3, 9)
+    assert "the ranks run the initial plan" in controller.decisions[-1].reason
 
 
 def test_the_number_of_changes_never_falls(handed: Message) -> None:
@@ -134,21 +134,21 @@ def test_the_number_of_changes_never_falls(handed: Message) -> None:
     run another host's plan of the version that this one has given."""
     plant = Plant(JOB)
     controller = new_host(plant)
-    controller.count_earlier(3, Worth(9.0, 1.0))
+    controller.count_earlier_changes(3, SavedTime(9.0, 1.0))
     hand_in(controller, handed, plant.now)
-    assert (controller.changes, len(controller.records)) == (3, 1)
-    controller = JobController.restore(JOB, handed)
-    told = {"observed_plan_version": 1, "applied_plan_version": 1, "plan_issued_at": 7.0}
-    controller.report(report(handed["sequence"] + 1, **told), plant.now)
-    assert (controller.changes, controller.records) == (1, [])
-    assert JobController.restore(JOB, controller.snapshot()).changes == 1
+    assert (controller.change_count, len(controller.records)) == (3, 1)
+    controller = JobController.from_snapshot(JOB, handed)
+    details = {"observed_plan_version": 1, "applied_plan_version": 1, "plan_issued_at": 7.0}
+    controller.process_report(report(handed["sequence"] + 1, **details), plant.now)
+    assert (controller.change_count, controller.records) == (1, [])
+    assert JobController.from_snapshot(JOB, controller.take_snapshot()).change_count == 1
 
 
 def test_after_a_bad_snapshot_it_decides_without_knowing_it(handed: Message) -> None:
     plant, _ = adapted()
     plant.controller = new_host(plant)
     plant.controller.refuse_snapshot()
-    with pytest.raises(InputError, match="no other is wanted"):
+    with pytest.raises(InputError, match="no snapshot is wanted"):
         hand_in(plant.controller, handed, plant.now)
     plant.run(2)
     assert plant.controller.plan_version == 2
@@ -228,20 +228,22 @@ def test_a_bad_snapshot_is_refused_in_one_line(
     snapshot = json.loads(json.dumps(handed))
     forge(snapshot)
     with pytest.raises(InputError) as refused:
-        read(bytes_of(snapshot), JOB)
+        parse_message(bytes_of(snapshot), JOB)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_the_plan_for_healthy_links_is_checked_like_the_one_in_force(handed: Message) -> None:
     baseline = handed["directive"]["plan"] | {"version": 0}
-    assert read(bytes_of(handed | {"baseline": baseline}), JOB).snapshot.baseline is not None
+    assert (
+        parse_message(bytes_of(handed | {"baseline": baseline}), JOB).snapshot.baseline is not None
+    )
     for bad, words in (
         ({"version": 3}, "snapshot.baseline.version is 3; expected 0"),
         ({"in_flight_limits": [None] * 4}, "snapshot.baseline: stage 0 may hold all"),
     ):
         with pytest.raises(InputError, match=words):
-            read(bytes_of(handed | {"baseline": baseline | bad}), JOB)
+            parse_message(bytes_of(handed | {"baseline": baseline | bad}), JOB)
 
 
 @pytest.mark.parametrize(
@@ -251,19 +253,19 @@ def test_the_plan_for_healthy_links_is_checked_like_the_one_in_force(handed: Mes
         ({"snapshot": "!!"}, "snapshot: "),
         ({"snapshot": "AAAA"}, "snapshot: "),
         ({"snapshot": base64.b64encode(zlib.compress(b"{}")[:-1]).decode()}, "cut off"),
-        ({"snapshot": base64.b64encode(zlib.compress(b" " * (MAX_UNPACKED + 1))).decode()},
-         f"more than {MAX_UNPACKED} bytes"),
+        ({"snapshot": base64.b64encode(zlib.compress(b" " * (MAX_UNPACKED_BYTES + 1))).decode()},
+         f"more than {MAX_UNPACKED_BYTES} bytes"),
         ({"snapshot": base64.b64encode(zlib.compress(b"[]")).decode()}, "snapshot.the body"),
         ({"snapshot": "A" * (MAX_SNAPSHOT_BYTES + 1)}, "snapshot: String should have at most"),
         ({"job": ""}, "job: "),
         ({"extra": 1}, "extra: Extra inputs"),
     ],
 )  # fmt: skip
-def test_what_is_no_snapshot_is_refused(
+def test_an_invalid_snapshot_is_refused(
     handed: Message, fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InputError) as refused:
-        read(bytes_of(handed, **fields), JOB)
+        parse_message(bytes_of(handed, **fields), JOB)
     assert words in str(refused.value)
 
 
@@ -272,7 +274,7 @@ def test_a_delegated_link_is_refused_where_the_spec_has_none(handed: Message) ->
     snapshot["directive"]["plan"]["routes"] = ["delegated"] * 3
     direct = spec(schedule={"inFlightLimit": 6}, transport={"route": "direct"})
     with pytest.raises(InputError, match=r"spec.transport.route is direct"):
-        read(bytes_of(snapshot), direct)
+        parse_message(bytes_of(snapshot), direct)
 
 
 @pytest.mark.parametrize("other", [2, 9])
@@ -283,15 +285,17 @@ def test_the_plan_of_another_version_than_the_ranks_have_is_refused(
     controller = new_host(plant)
     snapshot = json.loads(json.dumps(handed))
     version(other)(snapshot)
-    with pytest.raises(InputError, match=f"its plan is v{other}, and not v1, the newest that the"):
+    with pytest.raises(
+        InputError, match=f"its plan is v{other}; the newest plan that the ranks reported is v1"
+    ):
         hand_in(controller, snapshot, plant.now)
-    assert controller.wanted.version == 0
+    assert controller.wanted_plan.version == 0
 
 
 def test_another_plan_of_the_version_that_the_ranks_have_is_refused(handed: Message) -> None:
     plant = Plant(JOB)
     controller = new_host(plant, plan_issued_at=7.0)
-    with pytest.raises(InputError, match="its plan v1 is not the one of that version that the"):
+    with pytest.raises(InputError, match="its plan v1 is another one than the plan v1 of the"):
         hand_in(controller, handed, plant.now)
 
 
@@ -299,37 +303,37 @@ def test_the_snapshot_of_another_attempt_is_refused(handed: Message) -> None:
     plant = Plant(JOB)
     controller = new_host(plant)
     for attempt, snapshot in ((1, handed), (0, handed | {"attempt": 1})):
-        with pytest.raises(WrongAttempt, match="attempt 1 is not 0"):
+        with pytest.raises(WrongAttempt, match="attempt 1 is not the attempt in progress, 0"):
             hand_in(controller, snapshot, plant.now, attempt)
-    assert controller.wants_snapshot, "the right one may still come"
+    assert controller.accepts_snapshot, "the right one may still come"
 
 
-def test_nobody_is_asked_for_a_snapshot_of_a_job_that_is_known() -> None:
+def test_no_snapshot_is_requested_of_a_job_that_is_known() -> None:
     plant, snapshot = adapted()
-    with pytest.raises(InputError, match="plan v1 is in force here"):
+    with pytest.raises(InputError, match="plan v1 is in force; no snapshot"):
         hand_in(plant.controller, snapshot, plant.now)
     plant.run(1)
-    assert not plant.controller.wants_snapshot
+    assert not plant.controller.accepts_snapshot
     # Nor one of an agent that has none.
     fresh = JobController(JOB)
-    assert not fresh.report(report(1), 1000.0).wants_snapshot
+    assert not fresh.process_report(report(1), 1000.0).wants_snapshot
 
 
 def test_a_large_plan_fits_into_a_snapshot() -> None:
-    """Of a 16th of the largest size, with stages all different: an order without a pattern."""
+    """Plan of a 16th of the largest size, with stages all different: an order without a pattern."""
     times = [
         {"forward": 10 + i * 7 % 5, "backwardInput": 11 + i * 3 % 4, "backwardWeight": 6 + i % 3}
         for i in range(128)
     ]
     many = spec(128, 512, schedule={"stageTimes": times, "inFlightLimit": 160})
     controller = JobController(many)
-    plan = PlanMessage.of(controller.wanted).model_dump(mode="json")
-    packed = pack(controller.snapshot() | {"baseline": plan})
+    plan = PlanMessage.from_plan(controller.wanted_plan).model_dump(mode="json")
+    packed = pack_snapshot(controller.take_snapshot() | {"baseline": plan})
     assert len(packed) < MAX_SNAPSHOT_BYTES / 16
-    assert read(bytes_of({}, snapshot=packed), many).snapshot.baseline is not None
+    assert parse_message(bytes_of({}, snapshot=packed), many).snapshot.baseline is not None
 
 
-def test_what_does_not_fit_is_not_packed() -> None:
+def test_a_snapshot_that_does_not_fit_is_not_packed() -> None:
     noise = random.Random(1).randbytes(MAX_SNAPSHOT_BYTES // 2).hex()
-    with pytest.raises(TooLarge, match=f"bytes of at most {MAX_SNAPSHOT_BYTES}"):
-        pack({"noise": noise + noise})
+    with pytest.raises(SnapshotTooLarge, match=f"bytes of at most {MAX_SNAPSHOT_BYTES}"):
+        pack_snapshot({"noise": noise + noise})

@@ -1,4 +1,4 @@
-"""What links of one job say together: a machine that stalls is not a link that is slow."""
+"""Health of the links of one job together: a machine that stalls is not a link that is slow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 from gate import examples
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.job_links import FEW_LINKS
-from pipemorph.control.observe.observer import Observer
-from pipemorph.control.observed.reports import LinkTable
+from pipemorph.control.job_state.reports import LinkTable
+from pipemorph.detection.job_links import FEWEST_LINKS
+from pipemorph.detection.job_observer import JobObserver
 from pipemorph.planning import Route
-from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
-from pipemorph.wire import DirectiveEnvelope, Health, LinkSample, LinkState, StageProfile, WireTime
+from pipemorph.protocol import (
+    DirectiveEnvelope,
+    Health,
+    LinkSample,
+    LinkState,
+    StageProfile,
+    WireTime,
+)
+from pipemorph.replay.replayed_ranks import JobTelemetry, ReplayedRanks
+from pipemorph.spec.mesh import MeshShape
 
 BASE, LONGEST_OP = 0.006, 0.01
 LINKS = 7
@@ -28,8 +35,8 @@ class Job:
         self.links = links
         mesh = MeshShape(links + 1)
         self.table = LinkTable(mesh, stale_after=30.0)
-        self.observer = Observer(mesh, job="j", namespace="n", attempt=0)
-        self.ranks = PlayedRanks(mesh, self.observer)
+        self.observer = JobObserver(mesh, job="j", namespace="n", attempt=0)
+        self.ranks = ReplayedRanks(mesh, self.observer)
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.windows = 0
@@ -45,12 +52,12 @@ class Job:
             self.report([self.sample(i, d, late(i)) for i in range(self.links) for d in (0, 1)])
 
     def report(self, samples: list[LinkSample], stages: Sequence[StageProfile] = ()) -> None:
-        """Let the ranks judge windows, and the table hear what their agent reports."""
-        told = JobTelemetry(links=samples, stages=stages, iteration=self.windows)
-        self.ranks.observe(told, self.now, refresh=True)
-        report = self.observer.report(1, self.now, 0)
-        self.observer.delivered(report, DirectiveEnvelope(memory="m"))
-        self.table.take(report.directions, report.links, self.now)
+        """Let the ranks judge windows, and the table receive their agent's report."""
+        telemetry = JobTelemetry(links=samples, stages=stages, iteration=self.windows)
+        self.ranks.process_telemetry(telemetry, self.now, refresh=True)
+        report = self.observer.build_report(1, self.now, 0)
+        self.observer.record_delivery(report, DirectiveEnvelope(memory="m"))
+        self.table.process_states(report.directions, report.links, self.now)
         self.slow_seen |= self.slow()
 
     def compute(self, inflated: Collection[int] = ()) -> None:
@@ -65,7 +72,7 @@ class Job:
         ])  # fmt: skip
 
     def states(self) -> tuple[LinkState, ...]:
-        return self.table.states(self.now)
+        return self.table.get_states(self.now)
 
     def sample(self, link: int, direction: int, late: float) -> LinkSample:
         value = max(1e-4, self.rng.gauss(BASE, 0.0005)) + late
@@ -96,7 +103,7 @@ class Job:
         (Route.DELEGATED, 0.060, 0.046),  # At most the whole wire time.
         (Route.DELEGATED, 0.010, 0.0),  # Nine queues were busy: a delay.
         (Route.DELEGATED, None, 0.0),
-        (Route.DIRECT, 0.046, 0.0),  # One queue: always apart from each other.
+        (Route.DIRECT, 0.046, 0.0),  # A single queue: always apart from each other.
     ],
 )
 def test_a_narrow_link_is_one_on_which_messages_wait_for_each_other(
@@ -120,11 +127,11 @@ def test_a_narrow_link_is_one_on_which_messages_wait_for_each_other(
     [
         (0.090, 0.095, 0.095),  # Narrower.
         (0.020, 0.025, 0.025),  # Less narrow.
-        (0.075, 0.003, 0.0),  # Not narrow any more, but delayed.
+        (0.075, 0.003, 0.0),  # No longer narrow, but delayed.
         (0.075, None, 0.0),
     ],
 )
-def test_what_a_narrow_link_was_is_not_what_it_is_after_a_step(
+def test_a_narrow_link_has_another_state_after_a_step(
     delay: float, spacing: float | None, transfer: float
 ) -> None:
     """Delegated, so that it shows in spacings only. Nothing is said before it is known."""
@@ -140,9 +147,9 @@ def test_what_a_narrow_link_was_is_not_what_it_is_after_a_step(
 
     *_, before = windows(60, 0.045, 0.050)
     assert before.transfer == pytest.approx(0.050, abs=0.002)
-    told = [state for state in windows(40, delay, spacing) if not state.in_doubt]
-    assert told[-1].transfer == pytest.approx(transfer, abs=0.002)
-    stepped = [state for state in told if abs(state.delay - delay) < 0.005]
+    states = [state for state in windows(40, delay, spacing) if not state.in_doubt]
+    assert states[-1].transfer == pytest.approx(transfer, abs=0.002)
+    stepped = [state for state in states if abs(state.delay - delay) < 0.005]
     assert len(stepped) > 15
     assert {round(state.transfer, 2) for state in stepped} == {round(transfer, 2)}
 
@@ -152,12 +159,12 @@ def test_what_a_narrow_link_was_is_not_what_it_is_after_a_step(
     [
         (0.001, 0.045),
         (0.011, 0.035),  # Some of both, but mostly narrow.
-        (0.041, 0.0),  # What is small is as late: a delay.
+        (0.041, 0.0),  # Small messages are as late: a delay.
         (None, 0.0),  # Unknown, as with NCCL.
     ],
 )
 @pytest.mark.parametrize("exact", [True, False])
-def test_what_is_small_and_not_late_shows_a_narrow_link_from_the_first_window(
+def test_small_messages_in_time_show_a_narrow_link_from_the_first_window(
     latency: float | None, transfer: float, exact: bool
 ) -> None:
     job = Job()
@@ -197,7 +204,7 @@ def test_what_is_small_and_not_late_shows_a_narrow_link_from_the_first_window(
         ({}, None, {5}, False),
     ],
 )
-def test_what_a_busy_rank_explains_takes_more_evidence(
+def test_lateness_that_a_busy_rank_explains_takes_more_evidence(
     waits: dict[int, float], latency: float | None, inflated: set[int], doubted: bool
 ) -> None:
     job = Job()
@@ -241,7 +248,7 @@ def test_stalls_of_the_machine_are_no_slow_links(seed: int) -> None:
 
 
 def test_reports_that_carry_few_links_each_show_the_same_moment() -> None:
-    """As ranks report: each every 50 ms, but not together."""
+    """Ranks report every 50 ms each, but not together."""
     job = Job()
     for _ in range(20):
         for _ in range(5):
@@ -276,17 +283,17 @@ def test_a_network_that_is_slow_everywhere_is_believed_in_the_end() -> None:
 
 
 def test_few_links_are_judged_one_by_one() -> None:
-    job = Job(links=FEW_LINKS - 1)
-    assert job.until_slow(set(range(FEW_LINKS - 1)), lambda link: 0.03, 10) <= 5
+    job = Job(links=FEWEST_LINKS - 1)
+    assert job.until_slow(set(range(FEWEST_LINKS - 1)), lambda link: 0.03, 10) <= 5
 
 
 def test_a_link_is_named_with_the_column_where_it_is_slow() -> None:
-    """Everything is numbered by column, and people read coordinates."""
+    """Links are numbered by column, and people read coordinates."""
     mesh = MeshShape(2, replicas=2, tensor=2)
-    assert LinkState(0, Health.SLOW, column=mesh.column_name(3)).name == (
+    assert LinkState(0, Health.SLOW, column=mesh.format_column_name(3)).name == (
         "link 0 of replica 1, tensor 1"
     )
-    assert LinkState(0, Health.SLOW, column=MeshShape(2).column_name(0)).name == "link 0"
+    assert LinkState(0, Health.SLOW, column=MeshShape(2).format_column_name(0)).name == "link 0"
 
 
 def test_a_link_is_slow_since_the_first_of_its_directions_is() -> None:
@@ -299,8 +306,8 @@ def test_a_link_is_slow_since_the_first_of_its_directions_is() -> None:
             )
             for name, health in columns.items()
         ]  # fmt: skip
-        table.take(rows, [LinkState(link=0, health=Health.HEALTHY, wire_time=0.01)], now)
-        return table.states(now)[0].since
+        table.process_states(rows, [LinkState(link=0, health=Health.HEALTHY, wire_time=0.01)], now)
+        return table.get_states(now)[0].since
 
     assert tell(100.0) is None
     assert tell(101.0, c0="slow") == 101.0
@@ -311,14 +318,14 @@ def test_a_link_is_slow_since_the_first_of_its_directions_is() -> None:
     assert tell(106.0, c1="healthy") is None
     assert tell(107.0, c1="slow") == 107.0
     again = LinkTable(MeshShape(2, replicas=2), stale_after=30.0)
-    again.restore(table.slow_directions(), table.slow_since())
+    again.restore_directions(table.list_slow_directions(), table.get_slow_since())
     table = again
     assert tell(110.0, c1="slow") == 107.0
     assert tell(111.0, c1="healthy") is None
 
 
 def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:
-    """Its bound may be as long as the op; but a message takes some time."""
+    """The bound may be as long as the op; but a message takes some time."""
 
     class Device(Job):
         def sample(self, link: int, direction: int, late: float) -> LinkSample:
@@ -333,7 +340,7 @@ def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:
 
 
 def test_a_latency_does_not_make_a_bound_of_the_wire_time_exact() -> None:
-    """Ops of up to 10 ms always hide the arrivals; what is small says only when it is later."""
+    """Ops of up to 10 ms always hide the arrivals; small messages show only when it is later."""
 
     class Hidden(Job):
         def sample(self, link: int, direction: int, late: float) -> LinkSample:
@@ -352,7 +359,7 @@ def test_a_latency_does_not_make_a_bound_of_the_wire_time_exact() -> None:
 
 
 def test_a_stall_does_not_make_a_slow_link_slower() -> None:
-    """As little as it makes other links slow."""
+    """Other links do not become slow, either."""
     job = Job()
     job.until_slow({3}, lambda link: 0.03 * (link == 3), most=6)
     job.run(30, lambda link: 0.03 * (link == 3))
@@ -404,7 +411,7 @@ def test_a_route_that_replaces_a_broken_one_is_compared_with_that() -> None:
 
 
 def test_a_route_that_replaces_a_broken_one_is_no_slower_than_others_that_are_used() -> None:
-    """What is normal on it shows on other links: as the route that broke it need not be."""
+    """Normal times on it show on other links; those of the route that broke it need not be."""
     job = Job()
     for _ in range(20):
         job.now += 0.05
@@ -421,8 +428,8 @@ def test_a_route_that_replaces_a_broken_one_is_no_slower_than_others_that_are_us
     assert job.slow() == set(), "not by as much as counts"
 
 
-def test_a_narrow_link_whose_rate_varies_stays_one_and_its_windows_are_told() -> None:
-    """While the rate is high no message waits, so then nothing shows that the link is narrow."""
+def test_a_narrow_link_whose_rate_varies_stays_one_and_its_windows_are_reported() -> None:
+    """Messages do not wait while the rate is high: nothing shows that the link is narrow."""
     job = Job()
     job.until_slow({2}, lambda link: 0.030 if link == 2 else 0.0, 5)
     for window in range(110):

@@ -8,9 +8,9 @@ import pytest
 from gate import examples
 from plant_support import BASE, Plant, spec
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import initial_plan
-from pipemorph.planning import Plan, Policy, Route, StageTimes, plan, predict_period, problem_for
+from pipemorph.planning import Plan, Policy, Route, StageTimes, build_problem, plan, predict_period
+from pipemorph.spec.job_spec import JobSpec
 
 STAGES, MICROBATCHES = 8, 24
 OPS = (0.010, 0.0105, 0.0055)
@@ -38,7 +38,7 @@ def without_barrier(objective: str = "auto") -> Plant:
 def shortest(plant: Plant) -> float:
     """The bound of the period of healthy links."""
     wires = [BASE] * (STAGES - 1)
-    problem = problem_for(MICROBATCHES, plant.ops, wires, [Route.DIRECT] * (STAGES - 1))
+    problem = build_problem(MICROBATCHES, plant.ops, wires, [Route.DIRECT] * (STAGES - 1))
     planned = plan(problem.model_copy(update={"objective": "period"}))
     return planned.lower_bound
 
@@ -48,11 +48,11 @@ def test_the_first_plan_mixes_forms_of_backwards() -> None:
     names = ("forward", "backwardInput", "backwardWeight", "fusedBackward")
     times = [dict(zip(names, (1e3 * each for each in (f, b, w, 0.92 * (b + w))), strict=True))]
     schedule = {"dispatch": "static", "stageTimes": 4 * times}
-    assert initial_plan(spec(4, 12, schedule=schedule)).schedule.mixed is not None
+    assert initial_plan(spec(4, 12, schedule=schedule)).schedule.first_mixed_stage is not None
 
 
 def runs_as_first(plant: Plant, made: Plan) -> bool:
-    return made.runs_as(initial_plan(plant.spec))
+    return made.runs_same_as(initial_plan(plant.spec))
 
 
 def test_a_job_without_a_barrier_gets_the_shortest_period() -> None:
@@ -65,7 +65,7 @@ def test_a_job_without_a_barrier_gets_the_shortest_period() -> None:
     assert plant.seconds[-1] <= 1.01 * shortest(plant)
     assert plant.seconds[-1] < 0.99 * plant.seconds[3]
     wires = [BASE] * (STAGES - 1)
-    problem = problem_for(MICROBATCHES, plant.ops, wires, [Route.DIRECT] * (STAGES - 1))
+    problem = build_problem(MICROBATCHES, plant.ops, wires, [Route.DIRECT] * (STAGES - 1))
     zero_bubble = plan(problem, Policy.ZERO_BUBBLE).schedule
     assert plant.seconds[-1] <= predict_period(zero_bubble, problem)
 
@@ -74,7 +74,7 @@ def test_a_job_without_a_barrier_gets_the_shortest_period() -> None:
     ("objective", "barrier"),
     [("auto", True), ("auto", None), ("makespan", True), ("makespan", None), ("makespan", False)],
 )
-def test_with_a_barrier_or_if_the_spec_says_so_the_makespan_counts(
+def test_with_a_barrier_or_by_the_spec_the_makespan_counts(
     objective: str, barrier: bool | None
 ) -> None:
     plant = plant_of(objective)
@@ -89,7 +89,7 @@ def test_the_spec_may_say_that_the_period_counts() -> None:
     plant.barrier = None
     assert plant.plan != initial_plan(job())
     plant.run(40)
-    # Its wires are not those of plan 0, which knows none. They may ask for another, barriers not.
+    # Plan 0 has no wire times. They may require another plan, barriers may not.
     assert all("wire times" in record.reason for record in plant.controller.records)
     assert plant.seconds[-1] <= 1.02 * shortest(plant)
 
@@ -160,11 +160,11 @@ def test_a_slow_link_of_a_job_without_a_barrier() -> None:
     well, healthy = plant.plan, plant.seconds[-1]
     plant.delays[6] = 0.03
     plant.run(20)
-    assert plant.plan.delegated == (6,)
+    assert plant.plan.delegated_links == (6,)
     assert plant.seconds[-1] < 1.12 * healthy
     plant.delays[6] = 0.0
     plant.run(40)
-    assert plant.plan.runs_as(well)
+    assert plant.plan.runs_same_as(well)
     assert plant.seconds[-1] == pytest.approx(healthy)
 
 

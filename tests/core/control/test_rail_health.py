@@ -1,4 +1,4 @@
-"""What RDMA ports and the engine say, judged: from reports to the controller's view."""
+"""Health of RDMA ports and of the engine: from reports to the controller's view."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 import pytest
 from observing import Agent, report, tell
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.observe.events import KEPT_EVENTS
-from pipemorph.control.observe.rail_health import (
+from pipemorph.control.job_state.reports import ReportMismatch
+from pipemorph.detection.event_log import MOST_EVENTS
+from pipemorph.detection.rail_monitor import (
     BREAK_SECONDS,
     ERROR_SECONDS,
     MOST_PORTS_PER_RANK,
     SILENT_SECONDS,
-    RailBook,
+    RailMonitor,
 )
-from pipemorph.control.observed.reports import ReportMismatch
-from pipemorph.wire import (
-    SHOWN,
-    FallenLink,
+from pipemorph.protocol import (
+    MOST_LISTED,
     LinkSample,
     RailHealth,
+    RailProblem,
     RailSample,
     RailsView,
-    RailTrouble,
+    TransportFallback,
     TransportSample,
     TransportsView,
     WireTime,
 )
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.mesh import MeshShape
 
 GOOD = {"link_downed": 0, "symbol_error": 3, "out_of_sequence": 7, "np_cnp_sent": 100}
 
@@ -47,21 +47,21 @@ def rail(stage: int = 0, device: str = "mlx5_0", port: int = 1, **fields: Any) -
 
 
 class Book:
-    """A book and its clock: two ports unless told otherwise."""
+    """Rail monitor and its clock, with two ports by default."""
 
     def __init__(self, *first: RailSample, expected: int | None = 2, **options: Any) -> None:
-        self.book = RailBook(**options)
+        self.book = RailMonitor(**options)
         self.now = 1000.0
         self.expected = expected
         self.hear(*(first or (rail(0), rail(1))))
 
     def hear(self, *samples: RailSample, after: float = 0.0) -> None:
         self.now += after
-        self.book.observe(samples, self.expected, self.now, 5)
+        self.book.observe_ports(samples, self.expected, self.now, 5)
 
     def view(self, after: float = 0.0) -> Any:
         self.now += after
-        return self.book.view(self.now)
+        return self.book.build_view(self.now)
 
     @property
     def health(self) -> RailHealth:
@@ -72,7 +72,7 @@ class Book:
 def test_all_ports_active_and_quiet_is_healthy() -> None:
     book = Book()
     view = book.view()
-    assert (view.health, view.ports, view.sick, view.congested) == (
+    assert (view.health, view.ports, view.faulty, view.congested) == (
         RailHealth.HEALTHY, 2, (), (),
     )  # fmt: skip
 
@@ -86,23 +86,23 @@ def test_a_port_that_was_active_and_is_not_any_more_is_named(state: str) -> None
     book = Book()
     book.hear(rail(1, state=state), after=5)
     view = book.view()
-    assert view.health is RailHealth.SICK
-    (sick,) = view.sick
-    assert sick.text(ALONE) == f"stage 1 mlx5_0/1: is {state}"
-    assert sick.text(MeshShape(2, 2)) == f"stage 1 of replica 0 mlx5_0/1: is {state}"
+    assert view.health is RailHealth.FAULTY
+    (port,) = view.faulty
+    assert port.format_text(ALONE) == f"stage 1 mlx5_0/1: is {state}"
+    assert port.format_text(MeshShape(2, 2)) == f"stage 1 of replica 0 mlx5_0/1: is {state}"
     book.hear(rail(1), after=5)
     assert book.health == "healthy"
 
 
 @pytest.mark.parametrize("counter", ["link_downed", "link_error_recovery", "retry_exceeded_err"])
-def test_one_break_is_told_of_for_a_while(counter: str) -> None:
+def test_one_break_is_reported_for_a_while(counter: str) -> None:
     book = Book(rail(counters={counter: 4}), expected=1)
     book.hear(rail(counters={counter: 5}), after=5)
     view = book.view()
-    assert view.health is RailHealth.SICK
-    assert view.sick[0].what == f"{counter} grew by 1 within {BREAK_SECONDS:g} s"
+    assert view.health is RailHealth.FAULTY
+    assert view.faulty[0].what == f"{counter} grew by 1 within {BREAK_SECONDS:g} s"
     book.hear(rail(counters={counter: 5}), after=60)
-    assert book.view(BREAK_SECONDS - 70).health is RailHealth.SICK
+    assert book.view(BREAK_SECONDS - 70).health is RailHealth.FAULTY
     book.hear(rail(counters={counter: 5}))
     assert book.view(11).health is RailHealth.HEALTHY
 
@@ -121,23 +121,23 @@ def test_errors_have_to_grow_by_ten_in_a_minute(counter: str) -> None:
     assert book.health == "healthy"
     book.hear(rail(counters={counter: 1010}), after=5)
     view = book.view()
-    assert view.health is RailHealth.SICK
-    assert view.sick[0].what == f"{counter} grew by at least 10 within {ERROR_SECONDS:g} s"
+    assert view.health is RailHealth.FAULTY
+    assert view.faulty[0].what == f"{counter} grew by at least 10 within {ERROR_SECONDS:g} s"
     # The text does not change with every sample, or status would.
     book.hear(rail(counters={counter: 1040}), after=5)
-    assert book.view().sick == view.sick
+    assert book.view().faulty == view.faulty
     book.hear(rail(counters={counter: 1040}), after=ERROR_SECONDS + 1)
     assert book.health == "healthy"
 
 
 @pytest.mark.parametrize("counter", ["np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets"])
-def test_congestion_is_said_and_is_no_sickness(counter: str) -> None:
+def test_congestion_is_reported_and_is_no_failure(counter: str) -> None:
     book = Book(rail(counters={counter: 0}), expected=1)
     book.hear(rail(counters={counter: 999}), after=5)
     assert book.health == "healthy"
     book.hear(rail(counters={counter: 5000}), after=5)
     view = book.view()
-    assert (view.health, view.sick) == (RailHealth.CONGESTED, ())
+    assert (view.health, view.faulty) == (RailHealth.CONGESTED, ())
     assert view.congested[0].what == f"{counter} grew by at least 1000 within 60 s"
 
 
@@ -146,7 +146,7 @@ def test_a_counter_that_starts_over_is_no_growth() -> None:
     book.hear(rail(counters={"link_downed": 0, "symbol_error": 0}), after=5)
     assert book.health == "healthy"
     book.hear(rail(counters={"link_downed": 1, "symbol_error": 0}), after=5)
-    assert book.health == "sick"
+    assert book.health == "faulty"
 
 
 def test_ticks_of_waiting_are_not_judged() -> None:
@@ -165,7 +165,7 @@ def test_ticks_of_waiting_are_not_judged() -> None:
     ],
     ids=["state", "unreadable", "none", "none that is judged"],
 )
-def test_what_cannot_be_seen_is_unknown_and_never_healthy(sample: RailSample) -> None:
+def test_unseen_ports_are_unknown_and_never_healthy(sample: RailSample) -> None:
     book = Book(sample, expected=1)
     view = book.view()
     assert (view.health, view.unreadable) == (RailHealth.UNKNOWN, 1)
@@ -177,18 +177,18 @@ def test_a_spare_port_without_a_cable_is_not_missed() -> None:
     two = rail(), rail(port=2, state="DOWN")
     assert Book(*two).health == "healthy"
     for named in ("mlx5_0", "mlx5_0:2"):
-        assert Book(*two, named=[named]).health == "sick"
+        assert Book(*two, named=[named]).health == "faulty"
     assert Book(*two, named=["mlx5_1", "mlx5_0:1"]).health == "healthy"
     used = rail(used=True), rail(port=2, state="DOWN", used=True)
-    assert Book(*used).health == "sick"
+    assert Book(*used).health == "faulty"
 
 
-def test_a_rank_without_any_active_port_is_said() -> None:
+def test_a_rank_without_any_active_port_is_reported() -> None:
     view = Book(rail(0), rail(1, state="DOWN")).view()
-    assert [t.stage for t in view.sick] == [1]
+    assert [t.stage for t in view.faulty] == [1]
 
 
-def test_before_everybody_has_looked_and_been_heard_it_is_unknown() -> None:
+def test_before_all_have_checked_and_reported_it_is_unknown() -> None:
     book = Book(rail(0), expected=None)
     assert book.health == "unknown"
     book.expected = 2
@@ -199,17 +199,17 @@ def test_before_everybody_has_looked_and_been_heard_it_is_unknown() -> None:
     # Bad news need not wait for the rest.
     book.expected = 3
     book.hear(rail(1, state="DOWN"))
-    assert book.health == "sick"
+    assert book.health == "faulty"
 
 
-def test_no_device_anywhere_is_told_from_not_heard_of() -> None:
-    book = RailBook()
-    assert book.view(0.0).health is RailHealth.UNKNOWN
-    book.observe([], 0, 1.0, 0)
-    assert book.view(1.0).health is RailHealth.NONE
+def test_no_device_anywhere_differs_from_no_report() -> None:
+    book = RailMonitor()
+    assert book.build_view(0.0).health is RailHealth.UNKNOWN
+    book.observe_ports([], 0, 1.0, 0)
+    assert book.build_view(1.0).health is RailHealth.NONE
 
 
-def test_a_port_that_is_not_heard_of_any_more_is_unknown() -> None:
+def test_a_port_without_recent_reports_is_unknown() -> None:
     book = Book()
     book.hear(rail(0), after=SILENT_SECONDS)
     assert book.health == "healthy"
@@ -223,7 +223,7 @@ def test_it_stays_bounded() -> None:
     many = [rail(device=f"vf{i}", state="DOWN") for i in range(MOST_PORTS_PER_RANK + 10)]
     view = Book(*many, rail(1), expected=len(many) + 1).view()
     assert view.ports == MOST_PORTS_PER_RANK + 1
-    assert (view.sick_count, len(view.sick)) == (MOST_PORTS_PER_RANK, SHOWN)
+    assert (view.faulty_count, len(view.faulty)) == (MOST_PORTS_PER_RANK, MOST_LISTED)
     healthy = [rail(device=f"vf{i}") for i in range(MOST_PORTS_PER_RANK + 10)]
     assert Book(*healthy, expected=len(healthy)).health == "unknown"
 
@@ -259,19 +259,19 @@ def window(link: int, transport: str, direction: str = "forward") -> LinkSample:
     )  # fmt: skip
 
 
-def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
+def test_a_fallback_is_reported_with_its_reason_and_so_is_the_return() -> None:
     controller = JobController(spec())
     tell(controller, 1.0, iteration=1, transports=[end(0), end(1)])
-    assert controller.view(0.0).transports.fallen_count == 0
+    assert controller.get_job_view(0.0).transports.fallen_count == 0
     fell = end(1, transport="tcp", fallbacks=1, trouble="rxe0 port 1: port error")
     tell(controller, 2.0, iteration=2, transports=[fell])
-    view = controller.view(2.0).transports
+    view = controller.get_job_view(2.0).transports
     assert (view.fallen_count, view.fallbacks, view.failbacks) == (1, 1, 0)
-    assert view.fallen[0].text(ALONE) == (
+    assert view.fallen[0].format_text(ALONE) == (
         "link 1 fell back from rdma to tcp (rxe0 port 1: port error)"
     )
     tell(controller, 3.0, iteration=3, transports=[end(1, fallbacks=1, failbacks=1)])
-    view = controller.view(0.0).transports
+    view = controller.get_job_view(0.0).transports
     assert (view.fallen_count, view.fallbacks, view.failbacks) == (0, 1, 1)
     assert [e.text for e in controller.events] == [
         "link 1 fell back from rdma to tcp (rxe0 port 1: port error)",
@@ -298,29 +298,30 @@ def test_a_fallback_between_two_reports_is_not_missed() -> None:
     tell(controller, 2.0, iteration=2, transports=[end(1, fallbacks=2, failbacks=2)])
     (event,) = controller.events
     assert event.text == "link 1 fell back from rdma to tcp, and is back"
-    assert controller.view(0.0).transports.fallbacks == 2
+    assert controller.get_job_view(0.0).transports.fallbacks == 2
 
 
-def test_what_carries_each_link() -> None:
-    """Also before the ranks know the states of their links, as in a short run."""
+def test_the_carrier_of_each_link() -> None:
+    """Carriers are known before the states of the links are, as in a short run."""
     controller = JobController(spec())
     tell(controller, 1.0, iteration=1, links=[window(0, "gloo"), window(1, "rdma")])
-    assert controller.view(0.0).transports.links == ("gloo", "rdma")
+    assert controller.get_job_view(0.0).transports.links == ("gloo", "rdma")
     tell(controller, 2.0, iteration=2, links=[window(1, "tcp", "backward")])
-    assert controller.view(0.0).transports.links == ("gloo", "rdma+tcp")
-    assert JobController(spec()).view(0.0).transports.links == ("", "")
+    assert controller.get_job_view(0.0).transports.links == ("gloo", "rdma+tcp")
+    assert JobController(spec()).get_job_view(0.0).transports.links == ("", "")
 
 
 def test_ports_and_ends_of_no_rank_of_the_job_are_refused() -> None:
     controller = JobController(spec())
 
     def port(stage: int = 0, replica: int = 0) -> RailsView:
-        trouble = RailTrouble(stage, replica, "mlx5_0", 1, "DOWN", "is DOWN")
-        return RailsView(RailHealth.SICK, 1, 1, 1, (trouble,))
+        trouble = RailProblem(stage, replica, "mlx5_0", 1, "DOWN", "is DOWN")
+        return RailsView(RailHealth.FAULTY, 1, 1, 1, (trouble,))
 
     def fallen(link: int = 0, replica: int = 0) -> TransportsView:
         return TransportsView(
-            fallen=(FallenLink(link, replica, "forward", "rdma", "tcp", 1, ""),), fallen_count=1
+            fallen=(TransportFallback(link, replica, "forward", "rdma", "tcp", 1, ""),),
+            fallen_count=1,
         )
 
     for wrong, field in (
@@ -331,12 +332,12 @@ def test_ports_and_ends_of_no_rank_of_the_job_are_refused() -> None:
         ({"transports": TransportsView(links=("tcp",))}, "transports.links"),
     ):
         with pytest.raises(ReportMismatch) as refused:
-            controller.report(report(1, **wrong), 1.0)
+            controller.process_report(report(1, **wrong), 1.0)
         assert refused.value.field == field
-    assert controller.view(1.0).rails.ports == 0
+    assert controller.get_job_view(1.0).rails.ports == 0
 
 
-def test_events_of_ports_are_kept_and_bounded() -> None:
+def test_events_of_ports_are_stored_and_bounded() -> None:
     controller = JobController(spec())
     tell(controller, 1.0, iteration=1, rails=[rail()], ports=1)
     tell(controller, 2.0, iteration=2, rails=[rail(state="DOWN")], ports=1)
@@ -346,23 +347,23 @@ def test_events_of_ports_are_kept_and_bounded() -> None:
         "RDMA port mlx5_0/1 of stage 0: link_downed +1",
         "RDMA port mlx5_0/1 of stage 0: is ACTIVE",
     ]
-    for n in range(KEPT_EVENTS):
+    for n in range(MOST_EVENTS):
         counters = GOOD | {"link_downed": n + 2}
         tell(controller, 4.0 + n, iteration=n + 4, rails=[rail(counters=counters)], ports=1)
-    assert len(controller.events) == KEPT_EVENTS
-    assert controller.events[-1].number == KEPT_EVENTS + 2
+    assert len(controller.events) == MOST_EVENTS
+    assert controller.events[-1].number == MOST_EVENTS + 2
 
 
 def test_a_new_attempt_starts_without_and_an_edited_job_goes_on_with_them() -> None:
     controller = JobController(spec())
     agent = Agent(controller.spec)
     agent.tell(controller, 1.0, iteration=1, rails=[rail()], ports=1, transports=[end(1)])
-    edited = JobController.restore(spec(), controller.snapshot())
-    assert edited.view(1.0).rails.health is RailHealth.UNKNOWN
-    edited.adopt(controller)
-    assert edited.view(1.0).rails.health is RailHealth.HEALTHY
+    edited = JobController.from_snapshot(spec(), controller.take_snapshot())
+    assert edited.get_job_view(1.0).rails.health is RailHealth.UNKNOWN
+    edited.take_over_from(controller)
+    assert edited.get_job_view(1.0).rails.health is RailHealth.HEALTHY
     controller.begin_attempt(1)
-    assert controller.view(1.0).rails.ports == 0
+    assert controller.get_job_view(1.0).rails.ports == 0
     edited.begin_attempt(2)
-    edited.adopt(controller)
-    assert edited.view(1.0).rails.ports == 0
+    edited.take_over_from(controller)
+    assert edited.get_job_view(1.0).rails.ports == 0

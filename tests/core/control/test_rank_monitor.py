@@ -1,5 +1,4 @@
-"""What a rank judges and reports, what its agent answers, and what becomes of either when one of
-them, or the connection between them, is lost."""
+"""Reports of a rank, answers of its agent, and the loss of either or of their connection."""
 
 from __future__ import annotations
 
@@ -8,12 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.link_book import ANSWER_SECONDS
-from pipemorph.control.observe.observer import Observer
-from pipemorph.control.observe.rank_monitor import RankMonitor
+from pipemorph.detection.job_observer import JobObserver
+from pipemorph.detection.link_monitor import ANSWER_SECONDS
+from pipemorph.detection.rank_monitor import RankMonitor
 from pipemorph.planning import Route
-from pipemorph.wire import (
+from pipemorph.protocol import (
     DirectiveEnvelope,
     Health,
     LinkHealthReport,
@@ -22,7 +20,8 @@ from pipemorph.wire import (
     StageProfile,
     WireTime,
 )
-from pipemorph.wire.ranks import RankAnswer, RankReport
+from pipemorph.protocol.rank_messages import RankAnswer, RankReport
+from pipemorph.spec.mesh import MeshShape
 
 BASE, LATE, WINDOW = 0.006, 0.040, 0.05
 PIPELINES = {
@@ -44,31 +43,31 @@ class World:
         """Ranks whose messages are lost."""
         self.reports: list[LinkHealthReport] = []
         self.states: dict[Any, LinkState] = {}
-        """What the host has, by direction."""
+        """States that the host has, by direction."""
         self.monitors = [RankMonitor(mesh, rank) for rank in range(mesh.world_size)]
         self.start_agent()
 
     def start_agent(self) -> None:
-        self.observer = Observer(self.mesh, job="j", namespace="n", attempt=0)
+        self.observer = JobObserver(self.mesh, job="j", namespace="n", attempt=0)
         for rank in range(self.mesh.world_size):
             self.connect(rank)
         self.report()
 
     def connect(self, rank: int) -> None:
-        self.monitors[rank].connected()
-        self.observer.connect(rank)
+        self.monitors[rank].record_connection()
+        self.observer.record_connection(rank)
         self.answer()
 
     def answer(self) -> None:
         connected = set(range(self.mesh.world_size)) - self.cut
-        for ranks, answer in self.observer.answers(connected):
-            arrived = RankAnswer.model_validate_json(answer.body())
+        for ranks, answer in self.observer.take_answers(connected):
+            arrived = RankAnswer.model_validate_json(answer.to_json())
             for rank in ranks:
-                self.monitors[rank].hear(arrived, self.now)
+                self.monitors[rank].process_answer(arrived, self.now)
 
     def report(self, **answer: Any) -> None:
-        report = self.observer.report(len(self.reports) + 1, self.now, 0)
-        self.observer.delivered(report, DirectiveEnvelope(memory="m", **answer))
+        report = self.observer.build_report(len(self.reports) + 1, self.now, 0)
+        self.observer.record_delivery(report, DirectiveEnvelope(memory="m", **answer))
         self.reports.append(report)
         for row in report.directions:
             self.states[row.key] = row
@@ -77,10 +76,10 @@ class World:
         for _ in range(windows):
             self.now, self.window = self.now + WINDOW, self.window + 1
             for rank, monitor in enumerate(self.monitors):
-                monitor.observe([] if silent else self._windows(rank), self.now)
-                if monitor.due(self.now):
-                    self.send(rank, monitor.take(self.now))
-            self.observer.observe(self.now, refresh=True)
+                monitor.observe_windows([] if silent else self._windows(rank), self.now)
+                if monitor.is_report_due(self.now):
+                    self.send(rank, monitor.take_changes(self.now))
+            self.observer.update_states(self.now, refresh=True)
             self.report()
             if answers:
                 self.answer()
@@ -91,15 +90,15 @@ class World:
         )
         if rank in self.cut:
             return
-        arrived = RankReport.model_validate_json(report.body())
-        assert arrived.misfit(self.mesh) is None
-        self.observer.hear(arrived, self.now)
+        arrived = RankReport.model_validate_json(report.to_json())
+        assert arrived.find_mismatch(self.mesh) is None
+        self.observer.process_report(arrived, self.now)
 
     def _windows(self, rank: int) -> list[LinkSample]:
-        at, found = self.mesh.coordinate(rank), []
-        for stage in at.held:
+        at, found = self.mesh.find_coordinate(rank), []
+        for stage in at.held_stages:
             for link, direction in ((stage - 1, "forward"), (stage, "backward")):
-                if not 0 <= link < self.mesh.stages - 1 or {link, link + 1} <= set(at.held):
+                if not 0 <= link < self.mesh.stages - 1 or {link, link + 1} <= set(at.held_stages):
                     continue
                 wire = BASE + 1e-5 * (self.window % 7) + self.delays.get((link, at.column), 0.0)
                 times = WireTime(count=3, exact=3, min=wire, p50=wire, p99=wire, mean=wire)
@@ -135,12 +134,12 @@ def test_a_slow_link_is_found_in_three_windows_and_forgotten_when_it_is_well(wor
 
 
 def test_while_nothing_changes_ranks_send_no_more_than_heartbeats(world: World) -> None:
-    heard: list[RankReport] = []
-    hear = world.observer.hear
-    world.observer.hear = lambda report, now: (heard.append(report), hear(report, now))[1]  # type: ignore[method-assign]
+    sent: list[RankReport] = []
+    hear = world.observer.process_report
+    world.observer.process_report = lambda report, now: (sent.append(report), hear(report, now))[1]  # type: ignore[method-assign]
     world.run(400)
-    assert len(heard) <= 4 * world.mesh.world_size, "20 s, a heartbeat each 10 s"
-    assert not any(each.links or each.suspects for each in heard)
+    assert len(sent) <= 4 * world.mesh.world_size, "20 s, a heartbeat each 10 s"
+    assert not any(each.links or each.suspects for each in sent)
 
 
 @pytest.mark.parametrize("load", [{"sender_waited": 0.030}, {"sender_inflated": True}])
@@ -179,7 +178,7 @@ def test_an_alarm_waits_for_an_answer_that_never_comes_for_a_while_only() -> Non
 
 
 @pytest.mark.parametrize("lost", ["connection", "agent"])
-def test_what_was_lost_is_sent_again(world: World, lost: str) -> None:
+def test_lost_states_are_sent_again(world: World, lost: str) -> None:
     where = 1, world.mesh.columns - 1
     world.cut = set(range(world.mesh.world_size))
     world.delays[where] = LATE
@@ -195,8 +194,8 @@ def test_what_was_lost_is_sent_again(world: World, lost: str) -> None:
     assert world.slow() == {where}
 
 
-def test_new_ranks_begin_with_what_was_slow_and_old_ones_know_better() -> None:
-    """From a slow link nobody can learn what is normal."""
+def test_new_ranks_begin_with_the_slow_links_and_old_ones_with_their_own() -> None:
+    """A slow link cannot show what is normal."""
     world = World(MeshShape(6))
     world.run(40)
     world.delays[1, 0] = LATE
@@ -220,7 +219,7 @@ def test_new_ranks_begin_with_what_was_slow_and_old_ones_know_better() -> None:
     assert not world.slow(), "it has recovered since, as its ranks know"
 
 
-def test_what_a_silent_rank_reported_is_unknown_until_it_is_heard_again() -> None:
+def test_what_a_silent_rank_reported_is_unknown_until_it_reports_again() -> None:
     world = World(MeshShape(6))
     world.run(40)
     world.delays[1, 0] = LATE
@@ -236,15 +235,15 @@ def test_what_a_silent_rank_reported_is_unknown_until_it_is_heard_again() -> Non
 
 
 @pytest.mark.parametrize(
-    ("then", "told"),
+    ("then", "expected"),
     [
         (0.013, [0, 4, 8, 31, 34]),  # The first, enough, a change, in all.
         (0.008, [0, 4, 8, 31]),  # The newest two: nothing that passes makes ops shorter.
     ],
 )
-def test_medians_of_op_times_are_sent_when_they_differ(then: float, told: list[int]) -> None:
+def test_medians_of_op_times_are_sent_when_they_differ(then: float, expected: list[int]) -> None:
     monitor = RankMonitor(MeshShape(2), 0)
-    monitor.connected()
+    monitor.record_connection()
     sent, now = [], 0.0
     for number in range(60):
         now += 1.0
@@ -253,10 +252,10 @@ def test_medians_of_op_times_are_sent_when_they_differ(then: float, told: list[i
             stage=0, split="deferred", peak_memory=1,
             forward=took, backward_input=took, backward_weight=took,
         )  # fmt: skip
-        monitor.observe([], now, profiles=[profile])
-        if monitor.due(now) and (stages := monitor.take(now)["stages"]):
+        monitor.observe_windows([], now, profiles=[profile])
+        if monitor.is_report_due(now) and (stages := monitor.take_changes(now)["stages"]):
             sent += [(number, row.forward, row.profiles) for row in stages]
-    assert [each[0] for each in sent] == told
+    assert [each[0] for each in sent] == expected
     assert sent[-1][1] == then
 
 
@@ -299,9 +298,9 @@ def test_values_of_no_sense_are_refused(fields: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_a_report_on_what_the_job_or_the_rank_has_not_is_told(
+def test_a_report_on_what_the_job_or_the_rank_lacks_is_logged(
     fields: dict[str, Any], why: str
 ) -> None:
     right = {"rank": 1, "state": "training", "iteration": 0, "applied_plan_version": 0}
-    found = RankReport.model_validate(right | fields).misfit(MeshShape(4))
+    found = RankReport.model_validate(right | fields).find_mismatch(MeshShape(4))
     assert found is not None and why in found

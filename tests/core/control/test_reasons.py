@@ -1,4 +1,4 @@
-"""What a decision says: in full for the record, and in one line for a terminal."""
+"""Text of a decision: in full for the record, and in one line for a terminal."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from plant_support import Plant, spec
 
 from pipemorph.control.decide import reasons
-from pipemorph.control.decide.forecast import Option
-from pipemorph.control.decide.replan import (
-    AtBaseline,
+from pipemorph.control.decide.forecast import PlanOption
+from pipemorph.control.decide.plan_choice import (
+    AtBaselinePlan,
     Finding,
-    FusedWeighed,
-    MemoryBinds,
-    MustNotRun,
-    MustNotStay,
-    NoPlan,
-    OffloadWeighed,
-    Proposal,
-    Saves,
-    TooLittle,
+    FusedBackwardGain,
+    GainTooSmall,
+    MemoryLimitBinds,
+    NetSaving,
+    NoPlanFound,
+    OffloadGain,
+    PlanCheckFailed,
+    PlanExceedsMemory,
+    PlanProposal,
 )
-from pipemorph.control.observed.stages import Excess
+from pipemorph.control.job_state.stages import MemoryExcess
 from pipemorph.planning import Dispatch, Plan, Policy, Route, Schedule
-from pipemorph.wire import Health, LinkState
+from pipemorph.protocol import Health, LinkState
 
 CAUSES = ("slow", "worse", "eased", "varies", "recovered", "steady", "profile", "memory", "restart")
 
@@ -48,42 +48,42 @@ def slow(link: int = 0, delay: float = 0.0065, confidence: float = 0.96) -> Link
 
 def proposal(
     chosen: Plan | None, *found: Finding, before: float | None = 1.198, after: float = 1.069
-) -> Proposal:
-    current = None if before is None else Option(plan((4, 3, 2, 1)), before)
-    return Proposal(None if chosen is None else Option(chosen, after), current, found)
+) -> PlanProposal:
+    current = None if before is None else PlanOption(plan((4, 3, 2, 1)), before)
+    return PlanProposal(None if chosen is None else PlanOption(chosen, after), current, found)
 
 
-GAIN = Saves(seconds=4.644, iterations=36, cost=0.2995, cost_seen=False)
+GAIN = NetSaving(seconds=4.644, iterations=36, change_cost=0.2995, cost_measured=False)
 DEMO = proposal(plan((16, 9, 4, 1)), GAIN)
 
 
 def test_a_change_in_full_and_in_short() -> None:
-    assert reasons.reason("slow", [slow()], DEMO) == (
+    assert reasons.explain_decision("slow", [slow()], DEMO) == (
         "link 0 is slow by 6.5 ms one way (forward, 96% sure); predicted per iteration 1.198 s with"
         " the current plan, 1.069 s with warm-up 16-9-4-1 and all links direct; it saves 4.644 s"
-        " over the 36 iterations left, a change is assumed to cost 299.5 ms"
+        " over the 36 remaining iterations, a change is assumed to cost 299.5 ms"
     )
-    line = reasons.short(1, "slow", [slow()], DEMO)
+    line = reasons.summarize_change(1, "slow", [slow()], DEMO)
     assert line == (
         "plan v1: link 0 +6.5 ms | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 16-9-4-1, direct"
         " | gain 4.3 s / 36 it"
     )
-    assert len(line) == reasons.COLUMNS
+    assert len(line) == reasons.SUMMARY_COLUMNS
 
 
-def test_another_dispatch_is_said() -> None:
-    """Of a change from one dispatch to another, in both forms."""
+def test_another_dispatch_is_named() -> None:
+    """Change from one dispatch to another, in both forms."""
     chosen = replace(plan((6, 4, 2, 1), (0,)), dispatch=Dispatch.GUIDED)
     made = proposal(chosen)
-    full = reasons.reason("slow", [slow()], made)
+    full = reasons.explain_decision("slow", [slow()], made)
     assert full.endswith("1.069 s with warm-up 6-4-2-1 and link 0 delegated, guided dispatch")
-    assert reasons.short(3, "slow", [slow()], made) == (
+    assert reasons.summarize_change(3, "slow", [slow()], made) == (
         "plan v3: link 0 +6.5 ms | 1.198 -> 1.069 s/it (-11%) | warm-up 6-4-2-1, link 0 delegated,"
         " guided dispatch"
     )
-    again = replace(made, current=Option(chosen, 1.198))
-    assert "dispatch" not in reasons.reason("worse", [slow()], again)
-    assert "dispatch" not in reasons.short(4, "worse", [slow()], again)
+    again = replace(made, current=PlanOption(chosen, 1.198))
+    assert "dispatch" not in reasons.explain_decision("worse", [slow()], again)
+    assert "dispatch" not in reasons.summarize_change(4, "worse", [slow()], again)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_another_dispatch_is_said() -> None:
             proposal(
                 replace(plan((12, 11, 10, 1), (2,)), dispatch=Dispatch.GUIDED), GAIN, before=0.877
             ),
-            # What it saves matters more than how it is dispatched.
+            # The gain matters more than the dispatch.
             "plan v2: link 2 +58.3 ms | 0.877 -> 1.069 s/it | warm-up 12-11-10-1, 1 link delegated"
             " | gain 4.3 s",
         ),
@@ -129,8 +129,8 @@ def test_another_dispatch_is_said() -> None:
         ),
     ],
 )
-def test_short_lines(cause: Any, links: list[LinkState], made: Proposal, expected: str) -> None:
-    assert reasons.short(2, cause, links, made) == expected
+def test_short_lines(cause: Any, links: list[LinkState], made: PlanProposal, expected: str) -> None:
+    assert reasons.summarize_change(2, cause, links, made) == expected
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(CAUSES))
@@ -140,7 +140,7 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
     some = [i for i in range(stages - 1) if rng.random() < 0.5]
     made = proposal(
         plan(tuple(rng.randint(1, 512) for _ in range(stages)), tuple(some)),
-        Saves(
+        NetSaving(
             10 ** rng.uniform(-3, 7),
             rng.choice([None, rng.randint(1, 10**6)]),
             10 ** rng.uniform(-3, 3),
@@ -151,8 +151,8 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
     )
     links = [slow(i, 10 ** rng.uniform(-4, 2), rng.random()) for i in some]
     version = rng.randint(1, 10**5)
-    line = reasons.short(version, cause, links, made)
-    assert len(line) <= reasons.COLUMNS
+    line = reasons.summarize_change(version, cause, links, made)
+    assert len(line) <= reasons.SUMMARY_COLUMNS
     assert line.startswith(f"plan v{version}: ")
     assert "\n" not in line
 
@@ -160,56 +160,56 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (NoPlan("by a delay"), "no plan was found: by a delay"),
-        (MustNotRun("no F"), "the new plan fails its check: no F"),
+        (NoPlanFound("by a delay"), "no plan was found: by a delay"),
+        (PlanCheckFailed("no F"), "the new plan fails its check: no F"),
         (
-            MustNotRun(Excess(1, 3, 2, "hostMemory")),
+            PlanCheckFailed(MemoryExcess(1, 3, 2, "hostMemory")),
             "the new plan fails its check: stage 1 has 3 microbatches in host memory, hostMemory"
             " has room for 2",
         ),
         (
-            MustNotStay(Excess(0, 3, 2, "activationMemory")),
+            PlanExceedsMemory(MemoryExcess(0, 3, 2, "activationMemory")),
             "the current plan must be replaced: stage 0 holds 3 microbatches, activationMemory has"
             " room for 2",
         ),
-        (AtBaseline(), "kept the plan: it is the one for healthy links"),
+        (AtBaselinePlan(), "the plan stays: it is the one for healthy links"),
         (
-            TooLittle(0.5, -0.01, 0.05),
-            "kept the plan, predicted 500.0 ms per iteration: the best other one saves 0.0%, less"
+            GainTooSmall(0.5, -0.01, 0.05),
+            "the plan stays, predicted 500.0 ms per iteration: the best other one saves 0.0%, less"
             " than minGain 5.0%",
         ),
         (
-            Saves(0.1, -2, 0.2, True),
-            "kept the plan: the best other one saves 100.0 ms over the 0 iterations left, a"
+            NetSaving(0.1, -2, 0.2, True),
+            "the plan stays: the best other one saves 100.0 ms over the 0 remaining iterations, a"
             " change has cost 200.0 ms",
         ),
         (
-            Saves(0.1, None, 0.2, True),
+            NetSaving(0.1, None, 0.2, True),
             "it saves 100.0 ms per iteration, a change has cost 200.0 ms",
         ),
         (
-            Saves(-0.1, None, 0.2, False),
-            "kept the plan: the best other one saves 0.0 ms per iteration, a change is assumed to"
+            NetSaving(-0.1, None, 0.2, False),
+            "the plan stays: the best other one saves 0.0 ms per iteration, a change is assumed to"
             " cost 200.0 ms",
         ),
         (
-            OffloadWeighed((0, 1), 0.002, None),
+            OffloadGain((0, 1), 0.002, None),
             "offload on stages 0, 1 costs 2.0 ms per copied microbatch and is needed to have"
             " a plan",
         ),
         (
-            OffloadWeighed((0,), 0.002, 0.0),
+            OffloadGain((0,), 0.002, 0.0),
             "offload on stage 0 costs 2.0 ms per copied microbatch and saves nothing",
         ),
-        (FusedWeighed((2,), 0.01), "a fused backward on stage 2 saves 10.0 ms"),
+        (FusedBackwardGain((2,), 0.01), "a fused backward on stage 2 saves 10.0 ms"),
         (
-            MemoryBinds((0, 1, 2), 4, 7),
+            MemoryLimitBinds((0, 1, 2), 4, 7),
             "activationMemory has room for 4 to 7 microbatches on stages 0-2",
         ),
     ],
 )
 def test_every_finding_has_a_sentence(found: Finding, expected: str) -> None:
-    said = reasons.reason("profile", [], proposal(None, found))
+    said = reasons.explain_decision("profile", [], proposal(None, found))
     assert said == f"op times or wire times differ from the planned ones; {expected}"
 
 
@@ -218,7 +218,7 @@ def test_every_finding_has_a_sentence(found: Finding, expected: str) -> None:
     [([2], "stage 2"), ([0, 1], "stages 0, 1"), ([0, 1, 2, 5, 7, 8, 9], "stages 0-2, 5, 7-9")],
 )
 def test_stages_in_a_sentence(stages: list[int], expected: str) -> None:
-    assert reasons.shown_stages(stages) == expected
+    assert reasons.format_stages(stages) == expected
 
 
 def test_a_decision_carries_both() -> None:
@@ -230,17 +230,17 @@ def test_a_decision_carries_both() -> None:
     assert decision.reason == record.reason
     assert decision.line.startswith("plan v1: link 0 ")
     assert "link 0 delegated" in decision.line
-    assert len(decision.line) <= reasons.COLUMNS
+    assert len(decision.line) <= reasons.SUMMARY_COLUMNS
 
 
 def test_a_link_that_may_be_well_again_is_not_called_slow_by_nothing() -> None:
-    """Another link is the cause; this one is in a pause, and nobody says by how much it is late."""
+    """The cause is another link; this one is in a pause, and its delay is unknown."""
     paused = replace(slow(1, 0.0, 0.001), in_doubt=True)
-    text = reasons.reason("slow", [slow(), paused], DEMO)
+    text = reasons.explain_decision("slow", [slow(), paused], DEMO)
     assert text.startswith(
-        "link 0 is slow by 6.5 ms one way (forward, 96% sure), link 1 was slow and may be well"
+        "link 0 is slow by 6.5 ms one way (forward, 96% sure), link 1 was slow and may be healthy"
         " again (forward); predicted"
     )
     surely = replace(slow(1, 0.03, 0.9), in_doubt=True)
-    text = reasons.reason("slow", [slow(0, 0.0065, 0.996), surely], DEMO)
+    text = reasons.explain_decision("slow", [slow(0, 0.0065, 0.996), surely], DEMO)
     assert "(forward, 99% sure), link 1 is slow by 30.0 ms one way (forward, in doubt)" in text

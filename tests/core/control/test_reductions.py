@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from observing import report, tell
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, ReductionHealth
-from pipemorph.control.observe.detector import Thresholds
-from pipemorph.control.observe.events import Events
-from pipemorph.control.observe.reductions import ReductionBook
-from pipemorph.control.observed.reports import ReportMismatch
-from pipemorph.wire import ReductionSample, SlowestEdge, StageProfile
+from pipemorph.control.job_state.reports import ReportMismatch
+from pipemorph.detection.detector import DetectorThresholds
+from pipemorph.detection.event_log import EventLog
+from pipemorph.detection.reduction_monitor import ReductionMonitor
+from pipemorph.protocol import ReductionSample, SlowestEdge, StageProfile
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.mesh import MeshShape
 
 USUAL, SLOW = 0.020, 0.090
 
@@ -28,19 +28,19 @@ def sample(stage: int, iteration: int, seconds: float, replica: int = 0) -> Redu
 
 
 class Job:
-    """Four stages of two replicas; every iteration all ranks of a group say the same."""
+    """Job of four stages and two replicas; every iteration all ranks of a group report the same."""
 
     def __init__(self) -> None:
-        self.events = Events()
+        self.events = EventLog()
         self.mesh = mesh = MeshShape(stages=4, replicas=2)
-        self.book = ReductionBook(mesh, Thresholds(), events=self.events)
+        self.book = ReductionMonitor(mesh, DetectorThresholds(), events=self.events)
         self.iteration = 0
 
     def run(self, iterations: int, **slow: float) -> None:
         """``s3=0.09``: the seconds of stage 3; of the other stages as usual."""
         for _ in range(iterations):
             self.iteration += 1
-            self.book.observe(
+            self.book.observe_samples(
                 [
                     sample(stage, self.iteration, slow.get(f"s{stage}", USUAL), column)
                     for stage in range(self.mesh.stages)
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def slow(self) -> list[str]:
-        return [state.name for state in self.book.states() if state.slow]
+        return [state.name for state in self.book.list_states() if state.slow]
 
 
 def test_a_slow_group_is_named_and_recovers() -> None:
@@ -60,14 +60,14 @@ def test_a_slow_group_is_named_and_recovers() -> None:
     assert job.slow == []
     job.run(4, s3=SLOW)
     assert job.slow == ["gradient reduction of stage 3"]
-    (state,) = [each for each in job.book.states() if each.slow]
+    (state,) = [each for each in job.book.list_states() if each.slow]
     assert (state.seconds, state.normal) == (pytest.approx(SLOW), pytest.approx(USUAL))
     assert state.delay == pytest.approx(SLOW - USUAL)
-    exposed = {state.stage: state.exposed for state in job.book.states() if not state.replica}
+    exposed = {state.stage: state.exposed for state in job.book.list_states() if not state.replica}
     assert exposed == {0: 0.01, 1: 0.01, 2: 0.01, 3: pytest.approx(SLOW / 2)}
     job.run(20)
     assert job.slow == []
-    assert [event.text for event in job.events.newest()] == [
+    assert [event.text for event in job.events.get_newest()] == [
         "gradient reduction of stage 3 is slow: 90 ms, usually 20 ms",
         "gradient reduction of stage 3 is as fast as usual again",
     ]
@@ -82,7 +82,7 @@ def test_one_late_iteration_is_none() -> None:
     assert job.slow == []
 
 
-def test_a_group_that_was_slow_from_the_start_is_told_from_its_peers() -> None:
+def test_a_group_that_was_slow_from_the_start_is_known_by_its_peers() -> None:
     job = Job()
     job.run(12, s2=SLOW)
     assert job.slow == ["gradient reduction of stage 2"]
@@ -99,13 +99,13 @@ def test_all_groups_late_at_once_count_little() -> None:
 
 def test_tensor_ranks_have_groups_of_their_own() -> None:
     mesh = MeshShape(stages=1, replicas=2, tensor=2)
-    assert [mesh.data_group(column) for column in range(4)] == [0, 1, 0, 1]
-    book = ReductionBook(mesh, Thresholds(), events=Events())
+    assert [mesh.find_data_group(column) for column in range(4)] == [0, 1, 0, 1]
+    book = ReductionMonitor(mesh, DetectorThresholds(), events=EventLog())
     for iteration in range(20):
         for column in range(4):
             late = iteration > 10 and column % 2
-            book.observe([sample(0, iteration, SLOW if late else USUAL, column)], 0.0)
-    assert [(state.name, state.slow) for state in book.states()] == [
+            book.observe_samples([sample(0, iteration, SLOW if late else USUAL, column)], 0.0)
+    assert [(state.name, state.slow) for state in book.list_states()] == [
         ("gradient reduction of stage 0, tensor 0", False),
         ("gradient reduction of stage 0, tensor 1", True),
     ]
@@ -114,7 +114,7 @@ def test_tensor_ranks_have_groups_of_their_own() -> None:
 def test_other_gradients_have_another_normal_time() -> None:
     job = Job()
     job.run(10)
-    job.book.observe(
+    job.book.observe_samples(
         [
             sample(0, 11 + i, SLOW).model_copy(update={"bytes": 5 << 20, "iteration": 11 + i})
             for i in range(8)
@@ -125,12 +125,12 @@ def test_other_gradients_have_another_normal_time() -> None:
 
 
 def test_edges_of_a_ring_are_known_with_other_gradients() -> None:
-    """They are measured once while all is well, with messages of one size."""
+    """Edges are measured once while all is well, with messages of one size."""
     job = Job()
     edge = SlowestEdge(1, 0.002, 0.001)
-    job.book.observe([sample(0, 0, USUAL).model_copy(update={"slowest": edge})], 0.0)
-    job.book.observe([sample(0, 1, USUAL).model_copy(update={"bytes": 5 << 20})], 0.0)
-    assert [state.slowest for state in job.book.states()] == [edge]
+    job.book.observe_samples([sample(0, 0, USUAL).model_copy(update={"slowest": edge})], 0.0)
+    job.book.observe_samples([sample(0, 1, USUAL).model_copy(update={"bytes": 5 << 20})], 0.0)
+    assert [state.slowest for state in job.book.list_states()] == [edge]
 
 
 def spec(**fields: Any) -> JobSpec:
@@ -158,12 +158,12 @@ def test_the_controller_plans_with_it_and_shows_it() -> None:
         late = SLOW if i > 10 else USUAL
         reductions = [sample(0, i, USUAL), sample(1, i, late, 1)]
         tell(controller, float(i), stages=profiles, reductions=reductions)
-    times = controller._observed.stages.times()
+    times = controller._job_state.stages.get_stage_times()
     assert times is not None
     assert [stage.reduction for stage in times] == [USUAL / 2, SLOW / 2]
     assert [stage.forward for stage in times] == [0.01, 0.01], "the stages are not slow"
-    found: tuple[ReductionHealth, ...] = controller.view(20.0).reductions
+    found: tuple[ReductionHealth, ...] = controller.get_job_view(20.0).reductions
     assert [(each.stage, each.slow) for each in found] == [(0, False), (1, True)]
-    assert found[1].record()["exposed"] == SLOW / 2
+    assert found[1].to_record()["exposed"] == SLOW / 2
     with pytest.raises(ReportMismatch, match=r"reductions\[0\].stage: is 2; the job has 2 stages"):
-        controller.report(report(16, reductions=[replace(found[1], stage=2)]), 16.0)
+        controller.process_report(report(16, reductions=[replace(found[1], stage=2)]), 16.0)

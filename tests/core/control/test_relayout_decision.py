@@ -1,4 +1,4 @@
-"""Which places ranks should have when a wire is late."""
+"""Places that ranks should have when a wire is late."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipemorph.api.layout import Layout
-from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.layouts.relayout import Network, Wires, propose
+from pipemorph.control.decide.layouts.layout_search import (
+    NetworkMeasurements,
+    WireDelays,
+    propose_places,
+)
 from pipemorph.planning import StageTimes
-from pipemorph.wire import Health, LinkState, ReductionHealth, SlowestEdge
+from pipemorph.protocol import Health, LinkState, ReductionHealth, SlowestEdge
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.layout import Layout
 
 OP = 0.01
 LATE = 0.03
@@ -30,10 +34,10 @@ def job(stages: int, replicas: int, **parallelism: Any) -> JobSpec:
     )
 
 
-def network(spec: JobSpec, slow: dict[int, int], **links: Health) -> Network:
+def network(spec: JobSpec, slow: dict[int, int], **links: Health) -> NetworkMeasurements:
     """``slow``: by stage, the edge of its ring that is late. A step is on each edge 50 times."""
     stages = spec.parallelism.stages
-    return Network(
+    return NetworkMeasurements(
         stages=(StageTimes(forward=OP, backward_input=OP, backward_weight=OP),) * stages,
         links=tuple(
             LinkState(i, links.get(f"link{i}", Health.HEALTHY), LATE, wire_time=0.001)
@@ -54,96 +58,105 @@ def network(spec: JobSpec, slow: dict[int, int], **links: Health) -> Network:
             for stage in range(stages)
         ),
         barrier=True,
-        left=100,
+        iterations_remaining=100,
     )
 
 
 def test_a_late_edge_of_a_ring_of_four_is_avoided() -> None:
     spec = job(4, 4)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     found = network(spec, {1: 2})
-    seen.see(layout, found)
+    seen.update_from(layout, found)
     # Ranks 4 to 7 have stage 1.
-    assert seen.late == {(6, 7): pytest.approx(LATE)}
-    proposal = propose(spec, layout, found, seen.late, 5.0)
-    assert proposal is not None and proposal.pays
-    assert proposal.before == pytest.approx(proposal.after + 50 * LATE, rel=0.1)
+    assert seen.late_seconds == {(6, 7): pytest.approx(LATE)}
+    proposal = propose_places(spec, layout, found, seen.late_seconds, 5.0)
+    assert proposal is not None and proposal.pays_off
+    assert proposal.seconds_before == pytest.approx(proposal.seconds_after + 50 * LATE, rel=0.1)
     for ring in layout.rings:
-        assert (6, 7) not in proposal.layout.edges(ring)
-    # One exchange of places is enough.
-    assert len(layout.moved(proposal.layout)) == 2
+        assert (6, 7) not in proposal.layout.find_ring_wires(ring)
+    # A single exchange of places is enough.
+    assert len(layout.find_moved_ranks(proposal.layout)) == 2
 
 
 def test_a_wire_that_all_rings_need_goes_between_two_stages() -> None:
-    """Two pods of four ranks: each has one pipeline, so every ring crosses."""
+    """Pods of four ranks have one pipeline each, so every ring crosses."""
     spec = job(4, 2, order=["dp_replicate", "pp"], ranksPerPod=4)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     found = network(spec, dict.fromkeys(range(4), 0))
-    seen.see(layout, found)
-    assert seen.late == {(0, 1): pytest.approx(LATE)}
-    proposal = propose(spec, layout, found, seen.late, 5.0)
-    assert proposal is not None and proposal.pays
+    seen.update_from(layout, found)
+    assert seen.late_seconds == {(0, 1): pytest.approx(LATE)}
+    proposal = propose_places(spec, layout, found, seen.late_seconds, 5.0)
+    assert proposal is not None and proposal.pays_off
     moved = proposal.layout
-    assert all(set(moved.edges(ring)) <= {(0, 0), (1, 1)} for ring in moved.rings)
-    crossing = [link for link in range(3) for column in range(2) if moved.link(link, column)[1]]
+    assert all(set(moved.find_ring_wires(ring)) <= {(0, 0), (1, 1)} for ring in moved.rings)
+    crossing = [
+        link for link in range(3) for column in range(2) if moved.find_link_wire(link, column)[1]
+    ]
     assert crossing.count(0) <= 2
-    assert proposal.after < 1.15 * (proposal.before - 50 * LATE)
+    assert proposal.seconds_after < 1.15 * (proposal.seconds_before - 50 * LATE)
 
 
-def test_a_change_has_to_pay_within_the_iterations_left() -> None:
+def test_a_change_has_to_pay_within_the_remaining_iterations() -> None:
     spec = job(2, 2)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     found = network(spec, {0: 0})
-    seen.see(layout, found)
-    assert propose(spec, layout, found, seen.late, 5.0).pays  # type: ignore[union-attr]
-    last = replace(found, left=2)
-    assert not propose(spec, layout, last, seen.late, 5.0).pays  # type: ignore[union-attr]
-    # Nothing is late: there is nothing to gain.
-    assert propose(spec, layout, network(spec, {}), {}, 0.0) is None
+    seen.update_from(layout, found)
+    assert propose_places(spec, layout, found, seen.late_seconds, 5.0).pays_off  # type: ignore[union-attr]
+    last = replace(found, iterations_remaining=2)
+    assert not propose_places(spec, layout, last, seen.late_seconds, 5.0).pays_off  # type: ignore[union-attr]
+    # Links are not late: there is nothing to gain.
+    assert propose_places(spec, layout, network(spec, {}), {}, 0.0) is None
 
 
 def test_ranks_go_back_when_that_pays() -> None:
     """The wire is well again, and another one, of the new places, is late."""
     spec = job(2, 2)
-    first = Layout.of(spec.parallelism)
-    layout = first.swapped(1, 2)
-    found = propose(spec, layout, network(spec, {0: 0}), {(0, 2): LATE}, 1.0)
-    assert found is not None and found.pays
-    assert (0, 2) not in [wire for ring in found.layout.rings for wire in found.layout.edges(ring)]
-    # All is well: another layout would save nothing.
-    assert propose(spec, layout, network(spec, {}), {}, 0.0) is None
+    first = Layout.from_parallelism(spec.parallelism)
+    layout = first.swap_places(1, 2)
+    found = propose_places(spec, layout, network(spec, {0: 0}), {(0, 2): LATE}, 1.0)
+    assert found is not None and found.pays_off
+    assert (0, 2) not in [
+        wire for ring in found.layout.rings for wire in found.layout.find_ring_wires(ring)
+    ]
+    # Links are well: another layout would save nothing.
+    assert propose_places(spec, layout, network(spec, {}), {}, 0.0) is None
 
 
 def test_evidence_belongs_to_wires() -> None:
     spec = job(2, 2)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     found = network(spec, {0: 0})
     early = tuple(replace(each, slow=False) for each in found.reductions)
-    seen.see(layout, replace(found, reductions=early))
-    assert seen.waits(layout, found) and not seen.late
-    seen.see(layout, found)
-    assert not seen.waits(layout, found)
-    assert set(seen.late) == {(0, 1)}
+    seen.update_from(layout, replace(found, reductions=early))
+    assert seen.lacks_measurements(layout, found) and not seen.late_seconds
+    seen.update_from(layout, found)
+    assert not seen.lacks_measurements(layout, found)
+    assert set(seen.late_seconds) == {(0, 1)}
     # Ranks 1 and 2 have changed places: the late wire is that of the link of replica 0.
-    moved = layout.swapped(1, 2)
-    seen.see(moved, network(spec, {}, link0=Health.SLOW))
-    assert set(seen.late) == {(0, 1)}
-    seen.see(moved, network(spec, {}, link0=Health.UNKNOWN))
-    assert set(seen.late) == {(0, 1)}
-    seen.see(moved, network(spec, {}))
-    assert seen.late == {}
+    moved = layout.swap_places(1, 2)
+    seen.update_from(moved, network(spec, {}, link0=Health.SLOW))
+    assert set(seen.late_seconds) == {(0, 1)}
+    seen.update_from(moved, network(spec, {}, link0=Health.UNKNOWN))
+    assert set(seen.late_seconds) == {(0, 1)}
+    seen.update_from(moved, network(spec, {}))
+    assert seen.late_seconds == {}
 
 
 def test_a_link_that_is_well_does_not_speak_for_a_ring_on_its_wire() -> None:
     spec = job(2, 2, ranksPerPod=2)
-    layout, seen = Layout.of(spec.parallelism).read("[0, 2, 3, 1]"), Wires(spec.adaptation)
-    assert layout.link(0, 0) == next(layout.edges(layout.rings[0])) == (0, 1)
-    seen.see(layout, network(spec, {0: 0}))
-    assert seen.late == {(0, 1): pytest.approx(LATE)}
+    layout, seen = (
+        Layout.from_parallelism(spec.parallelism).read_places("[0, 2, 3, 1]"),
+        WireDelays(spec.adaptation),
+    )
+    assert layout.find_link_wire(0, 0) == next(layout.find_ring_wires(layout.rings[0])) == (0, 1)
+    seen.update_from(layout, network(spec, {0: 0}))
+    assert seen.late_seconds == {(0, 1): pytest.approx(LATE)}
 
 
-def measured(spec: JobSpec, at: int, seconds: float, usual: float = 0.001, **group: Any) -> Network:
-    """Only stage 0 has a ring that is slow."""
+def measured(
+    spec: JobSpec, at: int, seconds: float, usual: float = 0.001, **group: Any
+) -> NetworkMeasurements:
+    """Measurements in which the ring of stage 0 alone is slow."""
     found = network(spec, {0: at})
     edge = SlowestEdge(at, seconds, usual)
     slow, *rest = found.reductions
@@ -151,75 +164,76 @@ def measured(spec: JobSpec, at: int, seconds: float, usual: float = 0.001, **gro
 
 
 def test_a_decision_waits_until_all_rings_are_measured() -> None:
-    """As in the first iterations at other places."""
+    """Rings are not all measured in the first iterations at other places."""
     spec = job(2, 2)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     found = network(spec, {})
-    seen.see(layout, found)
-    assert not seen.waits(layout, found)
-    assert seen.waits(layout, replace(found, reductions=()))
+    seen.update_from(layout, found)
+    assert not seen.lacks_measurements(layout, found)
+    assert seen.lacks_measurements(layout, replace(found, reductions=()))
     one, other = found.reductions
-    assert seen.waits(layout, replace(found, reductions=(one,)))
-    assert seen.waits(layout, replace(found, reductions=(one, replace(other, slowest=None))))
+    assert seen.lacks_measurements(layout, replace(found, reductions=(one,)))
+    assert seen.lacks_measurements(
+        layout, replace(found, reductions=(one, replace(other, slowest=None)))
+    )
 
 
 def test_an_edge_that_costs_nothing_is_not_waited_for_for_long() -> None:
     spec = job(2, 4)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     doubtful = measured(spec, 0, 0.03, slow=False)
-    for left in (100, 85):
-        seen.see(layout, replace(doubtful, left=left))
-        assert seen.waits(layout, replace(doubtful, left=left))
-    seen.see(layout, replace(doubtful, left=84))
-    assert not seen.waits(layout, replace(doubtful, left=84))
-    assert seen.late == {}
-    # Of another group that is slow, the edge is known meanwhile.
+    for remaining in (100, 85):
+        seen.update_from(layout, replace(doubtful, iterations_remaining=remaining))
+        assert seen.lacks_measurements(layout, replace(doubtful, iterations_remaining=remaining))
+    seen.update_from(layout, replace(doubtful, iterations_remaining=84))
+    assert not seen.lacks_measurements(layout, replace(doubtful, iterations_remaining=84))
+    assert seen.late_seconds == {}
+    # The edge of another slow group is known meanwhile.
     slow = network(spec, {1: 2})
-    seen.see(
-        layout, replace(doubtful, left=83, reductions=(doubtful.reductions[0], slow.reductions[1]))
-    )
-    assert set(seen.late) == {(6, 7)}
+    last = replace(doubtful, iterations_remaining=83)
+    seen.update_from(layout, replace(last, reductions=(doubtful.reductions[0], slow.reductions[1])))
+    assert set(seen.late_seconds) == {(6, 7)}
 
 
 def test_one_ring_may_have_several_late_wires() -> None:
     spec = job(2, 4)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
-    seen.see(layout, measured(spec, 0, 0.031))
-    seen.see(layout, measured(spec, 2, 0.051))
-    assert seen.late == {(0, 1): pytest.approx(0.03), (2, 3): pytest.approx(0.05)}
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
+    seen.update_from(layout, measured(spec, 0, 0.031))
+    seen.update_from(layout, measured(spec, 2, 0.051))
+    assert seen.late_seconds == {(0, 1): pytest.approx(0.03), (2, 3): pytest.approx(0.05)}
     # No other edge is later than the slowest one.
-    seen.see(layout, measured(spec, 2, 0.021))
-    assert seen.late == {(0, 1): pytest.approx(0.02), (2, 3): pytest.approx(0.02)}
-    seen.see(layout, measured(spec, 0, 0.001))
-    assert seen.late == {}
+    seen.update_from(layout, measured(spec, 2, 0.021))
+    assert seen.late_seconds == {(0, 1): pytest.approx(0.02), (2, 3): pytest.approx(0.02)}
+    seen.update_from(layout, measured(spec, 0, 0.001))
+    assert seen.late_seconds == {}
 
 
 def test_a_late_wire_does_not_become_usual_in_a_new_generation() -> None:
-    """In a ring of two it is the median of the edges."""
+    """The usual time in a ring of two is the median of the edges."""
     spec = job(2, 2)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
-    seen.see(layout, measured(spec, 0, 0.031))
-    seen.see(layout, measured(spec, 0, 0.031, usual=0.031, slow=False))
-    assert seen.late == {(0, 1): pytest.approx(0.03)}
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
+    seen.update_from(layout, measured(spec, 0, 0.031))
+    seen.update_from(layout, measured(spec, 0, 0.031, usual=0.031, slow=False))
+    assert seen.late_seconds == {(0, 1): pytest.approx(0.03)}
 
 
 def test_a_link_becomes_less_late() -> None:
     spec = job(3, 2, ranksPerPod=2)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     found = network(spec, {}, link0=Health.SLOW)
-    seen.see(layout, found)
-    assert seen.late == {(0, 1): pytest.approx(LATE)}
+    seen.update_from(layout, found)
+    assert seen.late_seconds == {(0, 1): pytest.approx(LATE)}
     links = (replace(found.links[0], delay=0.012), found.links[1])
-    seen.see(layout, replace(found, links=links))
-    assert seen.late == {(0, 1): pytest.approx(0.012)}
+    seen.update_from(layout, replace(found, links=links))
+    assert seen.late_seconds == {(0, 1): pytest.approx(0.012)}
 
 
 def test_a_search_ends_in_time() -> None:
     spec = job(4, 128)
-    layout, seen = Layout.of(spec.parallelism), Wires(spec.adaptation)
+    layout, seen = Layout.from_parallelism(spec.parallelism), WireDelays(spec.adaptation)
     found = network(spec, {1: 2})
-    seen.see(layout, found)
+    seen.update_from(layout, found)
     began = time.monotonic()
-    assert propose(spec, layout, found, seen.late, 5.0, seconds=0.2) is not None
-    # Longer than that only by what it looks at first: each start, and its first exchange.
+    assert propose_places(spec, layout, found, seen.late_seconds, 5.0, seconds=0.2) is not None
+    # Longer only by the first steps: each start, and its first exchange.
     assert time.monotonic() - began < 4.0

@@ -1,4 +1,4 @@
-"""One plan for all replicas: for the worst of each link, whichever replica has it."""
+"""Plan for all replicas: for the worst of each link, in any replica."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from plant_support import BASE, Plant, spec
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.running import Running
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, initial_plan
-from pipemorph.control.observe.observer import Observer
-from pipemorph.control.observed.reports import LinkTable
-from pipemorph.planning import Route, problem_for
+from pipemorph.control.job_state.reports import LinkTable
+from pipemorph.detection.job_observer import JobObserver
+from pipemorph.planning import Route, build_problem
 from pipemorph.planning.simulation.simulator import simulate
-from pipemorph.replay.ranks import JobTelemetry, PlayedRanks
-from pipemorph.wire import DirectiveEnvelope, IterationSample, LinkSample, WireTime
+from pipemorph.protocol import DirectiveEnvelope, IterationSample, LinkSample, WireTime
+from pipemorph.replay.replayed_ranks import JobTelemetry, ReplayedRanks
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.mesh import MeshShape
+from pipemorph.spec.running_subset import RunningSubset
 
 STAGES, LINKS = 4, 3
 
@@ -27,8 +27,8 @@ def job(replicas: int, *, stages: int = STAGES, **fields: Any) -> JobSpec:
 
 
 class Replicas(Plant):
-    """Several replicas, each with its own ``delays_of``; an iteration lasts as long as the slowest
-    one's."""
+    """Replicas, each with its own ``delays_of``; an iteration lasts as long as that of the
+    slowest."""
 
     def __init__(self, spec: JobSpec, **fields: Any) -> None:
         super().__init__(spec, **fields)
@@ -46,7 +46,7 @@ class Replicas(Plant):
                 links=[
                     self.sample(link, direction, BASE + delays[link]).model_copy(
                         update={
-                            "replica": replica * self.spec.parallelism.mesh.lockstep,
+                            "replica": replica * self.spec.parallelism.mesh.lockstep_size,
                             "route": self.plan.routes[link],
                         }
                     )
@@ -71,7 +71,9 @@ class Replicas(Plant):
     def _simulate(self, delays: list[float]) -> Any:
         felt = [BASE + delay for delay in delays]
         count = self.spec.schedule.microbatches
-        problem = problem_for(count, self.ops, felt, self.plan.routes, queues=8).under(self.plan)
+        problem = build_problem(count, self.ops, felt, self.plan.routes, queues=8).with_plan_limits(
+            self.plan
+        )
         return simulate(self.plan.schedule, problem, delay_at=lambda link, _: felt[link])
 
 
@@ -84,22 +86,22 @@ def test_one_plan_follows_the_slow_links_of_all_replicas(limit: int | None) -> N
     plant.delays_of[1][0] = 0.06
     late = len(plant.seconds)
     plant.run(10)
-    assert plant.plan.delegated == (0,) and plant.seconds[-1] < 0.95 * plant.seconds[late]
+    assert plant.plan.delegated_links == (0,) and plant.seconds[-1] < 0.95 * plant.seconds[late]
     plant.delays_of[2][4] = 0.06
     late = len(plant.seconds)
     plant.run(10)
-    assert plant.plan.delegated == (0, 4) and plant.seconds[-1] <= plant.seconds[late]
-    # The same link of another replica: the worst delay of the link does not change.
+    assert plant.plan.delegated_links == (0, 4) and plant.seconds[-1] <= plant.seconds[late]
+    # Delay on that link in another replica: the worst delay of the link does not change.
     version = plant.plan.version
     plant.delays_of[0][0] = 0.06
     plant.run(10)
     assert plant.plan.version == version, "nothing new was seen"
     plant.delays_of[0][0] = plant.delays_of[1][0] = 0.0
     plant.run(16)
-    assert plant.plan.delegated == (4,)
+    assert plant.plan.delegated_links == (4,)
     plant.delays_of[2][4] = 0.0
     plant.run(16)
-    assert plant.plan.delegated == ()
+    assert plant.plan.delegated_links == ()
     # The first plan, or one for which there was more time to search.
     assert plant.seconds[-1] <= 1.001 * undisturbed
     assert not [each for each in plant.controller.records if each.kind == "revert"]
@@ -110,9 +112,9 @@ def test_fewer_replicas_keep_the_plan() -> None:
     plant.run(6)
     plant.delays_of[1][0] = 0.06
     plant.run(10)
-    fewer = Running(plant.spec.parallelism, (0,)).spec(plant.spec)
+    fewer = RunningSubset(plant.spec.parallelism, (0,)).build_reduced_spec(plant.spec)
     assert plant.plan.version > 0
-    assert plant.controller.resized(fewer).wanted == plant.plan
+    assert plant.controller.with_replicas_of(fewer).wanted_plan == plant.plan
 
 
 def test_replicas_that_share_out_the_batch_begin_with_a_plan_for_it() -> None:
@@ -122,27 +124,27 @@ def test_replicas_that_share_out_the_batch_begin_with_a_plan_for_it() -> None:
     plant.delays_of[0][0] = plant.delays_of[1][0] = 0.06
     plant.run(10)
     assert plant.plan.version > 0
-    fewer = Running(plant.spec.parallelism, (0,)).spec(plant.spec)
+    fewer = RunningSubset(plant.spec.parallelism, (0,)).build_reduced_spec(plant.spec)
     assert fewer.schedule.microbatches == 2 * plant.spec.schedule.microbatches
-    left = Replicas(fewer, controller=plant.controller.resized(fewer))
-    assert left.controller.wanted == initial_plan(fewer)
-    assert left.controller.directive() is None
-    # As a host that starts again after only the smaller job was written.
-    restored = JobController.restore(fewer, plant.controller.snapshot())
-    assert restored.wanted == initial_plan(fewer) and restored.directive() is None
+    reduced = Replicas(fewer, controller=plant.controller.with_replicas_of(fewer))
+    assert reduced.controller.wanted_plan == initial_plan(fewer)
+    assert reduced.controller.get_directive() is None
+    # State of a host that starts again after only the smaller job was written.
+    restored = JobController.from_snapshot(fewer, plant.controller.take_snapshot())
+    assert restored.wanted_plan == initial_plan(fewer) and restored.get_directive() is None
     assert restored.plan_version == plant.plan.version
-    left.now, left.iteration, left.sequence = plant.now, plant.iteration, plant.sequence
-    left.delays_of[0][0] = 0.06
-    left.run(12)
-    assert left.plan.version > plant.plan.version
-    assert left.plan.schedule.microbatches == fewer.schedule.microbatches
+    reduced.now, reduced.iteration, reduced.sequence = plant.now, plant.iteration, plant.sequence
+    reduced.delays_of[0][0] = 0.06
+    reduced.run(12)
+    assert reduced.plan.version > plant.plan.version
+    assert reduced.plan.schedule.microbatches == fewer.schedule.microbatches
 
 
 def test_a_link_is_as_slow_as_in_its_slowest_column() -> None:
-    """Two columns of each of three replicas; link 1 is slow in the second column of replica 1."""
+    """Replicas have two columns each; link 1 is slow in the second column of replica 1."""
     mesh = MeshShape(STAGES, 3, tensor=2)
-    observer = Observer(mesh, job="j", namespace="n", attempt=0)
-    ranks = PlayedRanks(mesh, observer)
+    observer = JobObserver(mesh, job="j", namespace="n", attempt=0)
+    ranks = ReplayedRanks(mesh, observer)
     table = LinkTable(mesh, stale_after=30.0)
     now, slow = 1000.0, (1, 3)
     for window in range(40):
@@ -162,14 +164,14 @@ def test_a_link_is_as_slow_as_in_its_slowest_column() -> None:
                             ),
                         )
                     )  # fmt: skip
-        ranks.observe(JobTelemetry(links=samples), now, refresh=True)
-        report = observer.report(1, now, 0)
-        observer.delivered(report, DirectiveEnvelope(memory="m"))
-        table.take(report.directions, report.links, now)
-    states = table.states(now)
+        ranks.process_telemetry(JobTelemetry(links=samples), now, refresh=True)
+        report = observer.build_report(1, now, 0)
+        observer.record_delivery(report, DirectiveEnvelope(memory="m"))
+        table.process_states(report.directions, report.links, now)
+    states = table.get_states(now)
     assert [each.health for each in states] == [Health.HEALTHY, Health.SLOW, Health.HEALTHY]
     assert states[1].delay == pytest.approx(0.05, abs=0.005)
-    assert states[1].column == mesh.column_name(3)
-    ranks.observe(JobTelemetry(), now + 31, refresh=True)
-    table.take(observer.report(2, now + 31, 0).directions, [], now + 31)
-    assert table.states(now + 31)[1].health is Health.UNKNOWN, "slow, but not heard of lately"
+    assert states[1].column == mesh.format_column_name(3)
+    ranks.process_telemetry(JobTelemetry(), now + 31, refresh=True)
+    table.process_states(observer.build_report(2, now + 31, 0).directions, [], now + 31)
+    assert table.get_states(now + 31)[1].health is Health.UNKNOWN, "slow, but not reported lately"

@@ -1,4 +1,4 @@
-"""What delegating takes of ops: learned from op times on both routes, and part of predictions."""
+"""Cost of delegating in ops: learned from op times on both routes, and part of predictions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pipemorph.control.decide.situation import LEAST, LOOK_EVERY, SETTLED, RouteCost, RouteCosts
+from pipemorph.control.decide.situation import (
+    CHECK_ITERATIONS,
+    LEAST_ROUTE_COST,
+    SETTLED_ITERATIONS,
+    RouteCost,
+    RouteCostEstimator,
+)
 from pipemorph.planning import Link, Plan, Problem, Route, StageTimes, plan
 from pipemorph.planning.problem import load_problem
-from pipemorph.replay.contenders import Replay, replay
-from pipemorph.replay.trace import parse_trace
+from pipemorph.replay.baselines import ReplayResult, replay_trace
+from pipemorph.replay.link_trace import parse_trace
 
 PROBLEM = Path(__file__).resolve().parents[3] / "examples" / "traces" / "problem.yaml"
 TIMES = StageTimes(forward=0.01, backward_input=0.012, backward_weight=0.006, fused_backward=0.017)
@@ -27,10 +33,12 @@ def plan_on(routes: tuple[Route, ...]) -> Plan:
 
 def learned(
     *, part: float = 0.0, drift: float = 1.0, routes: tuple[Route, ...] = AWAY
-) -> tuple[RouteCosts, tuple[StageTimes, ...]]:
-    """After op times on direct links, and then on ``routes``; and the latter."""
-    costs = RouteCosts()
-    costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
+) -> tuple[RouteCostEstimator, tuple[StageTimes, ...]]:
+    """Costs after op times on direct links and then on ``routes``, and the latter op times."""
+    costs = RouteCostEstimator()
+    costs.observe_op_times(
+        STAGES, plan_on(DIRECT), iterations=SETTLED_ITERATIONS, last=SETTLED_ITERATIONS
+    )
     longer = tuple(
         stage.model_copy(
             update={
@@ -38,18 +46,22 @@ def learned(
                 for name in ("forward", "backward_input", "backward_weight", "fused_backward")
             }
         )
-        for stage in RouteCost(part, DIRECT).on(STAGES, routes)
+        for stage in RouteCost(part, DIRECT).convert_op_times(STAGES, routes)
     )
-    costs.observe(longer, plan_on(routes), iterations=SETTLED, last=3 * SETTLED)
+    costs.observe_op_times(
+        longer, plan_on(routes), iterations=SETTLED_ITERATIONS, last=3 * SETTLED_ITERATIONS
+    )
     return costs, longer
 
 
 @pytest.mark.parametrize("drift", [1.0, 1.3])
 def test_it_is_learned_whatever_else_makes_all_ops_longer(drift: float) -> None:
     costs, longer = learned(part=0.05, drift=drift)
-    assert costs.now.part == pytest.approx(0.05)
-    assert costs.now.measured_on == AWAY
-    for stage, direct in zip(costs.now.on(longer, DIRECT), STAGES, strict=True):
+    assert costs.current_cost.op_fraction == pytest.approx(0.05)
+    assert costs.current_cost.measured_routes == AWAY
+    for stage, direct in zip(
+        costs.current_cost.convert_op_times(longer, DIRECT), STAGES, strict=True
+    ):
         assert stage.forward == pytest.approx(drift * direct.forward)
         assert stage.backward_input == pytest.approx(drift * direct.backward_input)
         assert stage.backward_weight == pytest.approx(drift * direct.backward_weight)
@@ -57,80 +69,96 @@ def test_it_is_learned_whatever_else_makes_all_ops_longer(drift: float) -> None:
 
 
 def test_each_delegated_end_takes_its_part() -> None:
-    found = RouteCost(0.1, DIRECT).on(STAGES, AWAY)
+    found = RouteCost(0.1, DIRECT).convert_op_times(STAGES, AWAY)
     assert [stage.forward for stage in found] == pytest.approx(
         [0.01, 0.011, 0.012, 0.011, 0.01, 0.01]
     )
-    assert RouteCost(0.1, AWAY).on(STAGES, AWAY) is STAGES
-    assert RouteCost(0.0, DIRECT).on(STAGES, AWAY) is STAGES
+    assert RouteCost(0.1, AWAY).convert_op_times(STAGES, AWAY) is STAGES
+    assert RouteCost(0.0, DIRECT).convert_op_times(STAGES, AWAY) is STAGES
 
 
 def test_less_than_the_error_of_op_times_is_nothing() -> None:
-    assert learned(part=0.8 * LEAST)[0].now.part == 0.0
+    assert learned(part=0.8 * LEAST_ROUTE_COST)[0].current_cost.op_fraction == 0.0
 
 
 def test_without_a_stage_whose_links_stay_direct_nothing_is_learned() -> None:
     """Whatever made ops longer may have made all of them so."""
     everywhere = (Route.DELEGATED,) * 5
-    assert learned(part=0.05, routes=everywhere)[0].now.part == 0.0
+    assert learned(part=0.05, routes=everywhere)[0].current_cost.op_fraction == 0.0
 
 
 def test_op_times_count_once_they_are_those_under_the_plan() -> None:
-    longer = RouteCost(0.05, DIRECT).on(STAGES, AWAY)
-    costs, away = RouteCosts(), plan_on(AWAY)
-    costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
-    costs.observe(longer, away, iterations=2, last=SETTLED + 2)
-    assert costs.now == RouteCost(0.0, DIRECT), "medians are still those on direct links"
-    costs.observe(longer, away, iterations=SETTLED - 1, last=2 * SETTLED)
-    assert costs.now == RouteCost(0.0, AWAY)
-    costs.observe(longer, away, iterations=SETTLED, last=2 * SETTLED + 1)
-    assert costs.now.part == pytest.approx(0.05)
+    longer = RouteCost(0.05, DIRECT).convert_op_times(STAGES, AWAY)
+    costs, away = RouteCostEstimator(), plan_on(AWAY)
+    costs.observe_op_times(
+        STAGES, plan_on(DIRECT), iterations=SETTLED_ITERATIONS, last=SETTLED_ITERATIONS
+    )
+    costs.observe_op_times(longer, away, iterations=2, last=SETTLED_ITERATIONS + 2)
+    assert costs.current_cost == RouteCost(0.0, DIRECT), "medians are still those on direct links"
+    costs.observe_op_times(
+        longer, away, iterations=SETTLED_ITERATIONS - 1, last=2 * SETTLED_ITERATIONS
+    )
+    assert costs.current_cost == RouteCost(0.0, AWAY)
+    costs.observe_op_times(
+        longer, away, iterations=SETTLED_ITERATIONS, last=2 * SETTLED_ITERATIONS + 1
+    )
+    assert costs.current_cost.op_fraction == pytest.approx(0.05)
 
 
-def test_op_times_are_looked_at_every_few_iterations() -> None:
-    costs = RouteCosts()
-    assert [costs.due(last) for last in range(2 * LOOK_EVERY)] == [
-        not last % LOOK_EVERY for last in range(2 * LOOK_EVERY)
+def test_op_times_are_read_every_few_iterations() -> None:
+    costs = RouteCostEstimator()
+    assert [costs.is_update_due(last) for last in range(2 * CHECK_ITERATIONS)] == [
+        not last % CHECK_ITERATIONS for last in range(2 * CHECK_ITERATIONS)
     ]
 
 
-@pytest.mark.parametrize("before", [0, 3 * SETTLED])
-def test_a_stage_that_is_slow_for_another_reason_teaches_nothing(before: int) -> None:
-    """At one end of a delegated link, from the change on or later."""
-    costs, away = RouteCosts(), plan_on(AWAY)
-    costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
+@pytest.mark.parametrize("before", [0, 3 * SETTLED_ITERATIONS])
+def test_a_stage_that_is_slow_for_another_reason_gives_no_cost(before: int) -> None:
+    """The stage is at one end of a delegated link, from the change on or later."""
+    costs, away = RouteCostEstimator(), plan_on(AWAY)
+    costs.observe_op_times(
+        STAGES, plan_on(DIRECT), iterations=SETTLED_ITERATIONS, last=SETTLED_ITERATIONS
+    )
     slow = tuple(
         stage.model_copy(update={"forward": 0.03}) if i == 2 else stage
         for i, stage in enumerate(STAGES)
     )
-    for last in range(SETTLED + 1, 6 * SETTLED, LOOK_EVERY):
-        ran = last - SETTLED
-        costs.observe(slow if ran > before else STAGES, away, iterations=ran, last=last)
-    assert costs.now == RouteCost(0.0, AWAY)
+    for last in range(SETTLED_ITERATIONS + 1, 6 * SETTLED_ITERATIONS, CHECK_ITERATIONS):
+        ran = last - SETTLED_ITERATIONS
+        costs.observe_op_times(slow if ran > before else STAGES, away, iterations=ran, last=last)
+    assert costs.current_cost == RouteCost(0.0, AWAY)
 
 
 def test_op_times_from_long_before_a_change_are_not_compared() -> None:
-    costs, longer = RouteCosts(), RouteCost(0.05, DIRECT).on(STAGES, AWAY)
-    costs.observe(STAGES, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
-    costs.observe(longer, plan_on(AWAY), iterations=SETTLED, last=5 * SETTLED)
-    assert costs.now == RouteCost(0.0, AWAY)
+    costs, longer = RouteCostEstimator(), RouteCost(0.05, DIRECT).convert_op_times(STAGES, AWAY)
+    costs.observe_op_times(
+        STAGES, plan_on(DIRECT), iterations=SETTLED_ITERATIONS, last=SETTLED_ITERATIONS
+    )
+    costs.observe_op_times(
+        longer, plan_on(AWAY), iterations=SETTLED_ITERATIONS, last=5 * SETTLED_ITERATIONS
+    )
+    assert costs.current_cost == RouteCost(0.0, AWAY)
 
 
-def test_ops_that_take_no_time_teach_nothing() -> None:
+def test_ops_that_take_no_time_give_no_cost() -> None:
     costs, none = (
-        RouteCosts(),
+        RouteCostEstimator(),
         tuple(stage.model_copy(update={"forward": 0.0, "backward_input": 0.0}) for stage in STAGES),
     )
-    costs.observe(none, plan_on(DIRECT), iterations=SETTLED, last=SETTLED)
-    costs.observe(STAGES, plan_on(AWAY), iterations=SETTLED, last=2 * SETTLED + 1)
-    assert costs.now == RouteCost(0.0, AWAY)
+    costs.observe_op_times(
+        none, plan_on(DIRECT), iterations=SETTLED_ITERATIONS, last=SETTLED_ITERATIONS
+    )
+    costs.observe_op_times(
+        STAGES, plan_on(AWAY), iterations=SETTLED_ITERATIONS, last=2 * SETTLED_ITERATIONS + 1
+    )
+    assert costs.current_cost == RouteCost(0.0, AWAY)
 
 
 @pytest.mark.full
-def test_what_one_fault_teaches_makes_the_plan_for_the_next_one_better(
+def test_costs_learned_in_a_fault_make_the_next_plan_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the last link 20 ms are absorbed on the direct route, but not for nothing on the other."""
+    """The direct route absorbs 20 ms on the last link, but the other one not for nothing."""
     problem = load_problem(str(PROBLEM))
     trace = parse_trace(
         '{"at_iteration": 12, "links": {"3": {"delay_ms": 20}}}\n'
@@ -139,10 +167,10 @@ def test_what_one_fault_teaches_makes_the_plan_for_the_next_one_better(
         7,
     )
 
-    def run(known: Replay | None = None) -> Replay:
-        return replay(problem, trace, delegation=0.05, iterations=100, known=known)
+    def run(known: ReplayResult | None = None) -> ReplayResult:
+        return replay_trace(problem, trace, delegation=0.05, iterations=100, known=known)
 
     knows = run()
-    monkeypatch.setattr(RouteCosts, "observe", lambda *_, **__: None)
+    monkeypatch.setattr(RouteCostEstimator, "observe_op_times", lambda *_, **__: None)
     before, after = run(knows).seconds["adaptive"], knows.seconds["adaptive"]
     assert after < 0.995 * before

@@ -1,4 +1,4 @@
-"""Which stages are called slow, against their peers and against their own past."""
+"""Stages that are called slow, against their peers and against their own past."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.events import Events
-from pipemorph.control.observe.stage_book import StageProfiles
-from pipemorph.control.observe.stragglers import (
+from pipemorph.detection.event_log import EventLog
+from pipemorph.detection.stage_monitor import StageProfiles
+from pipemorph.detection.straggler_monitor import (
     CONFIRM_ITERATIONS,
     CONFIRM_SECONDS,
-    LEAST_WINDOWS,
-    WINDOWS,
-    StragglerBook,
+    FEWEST_PROFILES,
+    MEDIAN_PROFILES,
+    StragglerMonitor,
 )
-from pipemorph.wire import DeviceClock, StageProfile, StragglersView
+from pipemorph.protocol import DeviceClockRate, StageProfile, StragglersView
+from pipemorph.spec.mesh import MeshShape
 
 CONFIRM = CONFIRM_ITERATIONS
 assert CONFIRM >= CONFIRM_SECONDS, "an iteration takes a second here"
@@ -28,8 +28,8 @@ class Job:
     def __init__(self, *, crowding: float = 0.0, **sizes: int) -> None:
         self.crowding = crowding
         self.mesh = MeshShape(4, **sizes)
-        self.events = Events()
-        self.book = StragglerBook(4, self.mesh, self.events)
+        self.events = EventLog()
+        self.book = StragglerMonitor(4, self.mesh, self.events)
         self.ranks = {
             (stage, column): StageProfiles(stage, column)
             for stage in range(4)
@@ -43,7 +43,7 @@ class Job:
         iterations: int,
         slow: dict[tuple[int, int], float] | None = None,
         batch: float = 1.0,
-        clocks: dict[tuple[int, int], DeviceClock] | None = None,
+        clocks: dict[tuple[int, int], DeviceClockRate] | None = None,
     ) -> StragglersView:
         """``slow``: factors by (stage, column). ``batch``: a factor for all."""
         for _ in range(iterations):
@@ -58,43 +58,43 @@ class Job:
                         clock=(clocks or {}).get((stage, column)),
                     )  # fmt: skip
                     rank = self.ranks[stage, column]
-                    rank.add(profile)
-                    state = rank.state()
+                    rank.add_profile(profile)
+                    state = rank.build_state()
                     assert state is not None
-                    self.book.take(state)
-            self.book.compare(1000.0 + self.iteration, self.iteration)
+                    self.book.update_state(state)
+            self.book.compare_paces(1000.0 + self.iteration, self.iteration)
             self.iteration += 1
-        return self.book.view()
+        return self.book.build_view()
 
     @property
-    def told(self) -> list[str]:
-        return [event.text for event in self.events.newest()]
+    def texts(self) -> list[str]:
+        return [event.text for event in self.events.get_newest()]
 
 
 def test_stages_of_unequal_size_are_not_slow() -> None:
     job = Job(replicas=3)
-    assert not job.run(LEAST_WINDOWS - 1).known
+    assert not job.run(FEWEST_PROFILES - 1).known
     found = job.run(500)
     assert found.known
-    assert (found.count, found.slowest, job.told) == (0, (), [])
+    assert (found.count, found.slowest, job.texts) == (0, (), [])
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_one_rank_is_slower_than_its_peers_from_the_start(replicas: int) -> None:
     job = Job(replicas=replicas)
-    found = job.run(LEAST_WINDOWS + CONFIRM, slow={(2, 1): 1.4})
+    found = job.run(FEWEST_PROFILES + CONFIRM, slow={(2, 1): 1.4})
     (straggler,) = found.slowest
     assert (straggler.stage, straggler.column) == (2, 1)
     assert straggler.ratio == pytest.approx(1.4, rel=0.08)
-    assert job.told == ["stage 2 of replica 1 computes 1.4 times as long as its peers"]
-    split = found.better_split(16)
+    assert job.texts == ["stage 2 of replica 1 computes 1.4 times as long as its peers"]
+    split = found.suggest_split(16)
     assert split is not None, "all replicas wait for the slowest"
-    # Of 4 layers each: 16.8 ms with 3 of them are 12.6, and 10 ms with 5 are 12.5; 13 stay.
+    # Stages of 4 layers: 16.8 ms with 3 of them are 12.6, and 10 ms with 5 are 12.5; 13 stay.
     assert split.layers == (5, 4, 3, 4)
     assert split.gain == pytest.approx(1 - 13 / 16.8, abs=0.05)
-    assert found.better_split(None) is None
-    assert job.run(WINDOWS + CONFIRM).count == 0
-    assert job.told[-1] == "stage 2 of replica 1 computes as fast as it should again"
+    assert found.suggest_split(None) is None
+    assert job.run(MEDIAN_PROFILES + CONFIRM).count == 0
+    assert job.texts[-1] == "stage 2 of replica 1 computes as fast as it should again"
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -102,15 +102,15 @@ def test_a_stage_is_slower_than_before_in_all_columns(columns: int) -> None:
     """Ranks of a tensor group wait for each other inside ops: all of them take as long."""
     job = Job(tensor=columns)
     job.run(30)
-    found = job.run(WINDOWS, slow={(1, column): 1.5 for column in range(columns)})
+    found = job.run(MEDIAN_PROFILES, slow={(1, column): 1.5 for column in range(columns)})
     (straggler,) = found.slowest
     assert (straggler.stage, straggler.column) == (1, None)
-    assert job.told == ["stage 1 computes 1.5 times as long as before"]
-    split = found.better_split(16)
-    # Of 4 layers each: 16.5 ms with 3 of them are 12.4, and 10 ms with 5 are 12.5; 13 stay.
+    assert job.texts == ["stage 1 computes 1.5 times as long as before"]
+    split = found.suggest_split(16)
+    # Stages of 4 layers: 16.5 ms with 3 of them are 12.4, and 10 ms with 5 are 12.5; 13 stay.
     assert split.layers == (5, 3, 4, 4)
     assert split.gain == pytest.approx(1 - 13 / 16.5, abs=0.05)
-    assert job.run(WINDOWS + CONFIRM).count == 0
+    assert job.run(MEDIAN_PROFILES + CONFIRM).count == 0
 
 
 def test_a_stage_is_named_two_iterations_after_it_became_slow_and_as_soon_as_it_is_well() -> None:
@@ -122,29 +122,29 @@ def test_a_stage_is_named_two_iterations_after_it_became_slow_and_as_soon_as_it_
     assert [job.run(1).count for _ in range(3)] == [1, 1, 0]
 
 
-def test_where_ranks_share_processors_a_run_of_pauses_names_nobody() -> None:
+def test_where_ranks_share_processors_a_run_of_pauses_names_no_stage() -> None:
     job = Job(crowding=2.0)
     job.run(30)
     assert job.run(4, slow={(1, 0): 3.0}).count == 0
     job.run(10)
-    assert job.told == []
+    assert job.texts == []
 
 
-def test_larger_batches_make_nobody_slow_and_hide_nobody() -> None:
+def test_larger_batches_make_no_stage_slow_and_hide_none() -> None:
     job = Job()
     job.run(30)
     assert job.run(30, batch=1.8).count == 0
-    assert job.told == []
-    (straggler,) = job.run(WINDOWS, batch=1.8, slow={(3, 0): 1.5}).slowest
+    assert job.texts == []
+    (straggler,) = job.run(MEDIAN_PROFILES, batch=1.8, slow={(3, 0): 1.5}).slowest
     assert straggler.stage == 3
 
 
-def test_pauses_make_nobody_slow() -> None:
+def test_pauses_make_no_stage_slow() -> None:
     job = Job(replicas=2)
     for _ in range(40):
         job.run(1, slow={(job.rng.randrange(4), job.rng.randrange(2)): 20.0})
         job.run(3)
-    assert job.told == []
+    assert job.texts == []
 
 
 def test_a_straggler_stays_one_until_it_is_clearly_faster() -> None:
@@ -152,19 +152,19 @@ def test_a_straggler_stays_one_until_it_is_clearly_faster() -> None:
     job.run(20, slow={(0, 2): 1.3})
     for factor in (1.15, 1.25, 1.15, 1.25):
         job.run(20, slow={(0, 2): factor})
-    assert len(job.told) == 1
+    assert len(job.texts) == 1
     assert job.run(20, slow={(0, 2): 1.05}).count == 0
 
 
-HELD = DeviceClock(mhz=1005, most_mhz=1980, held_by=("power cap",))
-FULL = DeviceClock(mhz=1935, most_mhz=1980)
+HELD = DeviceClockRate(mhz=1005, most_mhz=1980, held_by=("power cap",))
+FULL = DeviceClockRate(mhz=1935, most_mhz=1980)
 
 
 def test_a_clock_that_is_held_down_is_named_with_its_reason() -> None:
     job = Job(replicas=2)
     clocks = {(stage, column): FULL for stage in range(4) for column in range(2)}
     found = job.run(20, {(2, 1): 1.9}, clocks=clocks | {(2, 1): HELD})
-    text = found.slowest[0].text(job.mesh)
+    text = found.slowest[0].format_text(job.mesh)
     assert text.startswith("stage 2 of replica 1 computes 1.")
     assert text.endswith(" times as long as its peers: its clock is 1.0 of 2.0 GHz (power cap)")
     assert found.slowest[0].clock == HELD
@@ -175,14 +175,14 @@ def test_a_clock_that_is_held_down_is_named_with_its_reason() -> None:
 def test_of_a_stage_that_is_slow_in_all_columns_the_lowest_clock_is_named() -> None:
     job = Job(replicas=2)
     job.run(20)
-    lower = DeviceClock(mhz=1200, most_mhz=1980)
+    lower = DeviceClockRate(mhz=1200, most_mhz=1980)
     clocks = {(1, 0): FULL, (1, 1): lower}
     found = job.run(20, {(1, 0): 1.6, (1, 1): 1.6}, clocks=clocks)
     assert (found.slowest[0].column, found.slowest[0].clock) == (None, lower)
-    assert found.slowest[0].text(job.mesh).endswith("before: its clock is 1.2 of 2.0 GHz")
+    assert found.slowest[0].format_text(job.mesh).endswith("before: its clock is 1.2 of 2.0 GHz")
 
 
 def test_a_full_clock_explains_nothing() -> None:
     job = Job(replicas=2)
     clocks = {(2, 1): FULL}
-    assert "clock" not in job.run(20, {(2, 1): 1.9}, clocks=clocks).slowest[0].text(job.mesh)
+    assert "clock" not in job.run(20, {(2, 1): 1.9}, clocks=clocks).slowest[0].format_text(job.mesh)

@@ -10,24 +10,29 @@ from typing import Any
 import pytest
 from plant_support import Plant, spec
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, decision
-from pipemorph.control.decide.replan import NotConfirmed, Proposal, Replan, propose
-from pipemorph.control.decide.state import Trial
-from pipemorph.control.decide.truth import Promise, has_failed, is_slower
+from pipemorph.control.decide.decision_state import PlanTrial
+from pipemorph.control.decide.plan_choice import (
+    DecisionRequest,
+    GainNotConfirmed,
+    PlanProposal,
+    decide,
+)
+from pipemorph.control.decide.prediction_check import PromisedTimes, has_failed, is_slower
 from pipemorph.planning import StageTimes
-from pipemorph.wire import IterationSample, LinkSample, StageProfile
+from pipemorph.protocol import IterationSample, LinkSample, StageProfile
+from pipemorph.spec.job_spec import JobSpec
 
 Seen = Callable[[int], bool]
 
 
 @dataclass
 class Lies:
-    """What telemetry shows beside the truth, in iterations for which ``when`` holds.
+    """Deviations of telemetry from the truth, in iterations for which ``when`` holds.
 
     ``link`` seems to be ``delay`` seconds late, op times of ``stage`` seem ``inflation`` times as
     long. Each iteration takes ``overhead`` seconds more than its ops, and up to ``noise`` of it.
-    Those of plan v1 take ``slower`` times as long.
+    Iterations of plan v1 take ``slower`` times as long.
     """
 
     when: Seen = lambda _: False
@@ -94,11 +99,11 @@ def test_a_fault_that_does_not_slow_iterations_is_taken_back_and_then_not_believ
     adapt, revert = plant.controller.records
     assert adapt.promised is not None and adapt.promised > 0.1
     assert adapt.measured is not None and adapt.measured < 0.01
-    assert plant.plan.runs_as(first), "the plan before did not return"
+    assert plant.plan.runs_same_as(first), "the plan before did not return"
     assert "the last change did not bring half of its promise" in revert.reason
     lines = [each.line for each in plant.controller.decisions if each.kind == "outcome"]
-    told = f"plan v1: promised {adapt.promised:.1%}, measured {adapt.measured:.1%}, after "
-    assert lines[0].startswith(told)
+    summary = f"plan v1: promised {adapt.promised:.1%}, measured {adapt.measured:.1%}, after "
+    assert lines[0].startswith(summary)
     waiting = [d.reason for d in plant.controller.decisions if d.kind == "keep"]
     assert any("8 iterations in this state took 402.0 ms, not 79" in reason for reason in waiting)
 
@@ -136,11 +141,11 @@ def test_op_times_that_do_not_lengthen_iterations_change_nothing() -> None:
     assert any("op times" in reason and "as predicted" in reason for reason in said)
     plant.run(60)
     assert plant.kinds() == ["adapt", "revert"], "what was tried after all is taken back"
-    assert plant.plan.runs_as(first)
+    assert plant.plan.runs_same_as(first)
 
 
 @pytest.mark.parametrize("slower", [1.11, 1.2, 1.5])
-def test_what_was_measured_to_be_slower_is_undone_whatever_is_predicted(slower: float) -> None:
+def test_a_change_measured_to_be_slower_is_undone_for_any_prediction(slower: float) -> None:
     plant = LyingPlant(
         spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.005}), Lies(slower=slower)
     )
@@ -148,13 +153,13 @@ def test_what_was_measured_to_be_slower_is_undone_whatever_is_predicted(slower: 
     plant.run(150)
     assert plant.kinds() == ["adapt", "revert"], "tried again without anything new"
     adapt, revert = plant.controller.records
-    assert plant.plan.runs_as(first)
+    assert plant.plan.runs_same_as(first)
     assert adapt.applied_at_iteration is not None and revert.applied_at_iteration is not None
     assert revert.applied_at_iteration - adapt.applied_at_iteration <= 3
     assert revert.measured == pytest.approx(revert.promised, abs=0.02)
 
 
-def test_a_gain_within_what_predictions_miss_changes_nothing() -> None:
+def test_a_gain_within_the_error_of_predictions_changes_nothing() -> None:
     """A third of each iteration is beyond its ops: more than optimizer and data loading take."""
     job = spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.005})
     plant = LyingPlant(job, Lies(overhead=0.2))
@@ -176,19 +181,21 @@ def test_noise_of_iterations_undoes_nothing() -> None:
 
 @pytest.mark.parametrize(("after", "failed"), [(1.005, False), (1.03, True)])
 def test_a_change_that_promised_nothing_must_only_not_be_slower(after: float, failed: bool) -> None:
-    assert has_failed(Promise(1.0, 1.0), [1.0] * 4, [], [after] * 4) is failed
+    assert has_failed(PromisedTimes(1.0, 1.0), [1.0] * 4, [], [after] * 4) is failed
 
 
-def judged(promised: Promise, part: float, *after: float) -> bool | None:
-    """Whether a change failed, or None: ``part`` seconds took the iteration in which its reason
-    began, the only one of the plan before, and ``after`` those under the new one."""
+def judged(promised: PromisedTimes, part: float, *after: float) -> bool | None:
+    """True if a change failed, or None. ``part``: seconds of the iteration in which its reason
+    began, the only one of the plan before; ``after``: seconds of those under the new one."""
     controller = JobController(spec())
-    state, plan = controller._decision, controller.wanted
+    state, plan = controller._decision, controller.wanted_plan
     # No earlier plan to return to: what failed is only doubted.
-    promised = replace(promised, may_go_back=False)
-    state.observed.state = "training"
-    state.trial = Trial(1, plan, plan, frozenset({1}), promised, state.last.situation, since=20)
-    state.ledger.add(
+    promised = replace(promised, may_revert=False)
+    state.job_state.state = "training"
+    state.trial = PlanTrial(
+        1, plan, plan, frozenset({1}), promised, state.last_decision.situation, shown_since=20
+    )
+    state.history.add_iterations(
         [
             IterationSample(
                 index=index, seconds=each, loss=1.0, plan_version=index > 20, bubble_fraction=0.1
@@ -197,8 +204,8 @@ def judged(promised: Promise, part: float, *after: float) -> bool | None:
         ],
         list,
     )
-    decision.compare(state, 0.0)
-    return None if state.trial is not None else bool(controller.snapshot()["doubts"])
+    decision.compare_iterations(state, 0.0)
+    return None if state.trial is not None else bool(controller.take_snapshot()["doubts"])
 
 
 @pytest.mark.parametrize(("part", "failed"), [(1.0, False), (0.75, True)])
@@ -206,18 +213,18 @@ def test_the_iteration_in_which_a_fault_began_may_show_that_a_change_pays(
     part: float, failed: bool
 ) -> None:
     """Predicted from 1 s to 0.5 s, measured 0.8 s: nothing else ran under the plan before."""
-    promised = Promise(before=1.0, after=0.5, if_wrong=0.49)
+    promised = PromisedTimes(seconds_before=1.0, seconds_after=0.5, seconds_if_wrong=0.49)
     assert judged(promised, part, *[0.8] * 5) is failed
 
 
 def test_without_earlier_iterations_a_prediction_alone_takes_nothing_back() -> None:
     """The link was slow from the third iteration on: what each takes beyond its ops is unknown."""
-    assert judged(Promise(before=1.0, after=0.5), 0.75, *[0.8] * 5) is None
+    assert judged(PromisedTimes(seconds_before=1.0, seconds_after=0.5), 0.75, *[0.8] * 5) is None
 
 
 def test_a_machine_that_is_busier_than_before_does_not_take_a_change_back() -> None:
     """Iterations are longer than predicted, and shorter than under the plan before all the same."""
-    promised = Promise(before=1.35, after=0.75, if_wrong=0.74)
+    promised = PromisedTimes(seconds_before=1.35, seconds_after=0.75, seconds_if_wrong=0.74)
     after = (1.2, 1.6, 1.4, 1.5, 1.3)
     assert judged(promised, 1.65, *after) is None
     assert judged(promised, 1.35, *after) is True, "they are not shorter"
@@ -242,46 +249,48 @@ def test_time_between_the_ops_is_not_taken_for_an_error_of_the_model(noise: floa
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-def test_an_iteration_is_predicted_with_what_it_takes_outside_of_its_ops(barrier: bool) -> None:
-    """Without a barrier iterations overlap, and nothing tells how long they are alone."""
+def test_an_iteration_is_predicted_with_its_time_outside_of_ops(barrier: bool) -> None:
+    """Iterations overlap without a barrier, and nothing shows how long they are alone."""
     plant = LyingPlant(spec(), Lies(overhead=0.2))
     plant.barrier = barrier
     plant.run(20)
-    outlook = plant.controller.outlook(plant.now)
-    assert outlook.outside == pytest.approx(0.2 if barrier else 0.0)
-    assert outlook.seconds == pytest.approx(plant.seconds[-1] + outlook.outside, rel=0.03)
+    outlook = plant.controller.get_outlook(plant.now)
+    assert outlook.outside_seconds == pytest.approx(0.2 if barrier else 0.0)
+    assert outlook.seconds == pytest.approx(plant.seconds[-1] + outlook.outside_seconds, rel=0.03)
 
 
 def test_doubt_survives_a_restart_of_the_host() -> None:
     plant = LyingPlant(spec(), Lies(lambda i: i >= 20, delay=0.040))
     plant.run(45)
     assert plant.kinds() == ["adapt", "revert"]
-    plant.controller = JobController.restore(plant.spec, plant.controller.snapshot())
+    plant.controller = JobController.from_snapshot(plant.spec, plant.controller.take_snapshot())
     plant.run(12)
     assert plant.kinds() == ["adapt", "revert"]
 
 
-def test_a_steady_fault_whose_better_plan_is_not_confirmed_is_asked_about_ever_less(
+def test_a_steady_fault_whose_better_plan_is_not_confirmed_is_checked_ever_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not with every report, of which an iteration has many."""
-    asked_at = []
+    """Requests do not come with every report, of which an iteration has many."""
+    requested_at = []
 
-    def unsure(asked: Replan) -> Proposal:
-        if asked.cause != "steady":
-            return propose(asked)
-        asked_at.append(plant.iteration)
-        return Proposal(None, None, (NotConfirmed(0.5, 0.02, 0, None),), waits=True)
+    def unsure(request: DecisionRequest) -> PlanProposal:
+        if request.cause != "steady":
+            return decide(request)
+        requested_at.append(plant.iteration)
+        return PlanProposal(
+            None, None, (GainNotConfirmed(0.5, 0.02, 0, None),), needs_confirmation=True
+        )
 
-    monkeypatch.setattr("plant_support.propose", unsure)
+    monkeypatch.setattr("plant_support.decide", unsure)
     plant = Plant(spec(stages=4, microbatches=12))
     plant.run(4)
     plant.delays[1] = 0.060
     plant.run(50)
-    assert 2 <= len(asked_at) <= 8, asked_at
-    assert asked_at[1] > asked_at[0]
+    assert 2 <= len(requested_at) <= 8, requested_at
+    assert requested_at[1] > requested_at[0]
     lines = [d.line for d in plant.controller.decisions if "cannot confirm" in d.line]
-    assert len(lines) == len(asked_at)
+    assert len(lines) == len(requested_at)
 
 
 LONG_B = StageTimes(forward=0.01, backward_input=0.02, backward_weight=0.01)
@@ -305,13 +314,15 @@ def test_op_times_must_differ_for_some_time(lasts: int, changes: int) -> None:
         assert len(plant.controller.records[first:]) == changes
         plant.ops[1] = usual
         plant.run(6)
-        assert plant.plan.runs_as(plan), "a stage that is well again has the plan for a slow one"
+        assert plant.plan.runs_same_as(plan), (
+            "a stage that is well again has the plan for a slow one"
+        )
         plant.run(14)
     assert len(plant.controller.records[first:]) == 2 * changes
 
 
 def test_a_neighbour_that_walks_is_not_followed() -> None:
-    """Once its stage is well, the plan for that goes; none is made for the next one at once."""
+    """The plan for a stage goes once it is well; none is made for the next one at once."""
     plant = shared(80)
     plan, first = plant.plan, len(plant.controller.records)
     usual, plant.ops[1] = plant.ops[1], LONG_B
@@ -319,7 +330,7 @@ def test_a_neighbour_that_walks_is_not_followed() -> None:
     for k in range(7):
         plant.ops = [LONG_B if stage == (2 + k) % 4 else usual for stage in range(4)]
         plant.run(12)
-        assert plant.plan.runs_as(plan)
+        assert plant.plan.runs_same_as(plan)
     assert len(plant.controller.records[first:]) == 2
 
 

@@ -8,9 +8,15 @@ import pytest
 from plant_support import Plant, spec
 
 from pipemorph.control import JobController
-from pipemorph.control.record.history import KEPT_RECORDS, Ledger, Saving, Worth, worth
+from pipemorph.control.history.job_history import (
+    MOST_RECORDS,
+    JobHistory,
+    SavedTime,
+    Saving,
+    sum_saved_time,
+)
 from pipemorph.planning import StageTimes
-from pipemorph.wire import AdaptationRecord, IterationSample
+from pipemorph.protocol import AdaptationRecord, IterationSample
 
 param, FULL = pytest.param, pytest.mark.full
 Change = Callable[[Plant], None]
@@ -39,10 +45,10 @@ def overhead(seconds: float) -> Change:
 
 
 class Unobserved(Plant):
-    """A job that does not adapt, so that nobody needs its reports."""
+    """Job that does not adapt, so that its reports are not needed."""
 
     def send(self, **_: object) -> None:
-        """To nobody."""
+        """Drop the report."""
 
 
 def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plant:
@@ -83,12 +89,12 @@ def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plan
             {8: delay(2, 0.06), 14: delay(2, 0), 17: delay(2, 0.06), 21: delay(2, 0)},
             28, 0.02, id="held",
         ),
-        # Another one begins before the plan for the end of the first is in effect.
+        # A second fault begins before the plan for the end of the first is in effect.
         param(
             {8: delay(1, 0.05), 13: delay(1, 0), 15: delay(0, 0.08), 19: delay(0, 0)},
             28, 0.02, id="another-at-once",
         ),
-        # One begins while the plan for the end of another is not made for want of certainty.
+        # A fault begins while the plan for the end of another is not made for want of certainty.
         param(
             {0: delay(2, 0.06), 3: delay(2, 0), 7: delay(2, 0.06), 11: delay(2, 0),
              15: delay(0, 0.08)},
@@ -106,21 +112,21 @@ def total(history: dict[int, Change], iterations: int, *, enabled: bool) -> Plan
         ),
     ],
 )  # fmt: skip
-def test_it_says_what_the_job_would_have_taken_longer_without_adaptation(
+def test_it_gives_the_time_that_adaptation_saved(
     history: dict[int, Change], iterations: int, within: float
 ) -> None:
     with_it = total(history, iterations, enabled=True)
     without = total(history, iterations, enabled=False)
     truth = sum(without.seconds) - sum(with_it.seconds)
-    found = with_it.controller.worth
+    found = with_it.controller.saved_time
     assert truth > 1.0
     assert found.seconds == pytest.approx(truth, rel=within)
-    assert abs(found.seconds - truth) <= found.error
+    assert abs(found.seconds - truth) <= found.error_seconds
 
 
 def test_a_job_without_a_fault_has_saved_nothing() -> None:
     plant = total({}, 60, enabled=True)
-    assert plant.controller.worth == Worth()
+    assert plant.controller.saved_time == SavedTime()
 
 
 def test_a_fault_that_was_not_there_has_saved_nothing_once_it_is_found_out() -> None:
@@ -133,33 +139,33 @@ def test_a_fault_that_was_not_there_has_saved_nothing_once_it_is_found_out() -> 
     )
     plant.run(40)
     assert [record.kind for record in plant.controller.records] == ["adapt", "revert"]
-    assert plant.controller.worth.seconds == pytest.approx(0.0, abs=0.2)
+    assert plant.controller.saved_time.seconds == pytest.approx(0.0, abs=0.2)
 
 
 def test_it_goes_on_after_a_restart_of_the_host_where_it_was() -> None:
     history = {10: delay(2, 0.060)}
-    undisturbed = total(history, 50, enabled=True).controller.worth
+    undisturbed = total(history, 50, enabled=True).controller.saved_time
     plant = total(history, 30, enabled=True)
-    saved = plant.controller.snapshot()
-    # Six iterations of which no host hears.
+    saved = plant.controller.take_snapshot()
+    # Six iterations that no host receives.
     unheard = plant.controller
     plant.run(6)
-    assert unheard.worth.seconds > 0
-    plant.controller = JobController.restore(plant.spec, saved)
+    assert unheard.saved_time.seconds > 0
+    plant.controller = JobController.from_snapshot(plant.spec, saved)
     plant.run(14)
-    found = plant.controller.worth
+    found = plant.controller.saved_time
     assert found.seconds == pytest.approx(undisturbed.seconds, rel=0.01)
 
 
 def test_iterations_that_run_again_after_a_failure_count_once() -> None:
     plant = total({20: delay(2, 0.060)}, 60, enabled=True)
-    before = plant.controller.worth.seconds
+    before = plant.controller.saved_time.seconds
     plant.iteration -= 8
     for _ in range(8):
         plant.run(1)
-        assert plant.controller.worth.seconds == pytest.approx(before)
+        assert plant.controller.saved_time.seconds == pytest.approx(before)
     plant.run(1)
-    assert plant.controller.worth.seconds > before
+    assert plant.controller.saved_time.seconds > before
 
 
 def record(version: int, **fields: object) -> AdaptationRecord:
@@ -190,21 +196,21 @@ def record(version: int, **fields: object) -> AdaptationRecord:
         (None, 0.4, 100.0),
     ],
 )
-def test_its_error_is_what_measured_gains_differ_from_promised_ones(
+def test_its_error_is_the_difference_of_measured_and_promised_gains(
     promised: float | None, measured: float | None, error: float
 ) -> None:
     one = record(1, promised=promised, measured=measured, saved=100.0, change_seconds=2.0)
-    assert worth([one]) == Worth(98.0, pytest.approx(error))
+    assert sum_saved_time([one]) == SavedTime(98.0, pytest.approx(error))
     dear = one.model_copy(update={"fault_costs": 500.0})
-    assert worth([dear]).error == pytest.approx(max(60.0, error))
+    assert sum_saved_time([dear]).error_seconds == pytest.approx(max(60.0, error))
 
 
 def test_an_iteration_that_is_as_short_as_without_a_slow_link_has_saved_nothing() -> None:
     """The fault ended, but it is not yet certain: the job ends before it is, or goes on."""
-    ledger = Ledger()
-    ledger.append(record(1))
+    ledger = JobHistory()
+    ledger.append_record(record(1))
     slow = Saving(seconds=0.6, fault_cost=0.8, if_well=0.01, well_below=0.4)
-    ledger.revise(1, slow, 0, None)
+    ledger.revise_saving(1, slow, 0, None)
 
     def add(*seconds: float) -> None:
         samples = [
@@ -213,35 +219,35 @@ def test_an_iteration_that_is_as_short_as_without_a_slow_link_has_saved_nothing(
             )
             for index, each in enumerate(seconds, ledger.last_iteration + 1)
         ]
-        ledger.add(samples, list)
+        ledger.add_iterations(samples, list)
 
     add(0.5, 0.5, 0.37, 0.38)
     assert ledger.records[0].saved == pytest.approx(2 * 0.6 + 2 * 0.01)
     assert ledger.records[0].fault_costs == pytest.approx(2 * 0.8)
-    # What is revised later does not forget what was measured.
-    ledger.revise(1, slow._replace(seconds=0.7), 1, 2)
+    # Later revisions do not forget measurements.
+    ledger.revise_saving(1, slow._replace(seconds=0.7), 1, 2)
     assert ledger.records[0].saved == pytest.approx(0.6 + 0.7 + 2 * 0.01)
-    ledger.revise(1, slow._replace(well_below=0.0), 2, None)
+    ledger.revise_saving(1, slow._replace(well_below=0.0), 2, None)
     assert ledger.records[0].saved == pytest.approx(0.6 + 0.7 + 2 * 0.6)
 
 
-def test_what_a_small_promise_is_wrong_by_says_little_of_a_large_one() -> None:
+def test_the_error_of_a_small_promise_counts_little_for_a_large_one() -> None:
     large = record(1, promised=0.5, measured=0.5, saved=100.0)
     small = record(2, promised=0.001, measured=-0.02)
     unmeasured = record(3, promised=0.5, measured=None, saved=10.0)
-    assert worth([large, small, unmeasured]).error == pytest.approx(12.0 + 1.2)
+    assert sum_saved_time([large, small, unmeasured]).error_seconds == pytest.approx(12.0 + 1.2)
 
 
-def test_records_that_are_not_kept_any_more_still_count() -> None:
-    ledger = Ledger()
-    for version in range(1, KEPT_RECORDS + 11):
-        ledger.append(record(version, saved=1.0))
-    assert len(ledger.records) == KEPT_RECORDS
-    assert ledger.worth.seconds == KEPT_RECORDS + 10
+def test_records_that_are_dropped_still_count() -> None:
+    ledger = JobHistory()
+    for version in range(1, MOST_RECORDS + 11):
+        ledger.append_record(record(version, saved=1.0))
+    assert len(ledger.records) == MOST_RECORDS
+    assert ledger.saved_time.seconds == MOST_RECORDS + 10
 
 
 def test_report_json_has_it() -> None:
-    assert Worth(3600.0, 36.0).record(ranks=8) == {
+    assert SavedTime(3600.0, 36.0).to_report(ranks=8) == {
         "seconds": 3600.0,
         "error": 36.0,
         "rank_hours": 8.0,

@@ -14,8 +14,8 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.commands import doctor
-from pipemorph.discovery import cgroup, host, numa, rdma, verbs
-from pipemorph.discovery.checks import Check, Facts, checks, size
+from pipemorph.doctor import cgroup, host, numa, rdma, verbs
+from pipemorph.doctor.checks import Check, HostFacts, format_size, run_checks
 
 GIDS_BEST_FIRST = Path(__file__).parents[2] / "engine" / "gids_best_first.txt"
 ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -61,11 +61,11 @@ def make_device(
         put(port / counter, value)
 
 
-def facts(devices: list[rdma.Device] | None, **changes: Any) -> Facts:
+def facts(devices: list[rdma.RdmaDevice] | None, **changes: Any) -> HostFacts:
     """A host on which everything else is fine."""
-    fine = Facts(
+    fine = HostFacts(
         devices=devices,
-        verbs=verbs.Verbs(True, None, True, None, {}),
+        verbs=verbs.VerbsSupport(True, None, True, None, {}),
         uverbs=[("uverbs0", True)],
         locked_bytes=host.UNLIMITED,
         may_lock=False,
@@ -86,11 +86,11 @@ def line(lines: list[Check], name: str) -> Check:
 
 def test_gids_are_ranked_as_the_engine_ranks_them(tmp_path: Path) -> None:
     make_device(tmp_path, "mlx5_0", [V1_LOCAL, V2_LOCAL, V1_MAPPED, V2_APIPA, V2_MAPPED])
-    (device,) = rdma.devices(tmp_path) or []
+    (device,) = rdma.read_devices(tmp_path) or []
     (port,) = device.ports
     assert [g.index for g in port.gids] == [4, 3, 1, 2, 0]
     assert port.gids[0].address == "::ffff:10.1.2.3"
-    assert port.gids[0].shown == "10.1.2.3"
+    assert port.gids[0].display_address == "10.1.2.3"
     local, routable = "link-local", "routable"
     assert [g.kind for g in port.gids] == [routable, local, local, routable, local]
     assert port.usable
@@ -106,21 +106,21 @@ def test_gids_are_ranked_as_the_engine_ranks_them(tmp_path: Path) -> None:
     ]
     assert len(ranked) >= 10
     by_index = sorted(ranked, key=lambda gid: gid.index)
-    assert sorted(by_index, key=lambda gid: gid.rank) == ranked
+    assert sorted(by_index, key=lambda gid: gid.sort_key) == ranked
 
 
-def test_a_port_that_nobody_can_reach_is_not_usable(tmp_path: Path) -> None:
+def test_a_port_without_routes_is_not_usable(tmp_path: Path) -> None:
     make_device(tmp_path, "down", [V2_MAPPED], state="1: DOWN")
     make_device(tmp_path, "local", [V1_LOCAL, V2_LOCAL])
     make_device(tmp_path, "old", [V1_MAPPED])
     make_device(tmp_path, "none", [])
     make_device(tmp_path, "ib", [V1_LOCAL], link_layer="InfiniBand")
-    found = rdma.devices(tmp_path)
+    found = rdma.read_devices(tmp_path)
     assert {d.name: d.ports[0].usable for d in found or []} == {
         "down": False, "local": False, "old": False, "none": False, "ib": True,
     }  # fmt: skip
-    lines = checks(facts(found), frozenset({"rdma"}))
-    # One good rail is there, so the rest is worth a warning and no more.
+    lines = run_checks(facts(found), frozenset({"rdma"}))
+    # A good rail is there, so the rest is only worth a warning.
     assert line(lines, "RDMA devices").verdict == "ok"
     assert line(lines, "port down/1").verdict == "warning"
     assert "DOWN Disabled" in line(lines, "port down/1").found
@@ -128,7 +128,7 @@ def test_a_port_that_nobody_can_reach_is_not_usable(tmp_path: Path) -> None:
     assert "RoCE v1" in line(lines, "port old/1 GIDs").advice
     assert line(lines, "port none/1 GIDs").found == "none"
     only_bad = [d for d in found or [] if d.name != "ib"]
-    lines = checks(facts(only_bad), frozenset({"rdma"}))
+    lines = run_checks(facts(only_bad), frozenset({"rdma"}))
     assert line(lines, "RDMA devices").verdict == "missing"
     assert line(lines, "port down/1").verdict == "missing"
 
@@ -147,12 +147,12 @@ def test_counters_that_cannot_be_read_are_unavailable_and_never_zero(tmp_path: P
     )
     unreadable(tmp_path / "rxe0/ports/1/hw_counters/send_err")
     make_device(tmp_path, "rxe1", [V2_MAPPED])
-    found = rdma.devices(tmp_path) or []
+    found = rdma.read_devices(tmp_path) or []
     assert found[0].ports[0].counters == {
         "link_downed": 3, "symbol_error": 0, "completer_retry_err": None, "send_err": None,
     }  # fmt: skip
     assert found[1].ports[0].counters == {}
-    lines = checks(facts(found))
+    lines = run_checks(facts(found))
     said = line(lines, "port rxe0/1 counters").found
     assert said == "2 read: link_downed 3; unavailable: completer_retry_err, send_err"
     assert line(lines, "port rxe1/1 counters") == Check(
@@ -163,13 +163,13 @@ def test_counters_that_cannot_be_read_are_unavailable_and_never_zero(tmp_path: P
     )
 
 
-def test_no_infiniband_in_the_kernel_is_told_from_no_device(tmp_path: Path) -> None:
-    assert rdma.devices(tmp_path / "nowhere") is None
-    assert rdma.devices(tmp_path) == []
-    said = line(checks(facts(None)), "RDMA devices")
+def test_no_infiniband_in_the_kernel_differs_from_no_device(tmp_path: Path) -> None:
+    assert rdma.read_devices(tmp_path / "nowhere") is None
+    assert rdma.read_devices(tmp_path) == []
+    said = line(run_checks(facts(None)), "RDMA devices")
     assert said.verdict == "absent"
     assert "no InfiniBand" in said.found
-    said = line(checks(facts([]), frozenset({"rdma"})), "RDMA devices")
+    said = line(run_checks(facts([]), frozenset({"rdma"})), "RDMA devices")
     assert said.verdict == "missing"
     assert "no device" in said.found
 
@@ -180,7 +180,7 @@ def test_no_infiniband_in_the_kernel_is_told_from_no_device(tmp_path: Path) -> N
 )
 def test_locked_memory(limit: int, capable: bool, fine: bool) -> None:
     found = facts([], locked_bytes=limit, may_lock=capable)
-    said = line(checks(found, frozenset({"rdma"})), "locked memory")
+    said = line(run_checks(found, frozenset({"rdma"})), "locked memory")
     assert said.verdict == ("ok" if fine else "missing")
     assert fine or ("8 MiB" in said.found and "ulimit -l" in said.advice)
 
@@ -188,7 +188,7 @@ def test_locked_memory(limit: int, capable: bool, fine: bool) -> None:
 def test_everything_else_that_can_be_wrong() -> None:
     bad = facts(
         None,
-        verbs=verbs.Verbs(False, "no such file", False, "No module named 'pyverbs'", {}),
+        verbs=verbs.VerbsSupport(False, "no such file", False, "No module named 'pyverbs'", {}),
         uverbs=[("uverbs0", False)],
         huge_pages=None,
         transparent_huge_pages=None,
@@ -197,7 +197,7 @@ def test_everything_else_that_can_be_wrong() -> None:
         trainer=None,
         trainer_error="No module named 'torch'",
     )
-    lines = checks(bad, frozenset({"engine", "gpu"}))
+    lines = run_checks(bad, frozenset({"engine", "gpu"}))
     verdicts = {c.name: c.verdict for c in lines}
     assert verdicts == {
         "RDMA devices": "absent",
@@ -215,28 +215,31 @@ def test_everything_else_that_can_be_wrong() -> None:
     assert "uverbs0" in line(lines, "verbs devices").found
     gpu = {"name": "H100", "bytes": 80 << 30, "pci": "0000:1b:00.0"}
     good = facts(None, trainer={"torch": "2.11", "engine": False, "gpus": [gpu]})
-    lines = checks(good, frozenset({"gpu"}))
+    lines = run_checks(good, frozenset({"gpu"}))
     assert line(lines, "GPUs").found == "H100 (80 GiB, 0000:1b:00.0)"
     assert line(lines, "transfer engine").verdict == "absent"
 
 
 def test_the_host_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
     put(tmp_path / "status", "Name:\tx\nCapEff:\t0000000000004000")
-    assert host.may_lock(tmp_path / "status")
+    assert host.has_ipc_lock(tmp_path / "status")
     put(tmp_path / "status", "Name:\tx\nCapEff:\t0000000000003fff")
-    assert not host.may_lock(tmp_path / "status")
+    assert not host.has_ipc_lock(tmp_path / "status")
     put(tmp_path / "huge/hugepages-2048kB/nr_hugepages", 512)
     put(tmp_path / "huge/hugepages-2048kB/free_hugepages", 500)
-    assert host.huge_pages(tmp_path / "huge") == [host.HugePages(2 << 20, 512, 500)]
-    assert host.huge_pages(tmp_path / "none") is None
+    assert host.read_huge_pages(tmp_path / "huge") == [host.HugePages(2 << 20, 512, 500)]
+    assert host.read_huge_pages(tmp_path / "none") is None
     put(tmp_path / "thp", "always [madvise] never")
-    assert host.transparent_huge_pages(tmp_path / "thp") == "madvise"
+    assert host.read_transparent_huge_pages(tmp_path / "thp") == "madvise"
     put(tmp_path / "modules", "mlx5_ib 1 0 - Live 0x0\next4 1 0 - Live 0x0")
     (tmp_path / "module" / "ib_core").mkdir(parents=True)
-    assert host.loaded_modules(tmp_path / "modules", tmp_path / "module") == ["ib_core", "mlx5_ib"]
-    assert host.loaded_modules(tmp_path / "nowhere", tmp_path / "nowhere") is None
-    assert host.shared_memory(tmp_path / "nowhere") is None
-    assert [size(n) for n in (12, 8 << 20, 3 << 29)] == ["12 bytes", "8 MiB", "1.5 GiB"]
+    assert host.list_loaded_modules(tmp_path / "modules", tmp_path / "module") == [
+        "ib_core",
+        "mlx5_ib",
+    ]
+    assert host.list_loaded_modules(tmp_path / "nowhere", tmp_path / "nowhere") is None
+    assert host.measure_shared_memory(tmp_path / "nowhere") is None
+    assert [format_size(n) for n in (12, 8 << 20, 3 << 29)] == ["12 bytes", "8 MiB", "1.5 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_the_least_limit_of_all_control_groups_counts(
             unreadable(root / name)
         else:
             put(root / name, text)
-    assert (cgroup.processors(root, mine), cgroup.memory_limit(root, mine)) == limits
+    assert (cgroup.count_processors(root, mine), cgroup.read_memory_limit(root, mine)) == limits
 
 
 @pytest.mark.parametrize(
@@ -285,7 +288,7 @@ def test_the_least_limit_of_all_control_groups_counts(
     [
         ("0::/", {"": ("max", 7, 0)}, None),
         ("0::/", {"": (100, 70, 20)}, 50),
-        # Of Slurm and systemd: below the root, of the process or above it.
+        # Limits of Slurm and systemd: below the root, of the process or above it.
         ("0::/slurm/job/step", {"slurm/job": (100, 70, 0), "slurm/job/step": ("max", 60, 0)}, 30),
         ("0::/user.slice/run.scope", {"user.slice/run.scope": (50, 60, 5), "": (900, 1, 0)}, -5),
         ("0::/a/b", {"a": (100, 10, 0), "a/b": (80, 10, 0), "": ("max", 10, 0)}, 70),
@@ -302,46 +305,46 @@ def test_room_is_that_of_the_group_that_has_least(
         put(root / name / "memory.max", limit)
         put(root / name / "memory.current", used)
         put(root / name / "memory.stat", f"anon 5\ninactive_file {idle}\nactive_file 9")
-    assert cgroup.memory_room(root, mine) == room
+    assert cgroup.read_memory_headroom(root, mine) == room
 
 
 def test_memory_is_that_of_the_host_or_less(tmp_path: Path) -> None:
-    whole = host.memory_bytes(tmp_path)
+    whole = host.usable_memory_bytes(tmp_path)
     assert whole > 1 << 20
     for limit, found in ((1 << 62, whole), (4096, 4096)):
         put(tmp_path / "memory.max", limit)
-        assert host.memory_bytes(tmp_path) == found
+        assert host.usable_memory_bytes(tmp_path) == found
 
 
-def test_what_a_host_does_not_say_is_unknown(
+def test_facts_that_a_host_does_not_give_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path / "status", "Name:\tx")
-    assert not host.may_lock(tmp_path / "status")
+    assert not host.has_ipc_lock(tmp_path / "status")
     for limit, fine in ((host.LEAST_LOCKED_BYTES - 1, False), (host.LEAST_LOCKED_BYTES, True)):
-        assert host.enough_locked_memory(limit, False) is fine
+        assert host.is_locked_memory_enough(limit, False) is fine
     pages = tmp_path / "huge/hugepages-2048kB"
     put(pages / "nr_hugepages", 512)
-    assert host.huge_pages(tmp_path / "huge") is None, "a file is missing"
+    assert host.read_huge_pages(tmp_path / "huge") is None, "a file is missing"
     put(pages / "free_hugepages", "many")
-    assert host.huge_pages(tmp_path / "huge") is None
+    assert host.read_huge_pages(tmp_path / "huge") is None
     unreadable(pages / "free_hugepages")
-    assert host.huge_pages(tmp_path / "huge") is None
+    assert host.read_huge_pages(tmp_path / "huge") is None
     put(tmp_path / "thp", "always madvise never")
-    assert host.transparent_huge_pages(tmp_path / "thp") is None
+    assert host.read_transparent_huge_pages(tmp_path / "thp") is None
     unreadable(tmp_path / "thp")
-    assert host.transparent_huge_pages(tmp_path / "thp") is None
+    assert host.read_transparent_huge_pages(tmp_path / "thp") is None
     (tmp_path / "module" / "ib_core").mkdir(parents=True)
-    assert host.loaded_modules(tmp_path / "thp", tmp_path / "module") == ["ib_core"]
+    assert host.list_loaded_modules(tmp_path / "thp", tmp_path / "module") == ["ib_core"]
     sizes = types.SimpleNamespace(f_frsize=4096, f_blocks=9, f_bfree=7, f_bavail=5)
     monkeypatch.setattr(host.os, "statvfs", lambda _: sizes)
-    assert host.shared_memory() == (9 * 4096, 5 * 4096)
+    assert host.measure_shared_memory() == (9 * 4096, 5 * 4096)
 
 
 def test_devices_that_this_process_may_not_open_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert host.verbs_devices(tmp_path / "nowhere") == []
+    assert host.list_verbs_devices(tmp_path / "nowhere") == []
     for name in ("uverbs1", "uverbs0", "rdma_cm"):
         put(tmp_path / name, "")
 
@@ -350,10 +353,10 @@ def test_devices_that_this_process_may_not_open_are_listed(
         return path.name == "uverbs1"
 
     monkeypatch.setattr(host.os, "access", access)
-    assert host.verbs_devices(tmp_path) == [("uverbs0", False), ("uverbs1", True)]
+    assert host.list_verbs_devices(tmp_path) == [("uverbs0", False), ("uverbs1", True)]
 
 
-def test_what_sysfs_does_not_say_of_a_port_is_unknown_and_never_well(tmp_path: Path) -> None:
+def test_facts_of_a_port_that_sysfs_lacks_are_unknown_and_never_well(tmp_path: Path) -> None:
     make_device(tmp_path, "mlx5_0", [V2_MAPPED, V2_LOCAL])
     folder, port = tmp_path / "mlx5_0", tmp_path / "mlx5_0/ports/1"
     for name in ("fw_ver", "ports/1/state", "ports/1/phys_state", "ports/1/rate"):
@@ -366,7 +369,7 @@ def test_what_sysfs_does_not_say_of_a_port_is_unknown_and_never_well(tmp_path: P
     unreadable(port / "gids" / "5")
     put(port / "gids" / "no number", V2_MAPPED[0])
     (tmp_path / "bare").mkdir()
-    bare, device = rdma.devices(tmp_path) or ()
+    bare, device = rdma.read_devices(tmp_path) or ()
     assert (bare.ports, bare.firmware, bare.pci, bare.numa_node) == ((), None, None, None)
     (found,) = device.ports
     assert device.firmware is None
@@ -377,7 +380,7 @@ def test_what_sysfs_does_not_say_of_a_port_is_unknown_and_never_well(tmp_path: P
         0: (None, None),
         1: ("RoCE v2", "eth1"),
     }
-    assert rdma.ports(None) == [] and rdma.ports([bare, device]) == [found]
+    assert rdma.list_ports(None) == [] and rdma.list_ports([bare, device]) == [found]
 
 
 @pytest.mark.parametrize(
@@ -390,7 +393,7 @@ def test_the_address_of_a_card_is_that_of_its_folder(
     if target is not None:
         (tmp_path / target).mkdir()
         (tmp_path / "class/mlx5_0/device").symlink_to(tmp_path / target)
-    (device,) = rdma.devices(tmp_path / "class") or ()
+    (device,) = rdma.read_devices(tmp_path / "class") or ()
     assert device.pci == pci
 
 
@@ -401,19 +404,19 @@ def two_nodes(root: Path) -> Path:
     return root
 
 
-def test_a_process_that_is_kept_away_from_its_devices_is_told_where_to_be(tmp_path: Path) -> None:
+def test_a_process_far_from_its_devices_is_shown_where_to_run(tmp_path: Path) -> None:
     put(tmp_path / "status", "Name:\tx\nMems_allowed_list:\t0-1")
     near = {"mlx5_0": 0, "mlx5_1": 1, "GPU 0": 1, "mlx5_2": None}
 
     def lines(processors: set[int], memory: str = "0-1") -> list[Check]:
         put(tmp_path / "status", f"Name:\tx\nMems_allowed_list:\t{memory}")
-        found = numa.placement(
+        found = numa.read_numa_topology(
             near,
             nodes=two_nodes(tmp_path / "nodes"),
             status=tmp_path / "status",
             processors=frozenset(processors),
         )
-        return [c for c in checks(facts([], numa=found)) if c.name.startswith("NUMA")]
+        return [c for c in run_checks(facts([], numa=found)) if c.name.startswith("NUMA")]
 
     everywhere = lines({1, 5})
     assert [c.verdict for c in everywhere] == ["ok", "ok", "ok", "ok", "unavailable"]
@@ -431,17 +434,19 @@ def test_a_process_that_is_kept_away_from_its_devices_is_told_where_to_be(tmp_pa
 
 def test_one_node_and_no_nodes_need_no_word(tmp_path: Path) -> None:
     put(tmp_path / "nodes" / "node0" / "cpulist", "0-7")
-    one = numa.placement({"mlx5_0": None}, nodes=tmp_path / "nodes", processors=frozenset({0}))
+    one = numa.read_numa_topology(
+        {"mlx5_0": None}, nodes=tmp_path / "nodes", processors=frozenset({0})
+    )
     assert one is not None and one.own_nodes == {0}
-    none = numa.placement({}, nodes=tmp_path / "nowhere")
+    none = numa.read_numa_topology({}, nodes=tmp_path / "nowhere")
     for found in (one, none):
-        assert not [c for c in checks(facts([], numa=found)) if c.name.startswith("NUMA")]
+        assert not [c for c in run_checks(facts([], numa=found)) if c.name.startswith("NUMA")]
 
 
 @pytest.mark.parametrize(
     ("status", "memory"), [("Name:\tx", None), (None, None), ("Mems_allowed_list:\t1", {1})]
 )
-def test_what_is_not_known_of_nodes_keeps_nobody_away(
+def test_unknown_facts_of_nodes_exclude_none(
     status: str | None, memory: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: {0})
@@ -452,23 +457,23 @@ def test_what_is_not_known_of_nodes_keeps_nobody_away(
         unreadable(file)
     else:
         put(file, status)
-    found = numa.placement({}, nodes=nodes, status=file)
+    found = numa.read_numa_topology({}, nodes=nodes, status=file)
     assert dict(found.nodes) == {0: {0, 1, 2, 3, 8}, 1: {4, 5, 6, 7}, 2: frozenset()}
     assert (found.processors, found.memory_nodes, found.own_nodes) == ({0}, memory, {0})
-    assert [found.far_from(node) for node in range(3)] == [memory is not None, True, True]
-    assert numa.placement({}, nodes=tmp_path / "nowhere") is None
+    assert [found.is_far_from(node) for node in range(3)] == [memory is not None, True, True]
+    assert numa.read_numa_topology({}, nodes=tmp_path / "nowhere") is None
 
 
 def test_the_node_of_a_device(tmp_path: Path) -> None:
     make_device(tmp_path, "mlx5_0", [])
     make_device(tmp_path, "rxe0", [])
     put(tmp_path / "mlx5_0" / "device" / "numa_node", 1)
-    assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [1, None]
+    assert [d.numa_node for d in rdma.read_devices(tmp_path) or ()] == [1, None]
     for text in (-1, "", "near"):
         put(tmp_path / "mlx5_0" / "device" / "numa_node", text)
-        assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [None, None]
+        assert [d.numa_node for d in rdma.read_devices(tmp_path) or ()] == [None, None]
     unreadable(tmp_path / "mlx5_0" / "device" / "numa_node")
-    assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [None, None]
+    assert [d.numa_node for d in rdma.read_devices(tmp_path) or ()] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -476,11 +481,11 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
     [("0-2,8\n", {0, 1, 2, 8}), ("3", {3}), ("", set()), ("x", set()), ("1-", set())],
 )
 def test_lists_of_processors(text: str, found: set[int]) -> None:
-    assert numa.parse_list(text) == found
+    assert numa.parse_cpu_list(text) == found
 
 
 def pyverbs_modules(monkeypatch: pytest.MonkeyPatch, get_device_list: Any) -> None:
-    """Stands in for pyverbs: what it would answer, without a device to ask."""
+    """Fake of pyverbs: gives its answers without a device."""
 
     class PyverbsError(Exception):
         pass
@@ -510,16 +515,16 @@ def pyverbs_modules(monkeypatch: pytest.MonkeyPatch, get_device_list: Any) -> No
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_pyverbs_tells_the_mtu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pyverbs_gives_the_mtu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pyverbs_modules(monkeypatch, lambda _: [types.SimpleNamespace(name=b"mlx5_0")])
-    seen = verbs.look(tmp_path)
+    seen = verbs.probe_verbs(tmp_path)
     assert seen.pyverbs
     assert seen.mtus == {("mlx5_0", 1): 1024, ("mlx5_0", 2): 4096}
     make_device(tmp_path, "mlx5_0", [V2_MAPPED])
     make_device(tmp_path, "mlx5_1", [V2_MAPPED])
-    found = verbs.with_mtus(rdma.devices(tmp_path), seen) or []
+    found = verbs.add_active_mtus(rdma.read_devices(tmp_path), seen) or []
     assert [d.ports[0].active_mtu for d in found] == [1024, None]
-    lines = checks(facts(found))
+    lines = run_checks(facts(found))
     assert "MTU 1024" in line(lines, "port mlx5_0/1").found
     assert "MTU unavailable" in line(lines, "port mlx5_1/1").found
 
@@ -531,15 +536,15 @@ def test_pyverbs_that_raises_because_the_kernel_has_no_infiniband(
         raise error("Failed to get devices list")
 
     pyverbs_modules(monkeypatch, refuse)
-    assert verbs.look(tmp_path).mtus == {}
-    assert verbs.with_mtus(None, verbs.look(tmp_path)) is None
+    assert verbs.probe_verbs(tmp_path).mtus == {}
+    assert verbs.add_active_mtus(None, verbs.probe_verbs(tmp_path)) is None
 
 
-def test_pyverbs_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_pyverbs_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     monkeypatch.setitem(sys.modules, "pyverbs.device", None)
     for _ in range(2):
-        seen = verbs.look(tmp_path)
+        seen = verbs.probe_verbs(tmp_path)
         assert not seen.pyverbs
         assert seen.pyverbs_error
         assert str(tmp_path) not in sys.path
@@ -552,8 +557,8 @@ def test_the_command(
 ) -> None:
     make_device(tmp_path, "mlx5_0", [V2_MAPPED], counters={"counters/link_downed": 1})
     make_device(tmp_path, "mlx5_1", [], state="1: DOWN")
-    found = facts(rdma.devices(tmp_path))
-    monkeypatch.setattr(doctor, "facts", lambda: found)
+    found = facts(rdma.read_devices(tmp_path))
+    monkeypatch.setattr(doctor, "gather_facts", lambda: found)
     assert main(["doctor", "--require", "rdma", "--output", "json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["ok"]

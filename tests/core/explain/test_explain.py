@@ -12,17 +12,17 @@ from cluster_jobs import Kubectl
 from rich.console import Console
 
 from pipemorph.cli import main
-from pipemorph.explain import MOST_LINES, Story, explain_job
-from pipemorph.explain.story import (
-    LINE,
-    duration,
-    hours_of,
-    short_duration,
-    shown_hours,
-    warmups,
-    worth_line,
+from pipemorph.terminal import render_parts
+from pipemorph.views.explanation import MOST_LINES, Explanation, explain_job
+from pipemorph.views.explanation.explanation_text import (
+    MOST_LINE_CHARACTERS,
+    convert_to_hours,
+    describe_savings,
+    format_duration,
+    format_hours,
+    format_short_duration,
+    format_warmup_change,
 )
-from pipemorph.terminal import render
 
 Content = dict[str, Any]
 
@@ -72,7 +72,7 @@ def slow_time(**fields: Any) -> Content:
 
 
 def report(*conditions: Content, status: Content | None = None, **fields: Any) -> Content:
-    """Of a run that completed. ``conditions``: at its end; ``status``: fields of it."""
+    """Report of a run that completed. ``conditions``: at its end; ``status``: fields of it."""
     iterations = [
         {"index": i, "seconds": 0.4, "loss": 1.0, "plan_version": 0, "bubble_fraction": 0.1}
         for i in range(120)
@@ -97,25 +97,25 @@ def report(*conditions: Content, status: Content | None = None, **fields: Any) -
     return found | fields
 
 
-def told(content: Content) -> list[str]:
+def explain(content: Content) -> list[str]:
     return lines(explain_job(content))
 
 
-def lines(story: Story) -> list[str]:
-    return render(story.page()).splitlines()
+def lines(story: Explanation) -> list[str]:
+    return render_parts(story.to_table()).splitlines()
 
 
 def test_a_run_with_a_slow_link() -> None:
-    assert told(report()) == [
+    assert explain(report()) == [
         "outcome  team/gpt is Complete; 4 stages × 2 replicas; 120 of 120 iterations in 1 min 15 s,"
         " 0.4 s each",
         "seen     link 2 (stage 2 to 3, replica 0) was late by up to 60 ms, from iteration 10 to"
         " 110",
-        "done     plan 1 from iteration 11: warm-up 7-5-3-1 became 12-11-9-1, link 2 left to the"
-        " engine; 1.06 s became 0.47 s per iteration (56% promised, 55% measured)",
+        "done     plan 1 from iteration 11: warm-up 7-5-3-1 became 12-11-9-1, link 2 delegated to"
+        " the engine; 1.06 s became 0.47 s per iteration (56% promised, 55% measured)",
         "         plan 2 from iteration 111: back to the plan for healthy links",
-        "worth    the plan changes saved 1 min (± 9.0 s), 0.13 rank-hours, against the plan of the"
-        " start",
+        "worth    the plan changes saved 1 min (± 9.0 s), 0.13 rank-hours, against the initial"
+        " plan",
         "to do    nothing has to be done",
     ]
 
@@ -129,18 +129,18 @@ def test_a_run_with_a_slow_link() -> None:
         ({5: None}, None),
     ],
 )
-def test_a_loss_that_is_no_number_is_told(losses: Content, seen: str | None) -> None:
+def test_a_loss_that_is_no_number_is_reported(losses: Content, seen: str | None) -> None:
     content = report(adaptations=[], links={"slow": []})
     for index, loss in losses.items():
         content["iterations"][index]["loss"] = loss
-    text = "\n".join(told(content))
+    text = "\n".join(explain(content))
     assert ("seen     " + (seen or "no slow link")) in text
     assert ("find what made the loss NaN or infinite" in text) is (seen is not None)
 
 
-def test_changes_are_told_in_their_order_and_the_best_of_many() -> None:
+def test_changes_are_listed_in_their_order_and_the_best_of_many() -> None:
     changes = [change(i, saved=saved) for i, saved in enumerate((1.0, 5.0, 2.0, 9.0), start=1)]
-    text = "\n".join(told(report(adaptations=changes)))
+    text = "\n".join(explain(report(adaptations=changes)))
     assert "done     plan 2 from" in text and "         plan 4 from" in text
     assert "(and 2 more)" in text
 
@@ -154,10 +154,10 @@ def test_changes_are_told_in_their_order_and_the_best_of_many() -> None:
         ({"device": 3}, True),
     ],
 )
-def test_no_advice_is_given_on_what_the_job_asks_for(fault: Content, advised: bool) -> None:
+def test_no_advice_is_given_on_what_the_job_requests(fault: Content, advised: bool) -> None:
     content = report(late(), adaptations=[], links={"slow": [slow_time()]})
     content["spec"]["faults"] = [fault | {"delay": "60ms"}]
-    assert ("check the network" in "".join(told(content))) is advised
+    assert ("check the network" in "".join(explain(content))) is advised
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_damaged_report_gives_one_line(
 
 
 def test_a_run_without_a_fault() -> None:
-    lines = told(report(adaptations=[], links={"slow": []}, status={"training": None}))
+    lines = explain(report(adaptations=[], links={"slow": []}, status={"training": None}))
     assert [line[:9].strip() for line in lines] == ["outcome", "seen", "done", "to do"]
     assert lines[1].endswith("no slow link, stage or port was found")
 
@@ -208,23 +208,23 @@ def late() -> Content:
     return since("LinksHealthy", "False", "SlowLinks", "link 2 (+60 ms forward) slow")
 
 
-def test_a_slow_link_is_told_whether_or_not_the_plan_was_changed() -> None:
-    lines = told(report(late(), adaptations=[], links={"slow": [slow_time()]}))
+def test_a_slow_link_is_reported_whether_or_not_the_plan_was_changed() -> None:
+    lines = explain(report(late(), adaptations=[], links={"slow": [slow_time()]}))
     assert "was late by up to 60 ms, from iteration 10 to the end" in lines[1]
-    assert "forward" not in "".join(lines), "it is told once"
+    assert "forward" not in "".join(lines), "it is reported once"
     assert "pipemorph fabric check" in "".join(lines)
 
 
-def test_a_link_that_is_slow_at_the_end_is_what_to_look_at() -> None:
-    lines = told(report(late(), adaptations=[change(1)], links={"slow": [slow_time()]}))
+def test_a_link_that_is_slow_at_the_end_is_advised_on() -> None:
+    lines = explain(report(late(), adaptations=[change(1)], links={"slow": [slow_time()]}))
     assert "from iteration 10 to the end" in lines[1]
     assert "pipemorph fabric check" in lines[-1]
 
 
 def test_a_change_that_did_not_bring_its_promise() -> None:
-    lines = told(report(adaptations=[change(1, measured=0.1), returned(2)]))
+    lines = explain(report(adaptations=[change(1, measured=0.1), returned(2)]))
     assert "competes for the ranks' processors" in lines[-1]
-    assert "promise" not in "".join(told(report(adaptations=[change(1, measured=0.5)]))[-1:])
+    assert "promise" not in "".join(explain(report(adaptations=[change(1, measured=0.5)]))[-1:])
 
 
 def test_everything_at_once_is_ten_lines_of_which_none_is_long() -> None:
@@ -241,18 +241,18 @@ def test_everything_at_once_is_ten_lines_of_which_none_is_long() -> None:
         adaptations=[change(i) for i in range(1, 9)],
         links={"slow": slow},
     )  # fmt: skip
-    lines = told(content)
+    lines = explain(content)
     assert len(lines) <= MOST_LINES
-    assert all(len(line) <= LINE + 9 for line in lines)
+    assert all(len(line) <= MOST_LINE_CHARACTERS + 9 for line in lines)
     assert "(and 2 more)" in lines[3]
     assert "ranks were started again 1 time within their pods; last in 2.0 s" in lines[4]
     assert "read the last lines of the rank that failed first" in lines[-2]
     assert "check cable" in lines[-1]
 
 
-def test_what_was_wrong_at_the_end_of_a_run_is_told() -> None:
+def test_faults_at_the_end_of_a_run_are_reported() -> None:
     stage = since("StagesEven", "False", "SlowStages", "stage 1 is slow")
-    lines = told(report(stage, links={"slow": []}))
+    lines = explain(report(stage, links={"slow": []}))
     assert lines[1] == "seen     stage 1 is slow (at the end)"
     assert "clock" in lines[-1]
 
@@ -312,12 +312,12 @@ def test_each_slow_link_has_its_time() -> None:
     given["status"]["training"]["slowLinks"] = [
         {"link": link, "since": f"2026-01-02T03:04:0{link}Z"} | slow for link in (1, 3)
     ]
-    assert explain_job(given).seen[0] == (
+    assert explain_job(given).observations[0] == (
         "link 1 (+60 ms forward) slow (link 1 since 2026-01-02 03:04:01 UTC, link 3 since"
         " 2026-01-02 03:04:03 UTC)"
     )
     del given["status"]["training"]["slowLinks"][1:]
-    (seen,) = explain_job(given).seen
+    (seen,) = explain_job(given).observations
     assert seen == "link 1 (+60 ms forward) slow (since 2026-01-02 03:04:01 UTC)"
 
 
@@ -329,8 +329,8 @@ def test_a_job_of_a_cluster() -> None:
         "done     3 plan changes; the last, plan 3 from iteration 11: another order of the"
         " same ops; 1 s became 0.5 s per iteration (50% promised, 50% measured); why: link 1"
         " is slow by 60.0 ms one way",
-        "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.10 rank-hours, against the plan of"
-        " the start",
+        "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.10 rank-hours, against the initial"
+        " plan",
         "to do    check the network between the hosts of the slow link: pipemorph fabric check, or"
         " pipemorph bench link between two of them",
     ]
@@ -391,7 +391,7 @@ def test_states_of_a_job(status: Content, words: list[str]) -> None:
         assert each in text
 
 
-def test_what_kubectl_prints_is_read_from_a_file_and_a_folder_by_its_report(
+def test_output_of_kubectl_is_read_from_a_file_and_a_folder_by_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.json").write_text(json.dumps(job()))
@@ -414,7 +414,7 @@ def test_what_kubectl_prints_is_read_from_a_file_and_a_folder_by_its_report(
         (json.dumps(report(links=7)), "links: "),
         (json.dumps(report(status={"conditions": [{}]})), "status.conditions.0."),
         (json.dumps(report())[:1000], "is not YAML or JSON"),
-        (json.dumps(job(state=None)), "no operator has looked at the job yet"),
+        (json.dumps(job(state=None)), "no operator has processed the job yet"),
         (json.dumps(report(iterations=[{"index": "x"}])), "iterations.0.index: "),
     ],
 )
@@ -439,7 +439,7 @@ def test_a_job_of_the_cluster_is_read_by_kubectl(
     kubectl.has(job())
     assert main(["explain", "team/gpt", "--context", "prod"]) == 0
     assert "team/gpt is Running" in capsys.readouterr().out
-    assert kubectl.asked() == [
+    assert kubectl.calls() == [
         "get pipemorphjobs.pipemorph.io gpt --namespace team --output json --context prod"
     ]
     (tmp_path / "gpt").mkdir()
@@ -452,7 +452,7 @@ def test_a_job_of_the_cluster_is_read_by_kubectl(
     )
 
 
-def test_a_path_that_is_no_name_of_a_job_is_not_looked_for(
+def test_a_path_that_is_no_name_of_a_job_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["explain", "out/report.json"]) == 2
@@ -473,18 +473,20 @@ def test_a_path_that_is_no_name_of_a_job_is_not_looked_for(
     ],
 )
 def test_durations_in_a_text_and_in_a_column(seconds: float, text: str, short: str) -> None:
-    assert (duration(seconds), short_duration(seconds)) == (text, short)
+    assert (format_duration(seconds), format_short_duration(seconds)) == (text, short)
 
 
 def test_time_that_was_lost_is_not_called_saved() -> None:
-    assert worth_line(-30.0, 3.0, 8, 1).startswith("the plan changes cost 30.0 s (± 3.0 s), 0.067")
-    assert worth_line(0.0, 0.0, 8, 2) == "no time was saved or lost by the plan changes"
-    assert worth_line(0.0, 0.0, 8, 0) == ""
+    assert describe_savings(-30.0, 3.0, 8, 1).startswith(
+        "the plan changes cost 30.0 s (± 3.0 s), 0.067"
+    )
+    assert describe_savings(0.0, 0.0, 8, 2) == "no time was saved or lost by the plan changes"
+    assert describe_savings(0.0, 0.0, 8, 0) == ""
 
 
-def test_layers_that_moved_are_told() -> None:
+def test_layers_that_moved_are_reported() -> None:
     change = {"iteration": 5, "measured": 0.2, "layers": [5, 3, 4, 4], "layers_before": [4] * 4}
-    (line,) = [each for each in told(report(relayouts=[change])) if "layers moved" in each]
+    (line,) = [each for each in explain(report(relayouts=[change])) if "layers moved" in each]
     assert "layers moved (4-4-4-4 became 5-3-4-4 per stage) at iteration 5" in line
     assert line.endswith("at iteration 5: 20% shorter iterations")
 
@@ -501,13 +503,13 @@ def test_layers_that_moved_are_told() -> None:
         (1234.5, "1,234"),
     ],
 )
-def test_hours_are_told_however_few_they_are(hours: float, text: str) -> None:
-    assert shown_hours(hours) == text
+def test_hours_are_reported_however_few_they_are(hours: float, text: str) -> None:
+    assert format_hours(hours) == text
 
 
 def test_hours_are_of_gpus_where_a_job_has_some() -> None:
-    assert hours_of(3600.0, 8) == (8.0, "rank")
-    assert hours_of(3600.0, 8, 16) == (16.0, "GPU")
+    assert convert_to_hours(3600.0, 8) == (8.0, "rank")
+    assert convert_to_hours(3600.0, 8, 16) == (16.0, "GPU")
     given = job()
     limits = {"nvidia.com/gpu": 2}
     pod = {"containers": [{"name": "side"}, {"name": "trainer", "resources": {"limits": limits}}]}
@@ -523,7 +525,7 @@ def test_on_a_terminal_a_long_line_goes_on_below_itself() -> None:
     story = explain_job(report())
     console = Console(width=60, color_system=None)
     with console.capture() as captured:
-        console.print(story.page())
+        console.print(story.to_table())
     wide = captured.get().splitlines()
     assert max(map(len, wide)) <= 60 and len(wide) > len(lines(story))
     heads = [line[:9] for line in wide]
@@ -542,7 +544,7 @@ def test_on_a_terminal_a_long_line_goes_on_below_itself() -> None:
         ([9] * 9, [8, *[9] * 8], "warm-up of 1 stage changed"),
     ],
 )
-def test_warm_ups_are_told_as_long_as_they_can_be_read(
+def test_warm_ups_are_listed_as_long_as_they_can_be_read(
     before: list[int], after: list[int], text: str
 ) -> None:
-    assert warmups(before, after) == text
+    assert format_warmup_change(before, after) == text

@@ -18,15 +18,15 @@ from cluster_jobs import (
     slow_link,
 )
 
-from pipemorph.api.status import JobStatus
-from pipemorph.api.status_recoveries import Recoveries, RecoveryRecord
-from pipemorph.commands.cluster.top import job_table
-from pipemorph.explain.cluster_job import ClusterJob, read_job
-from pipemorph.terminal import render
+from pipemorph.commands.cluster.top import build_job_table
+from pipemorph.spec.job_status import JobStatus
+from pipemorph.spec.status_recoveries import Recoveries, RecoveryRecord
+from pipemorph.terminal import render_parts
+from pipemorph.views.explanation.explained_job import ExplainedJob, parse_job_object
 
 
-def job(name: str, status: JobStatus | None, **fields: Any) -> ClusterJob:
-    return read_job(cluster_job(name, status, **fields))
+def job(name: str, status: JobStatus | None, **fields: Any) -> ExplainedJob:
+    return parse_job_object(cluster_job(name, status, **fields))
 
 
 GPT = job("gpt", running(adapted(), SLOW, ready="8/8", goodput=0.913), replicas=2)
@@ -44,7 +44,7 @@ NEW = job("new", None)
 
 
 def test_a_line_per_job() -> None:
-    assert render(job_table([GPT, SMALL, NEW, DONE])) == (
+    assert render_parts(build_job_table([GPT, SMALL, NEW, DONE])) == (
         """\
 NAMESPACE  NAME   STATE     READY  DONE        LEFT  S/ITER  SLOW LINKS     PLAN  """
         """GAIN (PROMISED)  GOODPUT       SAVED  RECOVERIES
@@ -58,7 +58,7 @@ team       new    -         -         -           -       -  -                 -
         """-                      -           -           -
 """
     )
-    assert render(job_table([NEW], namespaced=False)).splitlines()[1].split() == [
+    assert render_parts(build_job_table([NEW], namespaced=False)).splitlines()[1].split() == [
         "new",
         *["-"] * 11,
     ]
@@ -84,9 +84,9 @@ SILENT = found("LinksHealthy", "Unknown", "ReportsStale", "no report for 60 s", 
     ids=["pending", "silent", "slow", "costly", "not measured", "recovered"],
 )
 def test_cells(status: JobStatus, words: str) -> None:
-    assert words in render(job_table([job("gpt", status)]))
+    assert words in render_parts(build_job_table([job("gpt", status)]))
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    shown = render(job_table([job("gpt", running(healthy(), WELL, ready="\x1b[2J"))]))
+    shown = render_parts(build_job_table([job("gpt", running(healthy(), WELL, ready="\x1b[2J"))]))
     assert all(line.isprintable() for line in shown.splitlines())

@@ -12,30 +12,30 @@ import pytest
 from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.fabric import hosts, json_process
-from pipemorph.fabric.hosts import LocalHost, open_remote, start_probe
+from pipemorph.fabric.hosts import LocalFabricHost, open_remote, start_probe
 from pipemorph.fabric.json_process import JsonProcess, ProbeError
 
-# Plays a device on which everything arrives; errs, hangs or ends if it is told to.
+# Plays a device on which everything arrives; errs, hangs or ends by request.
 PROGRAM = """
 import json, sys
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
-    answer = asked = json.loads(line)
-    if asked["op"] == "exit":
+    answer = request = json.loads(line)
+    if request["op"] == "exit":
         sys.exit("first\\nlast words")
-    if asked["op"] == "fail":
+    if request["op"] == "fail":
         answer = {"error": "no  memory\\n"}
-    if asked["op"] == "ports":
+    if request["op"] == "ports":
         answer = {"ports": {"mlx5_0/1": 4096}}
-    if asked["op"] == "open":
+    if request["op"] == "open":
         answer = {"id": 1}
-    if asked["op"] == "write":
+    if request["op"] == "write":
         answer = {"bytes": 1e9, "seconds": 0.5, "each": [1e-5, 1e-5, 1e-5]}
-    if asked["op"] == "noise":
+    if request["op"] == "noise":
         print("noise", flush=True)
-    elif asked["op"] != "hang":
+    elif request["op"] != "hang":
         print(json.dumps(answer), flush=True)
-""".replace('asked["op"]', 'asked.get("op")')
+""".replace('request["op"]', 'request.get("op")')
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def shell(program: Path, sysfs: Path, tmp_path: Path) -> str:
         f"hosts.PROGRAM = Path({str(program)!r})\n"
         f"Path({str(tmp_path)!r}, sys.argv[1]).write_text(' '.join(sys.argv[2:]))\n"
         "devices = [a.split('=')[1] for a in sys.argv if a.startswith('--device=')]\n"
-        f"host = partial(hosts.LocalHost, devices, None, Path({str(sysfs)!r}))\n"
-        "sys.exit(hosts.serve(host))\n"
+        f"host = partial(hosts.LocalFabricHost, devices, None, Path({str(sysfs)!r}))\n"
+        "sys.exit(hosts.serve_requests(host))\n"
     )
     return f"{sys.executable} {script} {{host}}"
 
@@ -150,12 +150,14 @@ def test_a_host_that_the_shell_does_not_reach_is_named(
 def test_this_host_takes_part_without_a_shell(
     shell: str, sysfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(hosts, "LocalHost", lambda *chosen: LocalHost(*chosen, sysfs=sysfs))
+    monkeypatch.setattr(
+        hosts, "LocalFabricHost", lambda *chosen: LocalFabricHost(*chosen, sysfs=sysfs)
+    )
     assert main(["fabric", "check", "--hosts", "localhost,b", "--shell", shell]) == 0
     assert "localhost mlx5_0/1" in capsys.readouterr().out
 
 
-def test_without_pyverbs_it_says_what_to_install(program: Path):
+def test_without_pyverbs_it_names_the_package_to_install(program: Path):
     program.write_text("""print('{"error": "No module named pyverbs"}')""")
     with pytest.raises(InputError) as refused:
         start_probe([sys.executable, "/no/python"])
@@ -166,28 +168,28 @@ def test_without_pyverbs_it_says_what_to_install(program: Path):
 
 def test_the_next_python_runs_the_probe_where_the_first_cannot(program: Path):
     with closing(start_probe(["/no/python", sys.executable])) as made:
-        assert made.request({"op": "anything"}) == {"op": "anything"}
+        assert made.send_request({"op": "anything"}) == {"op": "anything"}
 
 
-def test_a_process_that_fails_says_why(program: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_fails_reports_the_reason(program: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(json_process, "ANSWER_SECONDS", 0.2)
     command = [sys.executable, str(program)]
     with closing(JsonProcess(command)) as made:
         with pytest.raises(ProbeError, match="no memory"):
-            made.request({"op": "fail"})
+            made.send_request({"op": "fail"})
         with pytest.raises(ProbeError, match="wrote 'noise'"):
-            made.request({"op": "noise"})
+            made.send_request({"op": "noise"})
     monkeypatch.setattr(json_process, "ANSWER_SECONDS", 20.0)
     with closing(JsonProcess(command)) as made:
         for _ in range(2):
             with pytest.raises(ProbeError, match="ended with status 1: last words"):
-                made.request({"op": "exit"})
+                made.send_request({"op": "exit"})
     monkeypatch.setattr(json_process, "ANSWER_SECONDS", 0.2)
     with closing(JsonProcess(command)) as made:
         with pytest.raises(ProbeError, match=r"^no answer within 0\.2 s$"):
-            made.request({"op": "hang"})
+            made.send_request({"op": "hang"})
         with pytest.raises(ProbeError):
-            made.request({"op": "anything"})
+            made.send_request({"op": "anything"})
 
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -198,27 +200,27 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_rails_of_this_host(program: Path, sysfs: Path):
-    with closing(LocalHost(sysfs=sysfs)) as host:
-        active, down = host.rails()
+    with closing(LocalFabricHost(sysfs=sysfs)) as host:
+        active, down = host.list_rails()
     assert (active.name, active.active, active.mtu) == ("mlx5_0/1", True, 4096)
     assert (active.gid, active.gid_index) == ("::ffff:10.0.0.1", 3)
     assert (down.name, down.active, down.state, down.mtu) == ("mlx5_1/1", False, "DOWN", None)
     for chosen in ("mlx5_1", "mlx5_1:1"):
-        with closing(LocalHost([chosen], sysfs=sysfs)) as host:
-            assert [rail.name for rail in host.rails()] == ["mlx5_1/1"]
+        with closing(LocalFabricHost([chosen], sysfs=sysfs)) as host:
+            assert [rail.name for rail in host.list_rails()] == ["mlx5_1/1"]
     with pytest.raises(InputError, match=r"no RDMA device mlx5_7 \(found mlx5_0:1, mlx5_1:1\)"):
-        LocalHost(["mlx5_7"], sysfs=sysfs)
-    with closing(LocalHost(gid_index=4, sysfs=sysfs)) as host:
-        assert not any(rail.active for rail in host.rails())
+        LocalFabricHost(["mlx5_7"], sysfs=sysfs)
+    with closing(LocalFabricHost(gid_index=4, sysfs=sysfs)) as host:
+        assert not any(rail.active for rail in host.list_rails())
 
 
 def test_a_remote_host_answers_until_the_check_ends(shell: str):
     with ExitStack() as stack:
         host = open_remote("a", shell, ["pipemorph"], stack)
         assert [rail.name for rail in host.rails] == ["mlx5_0/1", "mlx5_1/1"]
-        assert host.request({"op": "anything"}) == {"op": "anything"}
+        assert host.send_request({"op": "anything"}) == {"op": "anything"}
         with pytest.raises(ProbeError, match=r"^a: no memory$"):
-            host.request({"op": "fail"})
-        assert host.request({"op": "anything"}) == {"op": "anything"}
+            host.send_request({"op": "fail"})
+        assert host.send_request({"op": "anything"}) == {"op": "anything"}
     with pytest.raises(ProbeError, match=r"^a: ended with status 0$"):
-        host.request({"op": "anything"})
+        host.send_request({"op": "anything"})

@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from ingest_client import LONG, PATIENCE, TOKEN, Scripted, body, controller, serve, waiting
 from waiting import until_async
 
-from pipemorph.ingest import Identity, IngestHandler, Limits, MemoryStore, Refused
-from pipemorph.ingest.app import Timeouts
-from pipemorph.wire import MAX_REPORT_BYTES, PROTOCOL, DirectiveEnvelope
+from pipemorph.ingest import (
+    AccessDeniedError,
+    Identity,
+    IngestHandler,
+    InMemoryJobStore,
+    RateLimits,
+)
+from pipemorph.ingest.app import ClientTimeouts
+from pipemorph.protocol import MAX_REPORT_BYTES, PROTOCOL, DirectiveEnvelope
 
 SLOW = {
     "link": 0,
@@ -29,7 +35,7 @@ SLOW = {
 }
 WELL = {"link": 1, "health": "healthy", "wire_time": 0.01, "replica": 0}
 OLD = {name: value for name, value in body(links=[{"link": 0}]).items() if name != "protocol"}
-"""As of protocol 1, which did not name it."""
+"""Report of protocol 1, which did not name it."""
 
 
 async def test_a_report_is_answered_with_an_envelope() -> None:
@@ -47,7 +53,7 @@ async def test_a_report_is_answered_with_an_envelope() -> None:
         (b"\xff\xfe", 400, None, "not JSON"),
         (b"[" * 10_000, 400, None, "not JSON"),
         (b"null", 422, "report", "report"),
-        (b"{}", 422, "protocol", "not of protocol 6"),
+        (b"{}", 422, "protocol", "not of protocol 7"),
         (body(extra=1), 422, "extra", "Extra inputs"),
         (body(sequence=0), 422, "sequence", "greater than or equal to 1"),
         (body(sequence=2**60), 422, "sequence", "less than"),
@@ -62,9 +68,9 @@ async def test_a_report_is_answered_with_an_envelope() -> None:
         ),
         (body(directions=[SLOW | {"link": 3}]), 422, "directions[0].link", "the job has 3 links"),
         (body(links=[WELL | {"replica": 1}]), 422, "links[0].replica", "the job has 1 columns"),
-        (body(protocol=1), 422, "protocol", "not of protocol 6, the one of this ingest: run the"),
+        (body(protocol=1), 422, "protocol", "not of protocol 7, which this ingest uses: run the"),
         (OLD, 422, "protocol", "run the trainer and the ingest of one release"),
-        (body(attempt=1), 403, "attempt", "attempt 1 is not 0"),
+        (body(attempt=1), 403, "attempt", "attempt 1 is not the attempt in progress, 0"),
         (body(job="other"), 403, "job", "default/other"),
         (body(namespace="other"), 403, "job", "other/gpt"),
         (b" " * (MAX_REPORT_BYTES + 1), 413, None, "larger than 65536 bytes"),
@@ -78,7 +84,7 @@ async def test_a_bad_report_is_one_line_that_names_the_field(
         assert (got, answer.get("field")) == (status, field), answer
         assert words in answer["error"]
         assert "\n" not in answer["error"]
-        # It changed nothing and the next report is taken.
+        # The refused report changed nothing and the next one is processed.
         assert (await client.post(body()))[0] == 200
 
 
@@ -90,7 +96,7 @@ async def test_a_replayed_report_is_refused_and_changes_nothing() -> None:
             status, answer = await client.post(body(stale, iteration=9))
             assert status == 409
             assert (answer["field"], answer["last"]) == ("sequence", 5)
-        assert job.view(0.0).iteration == 3
+        assert job.get_job_view(0.0).iteration == 3
         assert (await client.post(body(6, iteration=4)))[0] == 200
 
 
@@ -111,17 +117,17 @@ async def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixt
     refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(refusals) == 11
     assert "default/gpt" in refusals[0] and "rank" not in refusals[0]
-    assert "from 127.0.0.1 (says that it is rank '3'): " in refusals[9]
-    assert '(says that it is rank "7\')\\nrefused\\x1bxxxxxxxx"): ' in refusals[10]
+    assert "from 127.0.0.1 (claims to be rank '3'): " in refusals[9]
+    assert '(claims to be rank "7\')\\nrefused\\x1bxxxxxxxx"): ' in refusals[10]
     assert "wrong" not in refusals[0], "a token is never logged"
 
 
 async def test_an_authenticator_can_tell_known_from_allowed() -> None:
     class Pods:
-        async def authenticate(
+        async def authenticate_caller(
             self, token: str, namespace: str, job: str, source: str = ""
         ) -> Identity:
-            raise Refused(403, f"pod p does not belong to job {namespace}/{job}")
+            raise AccessDeniedError(403, f"pod p does not belong to job {namespace}/{job}")
 
     async with serve(Scripted(), authenticator=Pods()) as (client, _):
         status, answer = await client.post(body())
@@ -144,7 +150,7 @@ async def test_a_new_directive_releases_every_poll_at_once() -> None:
             assert (status, answer["directive"]["plan_version"]) == (200, 1)
         status, answer = await later
         assert (status, answer["protocol"], answer["directive"]) == (200, PROTOCOL, None)
-        # One that is there already is answered without waiting; what the agent has is not sent.
+        # A directive that is there is returned at once; one that the agent has is not sent.
         assert (await client.poll(f"attempt=0&wait={LONG}"))[1]["directive"]["plan_version"] == 1
         assert (await client.post(body(2, observed_plan_version=1)))[1]["directive"] is None
 
@@ -177,13 +183,15 @@ async def test_polls_of_another_attempt_are_turned_away() -> None:
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
         await until_async(lambda: waiting(server, job) == 1, "one poll waits")
         job.attempt = 1
-        server.handler._sessions[job].release()
+        server.handler._sessions[job].release_waiters()
         assert (await asyncio.wait_for(poll, PATIENCE))[0] == 403
 
 
 async def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
     job = Scripted()
-    async with serve(job, limits=Limits(reports_per_second=0.001, burst=10, polls=2)) as (
+    async with serve(
+        job, limits=RateLimits(reports_per_second=0.001, burst=10, waiting_polls=2)
+    ) as (
         client,
         server,
     ):
@@ -198,21 +206,21 @@ async def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
 
 
 async def test_of_many_jobs_each_reports_less_often() -> None:
-    store = MemoryStore()
+    store = InMemoryJobStore()
     for number in range(21):
-        store.add("default", f"j{number}", Scripted())
-    handler = IngestHandler(store, limits=Limits(reports_in_all=8.0))
-    told = []
+        store.add_job("default", f"j{number}", Scripted())
+    handler = IngestHandler(store, limits=RateLimits(total_reports_per_second=8.0))
+    intervals = []
     for number in range(21):
         sent = json.dumps(body(job=f"j{number}")).encode()
-        answer = json.loads((await handler.report("default", f"j{number}", sent)).body)
-        told.append(answer["seldom"])
-    assert told == [1.0] * 8 + [1.5] * 4 + [2.0] * 4 + [2.5] * 4 + [3.0]
-    few = IngestHandler(store, limits=Limits(reports_in_all=0.1))
+        answer = json.loads((await handler.handle_report("default", f"j{number}", sent)).body)
+        intervals.append(answer["seldom"])
+    assert intervals == [1.0] * 8 + [1.5] * 4 + [2.0] * 4 + [2.5] * 4 + [3.0]
+    few = IngestHandler(store, limits=RateLimits(total_reports_per_second=0.1))
     sent = json.dumps(body()).encode()
-    assert json.loads((await few.report("default", "gpt", sent)).body)["error"]
+    assert json.loads((await few.handle_report("default", "gpt", sent)).body)["error"]
     sent = json.dumps(body(job="j0")).encode()
-    assert json.loads((await few.report("default", "j0", sent)).body)["seldom"] == 5.0
+    assert json.loads((await few.handle_report("default", "j0", sent)).body)["seldom"] == 5.0
 
 
 async def test_stopping_answers_waiting_polls() -> None:
@@ -232,7 +240,7 @@ async def test_a_client_that_dawdles_is_cut_off() -> None:
             return b""
 
     # Time enough for those who do not dawdle, and who share this process's processor.
-    async with serve(Scripted(), timeouts=Timeouts(head=2.0, body=1.0, shutdown=0.5)) as (
+    async with serve(Scripted(), timeouts=ClientTimeouts(head=2.0, body=1.0, shutdown=0.5)) as (
         client,
         server,
     ):
@@ -329,15 +337,15 @@ def test_no_body_is_an_error_of_ours(data: st.DataObject) -> None:
     whole = body(
         directions=[dict(SLOW) for _ in range(2)],
         links=[dict(WELL) for _ in range(2)],
-        rails={"health": "sick", "sick": [dict(TROUBLE)]},
+        rails={"health": "faulty", "faulty": [dict(TROUBLE)]},
         transports={"links": ["tcp"] * 3},
         stragglers={"known": True, "paces": [0.1] * 4},
         stages=[PROFILE | {"stage": i} for i in range(4)],
         iterations=[dict(ITERATION)],
     )
     job = controller()
-    store = MemoryStore()
-    store.add("default", "gpt", job)
+    store = InMemoryJobStore()
+    store.add_job("default", "gpt", job)
     handler = IngestHandler(store)
     for sequence in range(1, data.draw(st.integers(2, 12))):
         report = json.loads(json.dumps(whole | {"sequence": sequence}))
@@ -353,19 +361,19 @@ def test_no_body_is_an_error_of_ours(data: st.DataObject) -> None:
         raw = json.dumps(report).encode("utf-8", "replace")
         if data.draw(st.integers(0, 9)) == 0:
             raw = raw[: data.draw(st.integers(0, len(raw)))] + data.draw(st.binary(max_size=8))
-        reply = asyncio.run(handler.report("default", "gpt", raw))
+        reply = asyncio.run(handler.handle_report("default", "gpt", raw))
         assert reply.status in (200, 400, 403, 409, 413, 422, 429)
         answer = json.loads(reply.body)
         if reply.status != 200:
             assert "\n" not in answer["error"]
-    json.dumps(job.snapshot())
-    job.view(0.0)
+    json.dumps(job.take_snapshot())
+    job.get_job_view(0.0)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_are_an_error_of_ours(raw: bytes) -> None:
-    store = MemoryStore()
-    store.add("default", "gpt", controller())
-    reply = asyncio.run(IngestHandler(store).report("default", "gpt", raw))
+    store = InMemoryJobStore()
+    store.add_job("default", "gpt", controller())
+    reply = asyncio.run(IngestHandler(store).handle_report("default", "gpt", raw))
     assert reply.status in (400, 422)

@@ -1,4 +1,4 @@
-"""Who may stay connected to the ingest: a crowd that says nothing displaces itself alone."""
+"""Connections that the ingest accepts and closes: a silent crowd displaces only itself."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ import pytest
 from certificates import self_signed
 from waiting import until_async
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.ingest import (
     BearerAuthenticator,
     ConnectionLimits,
     IngestServer,
-    MemoryStore,
+    InMemoryJobStore,
     connections,
 )
-from pipemorph.ingest.app import Timeouts
+from pipemorph.ingest.app import ClientTimeouts
+from pipemorph.spec.job_spec import JobSpec
 
 TOKEN = "correct horse"
 PATIENCE = 15.0
 """Seconds for what takes milliseconds: a machine may stall."""
 CROWD = 2000
-NO_JOB, POLL = "nobody/directive", "gpt/directive?attempt=0&wait=30"
+NO_JOB, POLL = "unknown/directive", "gpt/directive?attempt=0&wait=30"
 NOT_FOUND = b"HTTP/1.1 404 Not Found"
 SPEC = {
     "parallelism": {"stages": 1},
@@ -46,22 +46,22 @@ SPEC = {
 SERVER = """
 import asyncio, ssl, sys
 from pipemorph.control import JobController
-from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
+from pipemorph.ingest import BearerAuthenticator, IngestServer, InMemoryJobStore
 
 async def main(certificate, key, token):
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
-    async with IngestServer(MemoryStore(), BearerAuthenticator(token), tls=tls) as server:
+    async with IngestServer(InMemoryJobStore(), BearerAuthenticator(token), tls=tls) as server:
         print(server.url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 asyncio.run(main(*sys.argv[1:]))
 """
-"""As the ingest's own process is set up on a cluster."""
+"""Set-up of the ingest's own process on a cluster."""
 
 
 def knock(port: int) -> socket.socket:
-    """A connection that says nothing."""
+    """A silent connection."""
     sock = socket.socket()
     sock.setblocking(False)
     with contextlib.suppress(BlockingIOError):
@@ -109,13 +109,13 @@ async def serving(
 ) -> AsyncIterator[tuple[IngestServer, int, list[str]]]:
     """A server on loopback that has job gpt, its port, and why connections were not served."""
     unserved: list[str] = []
-    store = MemoryStore()
-    store.add("default", "gpt", JobController(JobSpec.model_validate(SPEC)))
+    store = InMemoryJobStore()
+    store.add_job("default", "gpt", JobController(JobSpec.model_validate(SPEC)))
     server = IngestServer(
         store,
         BearerAuthenticator(TOKEN),
         tls=tls,
-        timeouts=Timeouts(head=PATIENCE, refusal=refusal),
+        timeouts=ClientTimeouts(head=PATIENCE, refusal=refusal),
         connections=ConnectionLimits(**limits),
         on_unserved=unserved.append,
     )
@@ -129,13 +129,13 @@ def waiting(server: IngestServer) -> int:
 
 
 def mebibytes(process: int) -> float:
-    """What a process has in memory."""
+    """Memory of a process."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
 @pytest.mark.times
-def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_silent_crowd_costs_little_and_delays_no_other(tmp_path: Path) -> None:
     certificate, key = self_signed(tmp_path)
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(certificate), str(key), TOKEN],
@@ -153,9 +153,9 @@ def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Pa
                 for _ in range(CROWD // 50):
                     crowd += [knock(port) for _ in range(10)]
                     await asyncio.sleep(0)
-                asked = time.monotonic()
+                began = time.monotonic()
                 assert await ask(port, tls=tls, query=NO_JOB) == NOT_FOUND
-                assert time.monotonic() - asked < 2.0, "the crowd holds an agent up"
+                assert time.monotonic() - began < 2.0, "the crowd holds an agent up"
             grown = mebibytes(server.pid) - before
             assert grown < 40, f"{len(crowd)} silent connections take {grown:.1f} MiB"
             await until_async(
@@ -183,13 +183,13 @@ async def test_a_handshake_costs_nothing_until_the_client_begins_it(
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     begun: list[str] = []
-    establish = connections.Acceptor._establish
+    establish = connections.Acceptor._establish_transport
 
     async def counted(self: connections.Acceptor, connection: Any, sock: socket.socket) -> None:
         begun.append(connection.source)
         await establish(self, connection, sock)
 
-    monkeypatch.setattr(connections.Acceptor, "_establish", counted)
+    monkeypatch.setattr(connections.Acceptor, "_establish_transport", counted)
     trust = ssl.create_default_context(cafile=str(certificate))
     async with serving(tls) as (_, port, unserved):
         silent, gone, plain = (knock(port) for _ in range(3))
@@ -210,11 +210,11 @@ async def test_a_handshake_costs_nothing_until_the_client_begins_it(
 async def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a connection costs a handshake. Without TLS the oldest silent one makes room."""
+    """A connection costs a handshake here. Without TLS the oldest silent one makes room."""
     certificate, key = self_signed(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
-    monkeypatch.setattr(connections, "AGAIN_PER_SECOND", 1e-6)
+    monkeypatch.setattr(connections, "RECONNECTS_PER_SECOND", 1e-6)
     trust = ssl.create_default_context(cafile=str(certificate))
     async with serving(tls, per_source=3) as (_, port, unserved):
         for _ in range(3):
@@ -229,7 +229,7 @@ async def test_a_source_that_comes_again_and_again_is_let_in_at_a_limited_rate(
         assert unserved == []
 
 
-async def test_who_is_refused_is_told_a_moment_later() -> None:
+async def test_a_refused_client_gets_its_answer_a_moment_later() -> None:
     async with serving(refusal=0.5) as (_, port, _):
         began = time.monotonic()
         assert await ask(port, query=NO_JOB) == NOT_FOUND
@@ -240,7 +240,7 @@ async def test_who_is_refused_is_told_a_moment_later() -> None:
         assert known < 0.5
 
 
-async def test_the_oldest_that_says_nothing_makes_room() -> None:
+async def test_the_oldest_silent_connection_makes_room() -> None:
     async with serving(unauthenticated=3) as (_, port, unserved):
         crowd = []
         for _ in range(5):
@@ -255,8 +255,8 @@ async def test_the_oldest_that_says_nothing_makes_room() -> None:
             sock.close()
 
 
-@pytest.mark.parametrize("limits", [{"in_all": 2}, {"per_source": 2}])
-async def test_who_is_served_is_never_displaced(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize("limits", [{"total": 2}, {"per_source": 2}])
+async def test_a_served_client_is_never_displaced(limits: dict[str, int]) -> None:
     async with serving(**limits) as (server, port, unserved):
         polls = [asyncio.create_task(ask(port, query=POLL)) for _ in range(2)]
         crowd: list[socket.socket] = []
@@ -318,7 +318,7 @@ async def test_no_answer_without_a_token_keeps_a_connection(head: str) -> None:
         "POST / HTTP/1.1\r\nTransfer-Encoding: SECRET\r\nContent-Length: 'SECRET'",
     ],
 )
-async def test_what_a_malformed_request_holds_is_in_no_log(
+async def test_content_of_a_malformed_request_is_in_no_log(
     head: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as (_, port, _):
@@ -334,7 +334,7 @@ async def test_what_a_malformed_request_holds_is_in_no_log(
 @pytest.mark.parametrize("head", [None, *ANSWERED.values()], ids=["silent", *ANSWERED])
 async def test_a_crowd_without_tokens_displaces_itself_alone(head: str | None) -> None:
     """Whatever it sends. Refusals take as long as the test, so all of the crowd is open."""
-    limits = {"in_all": 40, "per_source": 30, "unauthenticated": 20}
+    limits = {"total": 40, "per_source": 30, "unauthenticated": 20}
     async with serving(refusal=PATIENCE, **limits) as (server, port, _):
         poll = asyncio.create_task(ask(port, query=POLL))
         crowd: list[socket.socket] = []
@@ -346,8 +346,8 @@ async def test_a_crowd_without_tokens_displaces_itself_alone(head: str | None) -
                     await asyncio.get_running_loop().sock_sendall(
                         crowd[-1], f"{head}\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()
                     )
-            asked = asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE / 2)
-            assert await asked == NOT_FOUND
+            answer = asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE / 2)
+            assert await answer == NOT_FOUND
             open_ = server._acceptor._open
             await until_async(
                 lambda: len(open_) <= 21, "twenty of them and the poll are open", PATIENCE / 3
@@ -371,14 +371,14 @@ async def test_a_crowd_without_tokens_displaces_itself_alone(head: str | None) -
     ],
 )
 def test_limits_fit_into_the_files_that_may_be_open(files: int, expected: ConnectionLimits) -> None:
-    assert ConnectionLimits().within(files) == expected
+    assert ConnectionLimits().fit_to_files(files) == expected
     small = ConnectionLimits(4, 4, 1)
-    assert small.within(files) == small
+    assert small.fit_to_files(files) == small
 
 
 def test_a_process_raises_its_limit_of_files_as_far_as_it_may() -> None:
     code = (
-        "import resource as r; from pipemorph.ingest import open_files_limit as limit;"
+        "import resource as r; from pipemorph.ingest import raise_open_files_limit as limit;"
         "r.setrlimit(r.RLIMIT_NOFILE, (200, 900));"
         "print(limit(), limit(100), limit(500), limit(5000), r.getrlimit(r.RLIMIT_NOFILE))"
     )
@@ -388,13 +388,13 @@ def test_a_process_raises_its_limit_of_files_as_far_as_it_may() -> None:
     assert done.stdout == "200 200 500 900 (900, 900)\n"
 
 
-async def test_an_address_that_is_taken_is_said_and_nothing_stays_behind() -> None:
+async def test_an_address_in_use_is_reported_and_nothing_stays_behind() -> None:
     async with serving() as (_, port, _unserved):
-        other = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
+        other = IngestServer(InMemoryJobStore(), BearerAuthenticator(TOKEN), port=port)
         with pytest.raises(OSError, match="in use"):
             await other.start()
-    # The port is free again, and so are connections that said nothing.
-    again = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
+    # The port is free again, and so are silent connections.
+    again = IngestServer(InMemoryJobStore(), BearerAuthenticator(TOKEN), port=port)
     async with again:
         silent = knock(port)
         await until_async(lambda: is_open(silent), "it is connected")
@@ -408,7 +408,7 @@ async def test_a_failed_accept_ends_nothing(
     number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connections, "EXHAUSTED_SECONDS", 0.0)
-    accept, failures = socket.socket.accept, [OSError(number, "as told")] * 3
+    accept, failures = socket.socket.accept, [OSError(number, "as planned")] * 3
 
     def failing(sock: socket.socket) -> object:
         if failures:
@@ -429,15 +429,15 @@ def test_a_limit_of_none_is_refused() -> None:
 
 
 def test_sources_that_have_not_come_lately_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or memory would grow with every address. One that has used what it may is remembered."""
+    """Memory must not grow with every address. A source that has used its share is remembered."""
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(connections, "time", clock)
     monkeypatch.setattr(connections, "SOURCES", 3)
     limits = ConnectionLimits(per_source=100)
     acceptor = connections.Acceptor(asyncio.Protocol, limits=limits, head_seconds=1.0)
     now = 0.0
-    assert all(acceptor._may_come("busy") for _ in range(100))
-    assert acceptor._may_come("a") and acceptor._may_come("b")
+    assert all(acceptor._take_source_token("busy") for _ in range(100))
+    assert acceptor._take_source_token("a") and acceptor._take_source_token("b")
     now = 1.0
-    assert acceptor._may_come("c")
+    assert acceptor._take_source_token("c")
     assert set(acceptor._coming) == {"busy", "c"}

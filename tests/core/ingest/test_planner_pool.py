@@ -1,4 +1,4 @@
-"""Decisions made in another process: the same ones, without holding up anybody's reports."""
+"""Decisions made in another process: the same ones, without delays of reports."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from typing import Any
 import pytest
 from observing import report, tell
 
-from pipemorph.api.layout import Layout
-from pipemorph.api.sections.schedule import ScheduleSpec
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController
-from pipemorph.control.decide.layouts.beside import Beside
-from pipemorph.control.decide.layouts.layers import Split
-from pipemorph.control.decide.layouts.moves import Question, search
-from pipemorph.control.decide.layouts.relayout import Network
-from pipemorph.control.decide.replan import NoPlan, Proposal, Replan, propose
+from pipemorph.control.decide.layouts.layer_split import LayerSplit
+from pipemorph.control.decide.layouts.layout_changes import LayoutSearchRequest, search_layout
+from pipemorph.control.decide.layouts.layout_search import NetworkMeasurements
+from pipemorph.control.decide.layouts.stage_overhead import StageOverhead
+from pipemorph.control.decide.plan_choice import DecisionRequest, NoPlanFound, PlanProposal, decide
 from pipemorph.control.first_plan import (
-    initial_problem,
-    initial_schedule,
-    schedule_for_others,
-    share,
+    build_initial_problem,
+    make_initial_schedule,
+    make_schedule_for_others,
+    share_schedule,
 )
-from pipemorph.control.planner_worker import NICE
+from pipemorph.control.planner_worker import WORKER_NICENESS
 from pipemorph.errors import InputError
 from pipemorph.ingest import (
     FirstPlanner,
     IngestHandler,
-    MemoryStore,
-    PlannerLost,
+    InMemoryJobStore,
+    PlannerLostError,
     PlannerPool,
 )
-from pipemorph.ingest.planner_pool import PlannerProcess, no_plan, plan_here
+from pipemorph.ingest.planner_pool import PlannerProcess, make_empty_proposal, plan_in_process
 from pipemorph.planning import StageTimes
-from pipemorph.wire import DirectiveEnvelope, LinkSample
+from pipemorph.protocol import DirectiveEnvelope, LinkSample
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.layout import Layout
+from pipemorph.spec.sections.schedule import ScheduleSpec
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 STAGES = 4
@@ -86,7 +86,7 @@ def slow_down(job: JobController) -> int:
     for sequence in range(1, 40):
         wire = 0.002 if sequence < 12 else 0.08
         send(job, sequence, wire)
-        if job.replan is not None or job.plan_version:
+        if job.pending_request is not None or job.plan_version:
             return sequence
     raise AssertionError("no decision was due in 40 reports")
 
@@ -94,60 +94,62 @@ def slow_down(job: JobController) -> int:
 def test_a_decision_waits_for_its_host() -> None:
     job = controller()
     slow_down(job)
-    asked = job.replan
-    assert asked is not None
-    assert job.directive() is None
-    job.settle(asked, propose(asked), 1000.0)
-    assert job.directive() is not None
+    request = job.pending_request
+    assert request is not None
+    assert job.get_directive() is None
+    job.apply_proposal(request, decide(request), 1000.0)
+    assert job.get_directive() is not None
     assert len(job.records) == 1
-    assert job.replan is None
+    assert job.pending_request is None
 
 
-def test_reports_are_taken_while_a_decision_is_made_and_no_second_one_is_asked_for() -> None:
+def test_reports_are_processed_during_a_decision_and_no_second_one_is_requested() -> None:
     job = controller()
     last = slow_down(job)
-    asked = job.replan
+    request = job.pending_request
     for sequence in range(last + 1, last + 30):
         send(job, sequence, 0.002, first=0.09)
-    assert job.replan is asked
-    links = [link.health for link in job.links(1000.0)]
+    assert job.pending_request is request
+    links = [link.health for link in job.get_link_states(1000.0)]
     assert links == [Health.SLOW, Health.HEALTHY, Health.HEALTHY]
-    assert asked is not None
-    job.settle(asked, propose(asked), 1000.0)
+    assert request is not None
+    job.apply_proposal(request, decide(request), 1000.0)
     assert job.plan_version == 1
-    # What came meanwhile is the next one's cause.
+    # Reports that came meanwhile are the next one's cause.
     send(job, last + 30, 0.002, first=0.09)
-    assert job.replan not in (None, asked)
+    assert job.pending_request not in (None, request)
 
 
 def test_a_decision_for_ranks_that_are_gone_is_dropped() -> None:
     job = controller()
     slow_down(job)
-    asked = job.replan
-    assert asked is not None
+    request = job.pending_request
+    assert request is not None
     job.begin_attempt(1)
-    assert job.replan is None
-    job.settle(asked, propose(asked), 1000.0)
-    assert job.directive() is None
+    assert job.pending_request is None
+    job.apply_proposal(request, decide(request), 1000.0)
+    assert job.get_directive() is None
     # Nor does it pass for the answer to what the new ranks wait for.
     slow_down(job)
-    waits_for = job.replan
-    job.settle(asked, propose(asked), 1000.0)
+    waits_for = job.pending_request
+    job.apply_proposal(request, decide(request), 1000.0)
     assert job.plan_version == 0
-    assert job.replan is waits_for is not None
+    assert job.pending_request is waits_for is not None
 
 
-def test_a_fault_of_the_planner_keeps_the_plan_and_says_so(
+def test_a_fault_of_the_planner_keeps_the_plan_and_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(_: Replan) -> Proposal:
+    def broken(_: DecisionRequest) -> PlanProposal:
         raise ZeroDivisionError("by a delay")
 
     job = controller()
     slow_down(job)
-    assert job.replan is not None
-    monkeypatch.setattr("pipemorph.ingest.planner_pool.propose", broken)
-    job.settle(job.replan, asyncio.run(plan_here(JOB, job.replan)), 1000.0)
+    assert job.pending_request is not None
+    monkeypatch.setattr("pipemorph.ingest.planner_pool.decide", broken)
+    job.apply_proposal(
+        job.pending_request, asyncio.run(plan_in_process(JOB, job.pending_request)), 1000.0
+    )
     assert job.plan_version == 0
     assert job.decisions[-1].kind == "keep"
     assert "ZeroDivisionError: by a delay" in job.decisions[-1].reason
@@ -157,67 +159,69 @@ class Held:
     """A planner that waits for the test."""
 
     def __init__(self) -> None:
-        self.asked: list[Replan] = []
+        self.requests: list[DecisionRequest] = []
         self.go = asyncio.Event()
         self.lost = False
 
-    async def __call__(self, key: tuple[str, str], asked: Replan) -> Proposal:
-        self.asked.append(asked)
+    async def __call__(self, key: tuple[str, str], request: DecisionRequest) -> PlanProposal:
+        self.requests.append(request)
         if self.lost:
-            raise PlannerLost("the planner exited (-9)")
+            raise PlannerLostError("the planner exited (-9)")
         await self.go.wait()
-        return propose(asked)
+        return decide(request)
 
 
 def with_handler(planner: Any) -> tuple[IngestHandler, JobController]:
-    store, job = MemoryStore(), controller()
-    store.add("default", "gpt", job)
+    store, job = InMemoryJobStore(), controller()
+    store.add_job("default", "gpt", job)
     return IngestHandler(store, planner=planner), job
 
 
 async def post(handler: IngestHandler, sequence: int) -> DirectiveEnvelope:
-    await asyncio.sleep(0)  # As a socket would.
-    body = report(sequence, job="gpt").body()
-    reply = await handler.report("default", "gpt", body)
+    await asyncio.sleep(0)  # Yields as a socket would.
+    body = report(sequence, job="gpt").to_json()
+    reply = await handler.handle_report("default", "gpt", body)
     assert reply.status == 200, reply.body
     return DirectiveEnvelope.model_validate_json(reply.body)
 
 
-async def test_a_report_does_not_wait_for_the_planner_and_the_poll_brings_what_it_decides() -> None:
+async def test_a_report_does_not_wait_for_the_planner_and_the_poll_brings_its_decision() -> None:
     planner = Held()
     handler, job = with_handler(planner)
     last = slow_down(job)
-    poll = asyncio.create_task(handler.poll("default", "gpt", attempt="0", after="0", wait="20"))
+    poll = asyncio.create_task(
+        handler.handle_directive_poll("default", "gpt", attempt="0", after="0", wait="20")
+    )
     for sequence in range(last + 1, last + 10):
         assert (await post(handler, sequence)).directive is None
-    assert len(planner.asked) == 1, "one decision at a time"
+    assert len(planner.requests) == 1, "one decision at a time"
     planner.go.set()
     envelope = DirectiveEnvelope.model_validate_json((await poll).body)
     assert envelope.directive.plan_version == 1
     assert (await post(handler, last + 10)).directive == envelope.directive
 
 
-async def test_a_decision_whose_planner_was_lost_is_asked_for_again() -> None:
+async def test_a_decision_whose_planner_was_lost_is_requested_again() -> None:
     planner = Held()
     handler, job = with_handler(planner)
     last = slow_down(job)
     planner.lost = True
     await post(handler, last + 1)
-    while job.replan is None or not planner.asked:
+    while job.pending_request is None or not planner.requests:
         await asyncio.sleep(0)
     planner.lost = False
     planner.go.set()
     while job.plan_version == 0:
-        await handler.tick("default", "gpt")
+        await handler.tick_job("default", "gpt")
         await asyncio.sleep(0)
-    assert len(planner.asked) >= 2
+    assert len(planner.requests) >= 2
 
 
-def asked_of_one() -> Replan:
+def make_request() -> DecisionRequest:
     job = controller()
     slow_down(job)
-    assert job.replan is not None
-    return job.replan
+    assert job.pending_request is not None
+    return job.pending_request
 
 
 @asynccontextmanager
@@ -231,25 +235,25 @@ async def with_pool(pool: PlannerPool) -> AsyncIterator[PlannerPool]:
 
 async def test_a_process_proposes_the_same_as_this_one() -> None:
     async with with_pool(PlannerPool(1)) as pool:
-        asked = asked_of_one()
-        assert asked.spec.template is None, "a pod template travels with every decision"  # type: ignore[attr-defined]
-        proposals = await asyncio.gather(*(pool(("d", f"{i}"), asked) for i in range(3)))
-        assert proposals == [propose(asked)] * 3
+        request = make_request()
+        assert request.spec.template is None, "a pod template travels with every decision"  # type: ignore[attr-defined]
+        proposals = await asyncio.gather(*(pool(("d", f"{i}"), request) for i in range(3)))
+        assert proposals == [decide(request)] * 3
         assert proposals[0].chosen is not None
-        (pid,) = pool.pids  # The one that is warm is used again.
-        assert os.getpriority(os.PRIO_PROCESS, pid) == os.nice(0) + NICE
+        (pid,) = pool.worker_pids  # The one that is warm is used again.
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.nice(0) + WORKER_NICENESS
 
 
 async def test_a_fault_in_a_process_is_the_reason_to_keep_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with with_pool(PlannerPool(1)) as pool:
-        monkeypatch.setattr("pipemorph.ingest.planner_pool.propose", int)
+        monkeypatch.setattr("pipemorph.ingest.planner_pool.decide", int)
         for _ in range(2):
-            (finding,) = (await pool(JOB, asked_of_one())).found
-            assert isinstance(finding, NoPlan)
+            (finding,) = (await pool(JOB, make_request())).findings
+            assert isinstance(finding, NoPlanFound)
             assert finding.why.startswith("the planner failed: TypeError: int() argument")
-        assert len(pool.pids) == 1, "the process goes on"
+        assert len(pool.worker_pids) == 1, "the process goes on"
 
 
 async def test_a_process_makes_the_same_first_plan_as_this_one(
@@ -257,36 +261,36 @@ async def test_a_process_makes_the_same_first_plan_as_this_one(
 ) -> None:
     planner = FirstPlanner(limit_seconds=60)
     spec = controller().spec
-    assert await planner(spec) == initial_schedule(spec)
+    assert await planner(spec) == make_initial_schedule(spec)
     assert await planner(spec, wanted=False) is None
     schedule = {"warmup": [4] * STAGES, "inFlightLimit": 1}
     fixed = spec.model_copy(
         update={"schedule": ScheduleSpec(microbatches=12, **schedule)}  # type: ignore[arg-type]
     )
     with pytest.raises(InputError, match="in_flight_limit allows 1") as refused:
-        initial_schedule(fixed)
+        make_initial_schedule(fixed)
     with pytest.raises(InputError, match=f"^{re.escape(str(refused.value))}$"):
         await planner(fixed)
-    monkeypatch.setattr("pipemorph.ingest.planner_pool.schedule_for_others", int)
+    monkeypatch.setattr("pipemorph.ingest.planner_pool.make_schedule_for_others", int)
     with pytest.raises(InputError, match="the planner failed: TypeError"):
         await planner(spec)
     await planner.close()
 
 
-async def test_a_first_plan_that_takes_too_long_is_asked_for_again() -> None:
+async def test_a_first_plan_that_takes_too_long_is_requested_again() -> None:
     planner = FirstPlanner(limit_seconds=0.001)
-    with pytest.raises(PlannerLost, match=r"no plan was found within 0\.001 s"):
+    with pytest.raises(PlannerLostError, match=r"no plan was found within 0\.001 s"):
         await planner(controller().spec)
     await planner.close()
 
 
 def test_jobs_of_one_kind_share_a_plan_made_elsewhere() -> None:
     spec = controller().spec.model_copy(update={"schedule": ScheduleSpec(microbatches=13)})
-    problem, made = initial_problem(spec), schedule_for_others(spec)
-    kept = share(problem, made)
-    again = schedule_for_others(spec)
-    assert share(problem, pickle.loads(pickle.dumps(again))) is kept
-    assert initial_schedule(spec) is kept
+    problem, made = build_initial_problem(spec), make_schedule_for_others(spec)
+    shared = share_schedule(problem, made)
+    again = make_schedule_for_others(spec)
+    assert share_schedule(problem, pickle.loads(pickle.dumps(again))) is shared
+    assert make_initial_schedule(spec) is shared
 
 
 def die_once(mark: str) -> str:
@@ -302,13 +306,13 @@ def die(_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def test_what_a_process_that_dies_was_at_is_made_again_once(tmp_path: Path) -> None:
+async def test_the_work_of_a_process_that_dies_is_repeated_once(tmp_path: Path) -> None:
     process = PlannerProcess()
     try:
         assert await process.run(die_once, str(tmp_path / "died"), 60) == "alive"
         pid = process.pid
         assert pid is not None
-        with pytest.raises(PlannerLost, match="died twice"):
+        with pytest.raises(PlannerLostError, match="died twice"):
             await process.run(die, None, 60)
     finally:
         await process.close()
@@ -339,21 +343,23 @@ if __name__ == "__main__":
 
 async def test_a_plan_that_takes_too_long_is_none_and_others_are_made(tmp_path: Path) -> None:
     async with with_pool(PlannerPool(1, limit_seconds=0.001)) as pool:
-        others = asyncio.create_task(pool.search(("other", "gpt"), slow_stage()))
-        proposal = await pool(JOB, asked_of_one())
-        assert proposal == Proposal(None, None, (NoPlan("it took longer than 0.001 s"),))
-        with pytest.raises(InputError, match=r"it took longer than 0\.001 s"):
+        others = asyncio.create_task(pool.search_layout(("other", "gpt"), slow_stage()))
+        proposal = await pool(JOB, make_request())
+        assert proposal == PlanProposal(
+            None, None, (NoPlanFound("planning took longer than 0.001 s"),)
+        )
+        with pytest.raises(InputError, match=r"planning took longer than 0\.001 s"):
             await others
-        assert not pool.pids, "they would still be at it"
+        assert not pool.worker_pids, "they would still be at it"
         pool._limit = 60.0
-        assert (await pool(JOB, asked_of_one())).chosen is not None
+        assert (await pool(JOB, make_request())).chosen is not None
 
 
 # --- other layers -----------------------------------------------------------------------------
 
 
-def slow_stage() -> Question:
-    """Of a job whose stage 1 takes twice as long as the others."""
+def slow_stage() -> LayoutSearchRequest:
+    """Request of a job whose stage 1 takes twice as long as the others."""
     spec = {
         "parallelism": {"stages": 3, "layers": 12},
         "schedule": {"microbatches": 8},
@@ -362,46 +368,48 @@ def slow_stage() -> Question:
         "adaptation": {"relayout": True},
     }
     job = JobSpec.model_validate(spec)
-    layout, ops = Layout.of(job.parallelism), (0.01, 0.02, 0.01)
+    layout, ops = Layout.from_parallelism(job.parallelism), (0.01, 0.02, 0.01)
     stages = tuple(StageTimes(forward=t, backward_input=t, backward_weight=t) for t in ops)
-    network = Network(stages, (), (), True, 90, Beside(12, (0.03,) * 3))
-    split = Split(job, layout, stages, network.beside)
-    return Question("it is slow", job, layout, network, {}, 2.0, split)
+    network = NetworkMeasurements(stages, (), (), True, 90, StageOverhead(12, (0.03,) * 3))
+    split = LayerSplit(job, layout, stages, network.stage_overhead)
+    return LayoutSearchRequest("it is slow", job, layout, network, {}, 2.0, split)
 
 
 async def test_a_process_finds_the_same_split_as_this_one() -> None:
     async with with_pool(PlannerPool(1)) as pool:
-        asked = slow_stage()
-        found = await pool.search(JOB, asked)
-        assert found == search(asked)
+        request = slow_stage()
+        found = await pool.search_layout(JOB, request)
+        assert found == search_layout(request)
         assert found is not None and found.layout.layers == (5, 2, 5)
         with pytest.raises(InputError, match="the planner failed: AttributeError"):
-            await pool.search(JOB, replace(asked, network=None))  # type: ignore[arg-type]
+            await pool.search_layout(JOB, replace(request, network=None))  # type: ignore[arg-type]
 
 
 # --- in turn ----------------------------------------------------------------------------------
 
 
 class Workers:
-    """In place of the processes: each decision ends when the test says so."""
+    """Fake of the processes: each decision ends when the test says so."""
 
     def __init__(self, pool: PlannerPool) -> None:
-        self.working: dict[int, asyncio.Future[Proposal]] = {}
-        """By the number of remaining iterations, which tells the decisions apart here."""
+        self.working: dict[int, asyncio.Future[PlanProposal]] = {}
+        """Decisions by the number of remaining iterations, which is unique here."""
         pool._workers = pool._idle = [self for _ in pool._workers]  # type: ignore[misc]
         pool._idle = [*pool._workers]
 
-    async def run(self, function: Any, asked: Replan, limit: float) -> Proposal:
-        mine = self.working[asked.remaining or 0] = asyncio.get_running_loop().create_future()
+    async def run(self, function: Any, request: DecisionRequest, limit: float) -> PlanProposal:
+        mine = self.working[request.iterations_remaining or 0] = (
+            asyncio.get_running_loop().create_future()
+        )
         try:
             return await mine
         finally:
-            del self.working[asked.remaining or 0]
+            del self.working[request.iterations_remaining or 0]
 
     async def close(self) -> None: ...
 
     def finish(self, number: int) -> None:
-        self.working[number].set_result(no_plan(f"for {number}"))
+        self.working[number].set_result(make_empty_proposal(f"for {number}"))
 
     async def settled(self) -> list[int]:
         """The decisions in progress, once nothing else happens."""
@@ -410,8 +418,8 @@ class Workers:
         return list(self.working)
 
 
-def numbered(number: int) -> Replan:
-    return replace(asked_of_one(), remaining=number)
+def numbered(number: int) -> DecisionRequest:
+    return replace(make_request(), iterations_remaining=number)
 
 
 async def test_namespaces_take_turns_and_one_alone_never_has_all_workers() -> None:
@@ -420,7 +428,7 @@ async def test_namespaces_take_turns_and_one_alone_never_has_all_workers() -> No
         workers = Workers(pool)
         asks = [asyncio.create_task(pool(("many", f"{i}"), numbered(i))) for i in range(1, 6)]
         assert await workers.settled() == [1, 2], "the third worker is for other namespaces"
-        assert pool.waiting == 3
+        assert pool.waiting_count == 3
         asks += [asyncio.create_task(pool(("few", f"{i}"), numbered(i))) for i in (11, 12)]
         assert await workers.settled() == [1, 2, 11], "at once"
         workers.finish(1)
@@ -430,13 +438,13 @@ async def test_namespaces_take_turns_and_one_alone_never_has_all_workers() -> No
         workers.finish(11)
         workers.finish(3)
         assert await workers.settled() == [12, 4, 5]
-        assert (await asks[0]).found == (NoPlan("for 1"),)
+        assert (await asks[0]).findings == (NoPlanFound("for 1"),)
         assert len(seen) == 4 and all(waited >= 0 and took >= 0 for waited, took in seen)
-        assert not pool.waiting
+        assert not pool.waiting_count
         for number in (12, 4, 5):
             workers.finish(number)
         await asyncio.gather(*asks)
-        assert not pool._queues and not pool._running, "nothing is kept of them"
+        assert not pool._queues and not pool._running, "nothing remains of them"
 
 
 async def test_a_decision_whose_caller_is_cancelled_is_not_made() -> None:
@@ -447,40 +455,40 @@ async def test_a_decision_whose_caller_is_cancelled_is_not_made() -> None:
         for ask in asks[:2]:
             ask.cancel()
         await workers.settled()
-        assert pool.waiting == 1
+        assert pool.waiting_count == 1
         workers.finish(1)
         assert await workers.settled() == [3]
         workers.finish(3)
-        assert (await asks[2]).found == (NoPlan("for 3"),)
+        assert (await asks[2]).findings == (NoPlanFound("for 3"),)
 
 
 async def test_the_decision_of_a_job_that_is_gone_is_dropped() -> None:
     pool = PlannerPool(1)
     workers = Workers(pool)
-    store = MemoryStore()
+    store = InMemoryJobStore()
     handler = IngestHandler(store, planner=pool)
     busy = asyncio.create_task(pool(("default", "busy"), numbered(0)))
     jobs = [controller() for _ in range(3)]
     for i, job in enumerate(jobs):
         slow_down(job)
-        store.add("default", f"{i}", job)
-        await handler.tick("default", f"{i}")
+        store.add_job("default", f"{i}", job)
+        await handler.tick_job("default", f"{i}")
     assert await workers.settled() == [0]
-    assert pool.waiting == 3
-    store.remove("default", "0")
-    handler.sweep()
+    assert pool.waiting_count == 3
+    store.remove_job("default", "0")
+    handler.drop_stale_decisions()
     await workers.settled()
-    assert pool.waiting == 2
+    assert pool.waiting_count == 2
     jobs[1].begin_attempt(1)
-    await handler.tick("default", "1")
+    await handler.tick_job("default", "1")
     await workers.settled()
-    assert pool.waiting == 1, "what the ranks of the last attempt were to do"
+    assert pool.waiting_count == 1, "what the ranks of the last attempt were to do"
     again = controller()
     slow_down(again)
-    store.add("default", "2", again)
-    await handler.tick("default", "2")
+    store.add_job("default", "2", again)
+    await handler.tick_job("default", "2")
     await workers.settled()
-    assert pool.waiting == 1, "that of the one in its place"
+    assert pool.waiting_count == 1, "that of the one in its place"
     handler.close()
     busy.cancel()
     await pool.close()

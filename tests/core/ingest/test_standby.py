@@ -7,20 +7,20 @@ from typing import Any
 import aiohttp
 from ingest_client import TOKEN, Scripted, body
 
-from pipemorph.ingest import BearerAuthenticator, GenerationDesk, IngestServer, MemoryStore
+from pipemorph.ingest import BearerAuthenticator, IngestServer, InMemoryJobStore, RestartHandler
 
 
 async def test_a_standby_answers_all_routes_with_503_and_hangs_up_until_it_leads() -> None:
     leads = False
     answers: list[tuple[str, int]] = []
     job = Scripted()
-    store = MemoryStore()
-    store.add("default", "gpt", job)
+    store = InMemoryJobStore()
+    store.add_job("default", "gpt", job)
     generations: Any = store
     server = IngestServer(
         store,
         BearerAuthenticator(TOKEN),
-        desk=GenerationDesk(generations),
+        restart_handler=RestartHandler(generations),
         on_answer=lambda kind, status, _: answers.append((kind, status)),
         leads=lambda: leads,
     )
@@ -29,7 +29,7 @@ async def test_a_standby_answers_all_routes_with_503_and_hangs_up_until_it_leads
         assert len(routes) >= 5
         for route in routes:
             path = route.resource.canonical.format(namespace="default", name="gpt")
-            # Whoever asks, with or without a token.
+            # The client may have a token or none.
             for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
                 async with session.request(
                     route.method, server.url + path, json=body(), headers=headers

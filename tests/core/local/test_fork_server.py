@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 from waiting import until
 
-from pipemorph.local.processes.forks import ForkedProcess, Forks, ForkServer, python_arguments
+from pipemorph.local.processes.fork_client import (
+    ForkedProcess,
+    ForkServer,
+    ForkServerManager,
+    find_python_arguments,
+)
 
 SECONDS = 30.0
 PROGRAM = [sys.executable, "-m", "seen"]
@@ -66,7 +71,7 @@ def start(
 
     def fork(*arguments: str, **own: str) -> ForkedProcess:
         with (tmp_path / "out").open("wb") as output:
-            started.append(server.fork(arguments, env | own, output.fileno()))
+            started.append(server.fork_rank(arguments, env | own, output.fileno()))
         return started[-1]
 
     yield fork
@@ -86,7 +91,7 @@ def run(start: Callable[..., ForkedProcess], tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_a_program_sees_what_it_sees_in_a_python_of_its_own(
+def test_a_program_has_the_environment_of_a_python_of_its_own(
     module: bool, run: Run, folder: Path, env: dict[str, str]
 ) -> None:
     arguments = [*(("-m", "seen") if module else (str(folder / "seen.py"),)), "a", "b c"]
@@ -170,56 +175,56 @@ def test_modules_that_cannot_be_imported_before(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
     notes: list[str] = []
-    with Forks([module], PROGRAM, env, notes.append) as forks:
-        assert forks.server(lambda: False) is None
-        assert forks.server(lambda: False) is None
+    with ForkServerManager([module], PROGRAM, env, notes.append) as forks:
+        assert forks.wait_for_server(lambda: False) is None
+        assert forks.wait_for_server(lambda: False) is None
     (note,) = notes
-    assert note.startswith(f"ranks are not forked, as {module} cannot") and says in note
+    assert note.startswith(f"ranks are not forked: {module} cannot") and says in note
 
 
 def test_a_server_that_was_killed_is_replaced(env: dict[str, str], tmp_path: Path) -> None:
     notes: list[str] = []
     with (
-        Forks(["fractions"], PROGRAM, env, notes.append) as forks,
+        ForkServerManager(["fractions"], PROGRAM, env, notes.append) as forks,
         (tmp_path / "out").open("wb") as output,
     ):
-        first = forks.server(lambda: False)
+        first = forks.wait_for_server(lambda: False)
         first._process.kill()
         first._process.wait(SECONDS)
         with pytest.raises(OSError, match=r"has ended|Broken pipe"):
-            first.fork(["-m", "seen"], env, output.fileno())
-        second = forks.server(lambda: False)
+            first.fork_rank(["-m", "seen"], env, output.fileno())
+        second = forks.wait_for_server(lambda: False)
         assert second is not None and second is not first
-        assert second.fork(["-m", "seen"], env, output.fileno()).wait(SECONDS) == 1
+        assert second.fork_rank(["-m", "seen"], env, output.fileno()).wait(SECONDS) == 1
     assert len(notes) == 1 and "starting another one" in notes[0]
 
 
 @pytest.mark.parametrize(
     ("modules", "command"), [([], PROGRAM), (["fractions"], ["env", *PROGRAM])]
 )
-def test_no_process_waits_for_what_cannot_be_forked(
+def test_no_process_waits_for_programs_that_cannot_be_forked(
     modules: list[str], command: list[str], env: dict[str, str]
 ) -> None:
-    with Forks(modules, command, env, pytest.fail) as forks:
-        assert forks.server(lambda: False) is None
+    with ForkServerManager(modules, command, env, pytest.fail) as forks:
+        assert forks.wait_for_server(lambda: False) is None
         assert forks._server is None
 
 
 def test_a_wait_for_the_imports_can_be_stopped(env: dict[str, str], folder: Path) -> None:
     (folder / "waits.py").write_text("import time; time.sleep(300)")
-    with Forks(["waits"], PROGRAM, env, pytest.fail) as forks:
-        assert forks.server(lambda: True) is None
+    with ForkServerManager(["waits"], PROGRAM, env, pytest.fail) as forks:
+        assert forks.wait_for_server(lambda: True) is None
 
 
-def test_what_can_run_in_a_fork(tmp_path: Path) -> None:
+def test_programs_that_can_run_in_a_fork(tmp_path: Path) -> None:
     script = str(tmp_path / "train.py")
     Path(script).touch()
     python = sys.executable
     path = {"PATH": str(Path(python).parent)}
-    assert python_arguments([python, "-m", "train", "--lr"], {}) == ["-m", "train", "--lr"]
-    assert python_arguments(["python", script], path) == [script]
+    assert find_python_arguments([python, "-m", "train", "--lr"], {}) == ["-m", "train", "--lr"]
+    assert find_python_arguments(["python", script], path) == [script]
     unbuffered = {"PYTHONUNBUFFERED": "1"}
-    assert python_arguments([python, "-u", script], unbuffered) == [script]
+    assert find_python_arguments([python, "-u", script], unbuffered) == [script]
     for other in (
         ["env", python, script],
         [python, "-u", script],
@@ -230,4 +235,4 @@ def test_what_can_run_in_a_fork(tmp_path: Path) -> None:
         ["/usr/bin/env"],
         ["not-there"],
     ):
-        assert python_arguments(other, path) is None, other
+        assert find_python_arguments(other, path) is None, other

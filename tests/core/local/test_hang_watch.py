@@ -10,30 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.sections.recovery import FailurePolicy
-from pipemorph.exits import progress_bytes
-from pipemorph.local.processes.hang import HangWatch, what_they_do
-from pipemorph.local.processes.rank_log import FileLog
+from pipemorph.exits import encode_progress
+from pipemorph.local.processes.hang_detector import HangDetector, describe_hung_ranks
+from pipemorph.local.processes.rank_log import RankFileLog
 from pipemorph.local.processes.ranks import RankProcess
+from pipemorph.spec.mesh import MeshShape
+from pipemorph.spec.sections.recovery import FailurePolicy
 
 
 class Watched:
-    """Two ranks, which finish iterations, and a clock that somebody looks at every half second."""
+    """Ranks 0 and 1, which finish iterations, and a clock with a check every half second."""
 
     def __init__(self, folder: Path, **policy: int) -> None:
-        self.now, self.files = 100.0, HangWatch.files(folder, range(2))
+        self.now, self.files = 100.0, HangDetector.list_progress_files(folder, range(2))
         made = FailurePolicy.model_validate(policy)
-        self.watch = HangWatch(made, 10, lambda: self.now)
-        self.watch.begin(self.files)
+        self.watch = HangDetector(made, 10, lambda: self.now)
+        self.watch.start_generation(self.files)
 
     def finished(self, rank: int, count: int, first: int = 0) -> None:
-        self.files[rank].write_bytes(progress_bytes(count, first))
+        self.files[rank].write_bytes(encode_progress(count, first))
 
     def quiet_after(self, at_most: float) -> float | None:
         """The seconds after which they are taken for hanging, if they finish nothing more."""
         for half in range(int(2 * at_most)):
-            if self.watch.look() is not None:
+            if self.watch.find_hang() is not None:
                 return half / 2
             self.now += 0.5
         return None
@@ -46,7 +46,7 @@ def test_none_finishes_an_iteration(tmp_path: Path) -> None:
     assert job.quiet_after(100.0) is None, "they begin with it"
     job.finished(1, 4)
     assert job.quiet_after(100.0) == 5.0
-    why = job.watch.look()
+    why = job.watch.find_hang()
     assert why == "no iteration was finished for 5 s (spec.failurePolicy.hangSeconds is 5)"
     job.finished(0, 4)
     assert job.quiet_after(100.0) == 5.0
@@ -58,7 +58,7 @@ def test_none_finishes_an_iteration(tmp_path: Path) -> None:
 
 @contextmanager
 def no_free_descriptor() -> Iterator[None]:
-    """This process may open no more files."""
+    """Use up the file descriptors of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     last = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     taken = [os.dup(0) for _ in range(last)]
@@ -76,15 +76,15 @@ def no_free_descriptor() -> Iterator[None]:
 def test_counts_are_read_while_no_file_can_be_opened(tmp_path: Path) -> None:
     job = Watched(tmp_path, hangSeconds=5)
     job.finished(0, 3), job.finished(1, 3)
-    assert job.watch.look() is None
+    assert job.watch.find_hang() is None
     writable = os.open(job.files[1], os.O_WRONLY)
     with no_free_descriptor():
         for count in range(4, 10):
-            os.pwrite(writable, progress_bytes(count, 0), 0)
+            os.pwrite(writable, encode_progress(count, 0), 0)
             assert job.quiet_after(4.0) is None
         assert job.quiet_after(100.0) == 1.0, "ranks that hang are found, too"
     os.close(writable)
-    assert job.watch.reached == 9
+    assert job.watch.iterations_reached == 9
 
 
 def test_counts_that_cannot_be_read_are_no_hang(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_counts_that_cannot_be_read_are_no_hang(tmp_path: Path) -> None:
 
 def test_with_how_many_iterations_ranks_began(tmp_path: Path) -> None:
     job = Watched(tmp_path)
-    assert job.watch.began_with == 0
+    assert job.watch.iterations_at_start == 0
     job.finished(0, 7, 7), job.finished(1, 9, 7)
-    job.watch.end()
-    assert (job.watch.began_with, job.watch.reached) == (7, 9)
+    job.watch.finish_generation()
+    assert (job.watch.iterations_at_start, job.watch.iterations_reached) == (7, 9)
 
 
 def test_another_start_takes_no_longer_than_twice_the_longest(tmp_path: Path) -> None:
@@ -109,45 +109,45 @@ def test_another_start_takes_no_longer_than_twice_the_longest(tmp_path: Path) ->
     job.finished(0, 0)
     assert job.quiet_after(8.0) is None
     job.finished(0, 1)
-    assert job.watch.look() is None and job.watch.longest_start == 8.0
+    assert job.watch.find_hang() is None and job.watch.longest_start == 8.0
     job.files[0].unlink()
-    job.watch.begin(job.files)
+    job.watch.start_generation(job.files)
     assert job.quiet_after(100.0) == 21.0
 
 
 def test_a_limit_of_its_own_for_the_start(tmp_path: Path) -> None:
     job = Watched(tmp_path, startSeconds=20)
     assert job.quiet_after(100.0) == 20.0
-    assert job.watch.look() == (
+    assert job.watch.find_hang() == (
         "no iteration was finished in the 20 s since the start"
         " (spec.failurePolicy.startSeconds is 20)"
     )
-    job.finished(0, 0), job.watch.look(), job.finished(0, 1)
+    job.finished(0, 0), job.watch.find_hang(), job.finished(0, 1)
     assert job.quiet_after(100.0) is None, "nothing was said of iterations"
 
 
 def test_the_time_in_which_the_host_stood_still_does_not_count(tmp_path: Path) -> None:
     job = Watched(tmp_path, hangSeconds=5)
-    job.finished(0, 0), job.watch.look(), job.finished(0, 1), job.watch.look()
+    job.finished(0, 0), job.watch.find_hang(), job.finished(0, 1), job.watch.find_hang()
     job.now += 1000.0
     assert job.quiet_after(100.0) == 5.0
 
 
-def test_it_knows_what_ranks_of_all_lives_have_finished(tmp_path: Path) -> None:
-    """Though nobody has looked at them since they started: a rank may die right after."""
+def test_it_has_the_iterations_of_ranks_of_all_lives(tmp_path: Path) -> None:
+    """Ranks were not checked since they started: one may die right after."""
     job = Watched(tmp_path)
     job.finished(0, 7, first=7), job.finished(1, 7, first=7)
-    job.watch.end()
-    assert job.watch.finished == 0, "they began with what others had finished"
+    job.watch.finish_generation()
+    assert job.watch.iterations_finished == 0, "they began with what others had finished"
     job.finished(1, 8, first=7)
-    job.watch.end()
-    assert job.watch.finished == 8
+    job.watch.finish_generation()
+    assert job.watch.iterations_finished == 8
     for file in job.files:
         file.unlink()
-    job.watch.begin(job.files)
+    job.watch.start_generation(job.files)
     job.finished(0, 6, first=5), job.files[1].write_bytes(b"1234")
-    job.watch.end()
-    assert job.watch.finished == 8, "iterations are run again"
+    job.watch.finish_generation()
+    assert job.watch.iterations_finished == 8, "iterations are run again"
 
 
 STACK = """Thread 0x00007f01 (most recent call first):
@@ -166,9 +166,9 @@ def ranks_that_said(folder: Path, *texts: str) -> list[RankProcess]:
     for rank, text in enumerate(texts):
         log = folder / str(rank)
         log.write_text("")
-        made = FileLog(log)
+        made = RankFileLog(log)
         log.write_text(text)
-        ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, made))  # type: ignore[arg-type]
+        ranks.append(RankProcess(MeshShape(stages=2).find_coordinate(rank), None, made))  # type: ignore[arg-type]
     return ranks
 
 
@@ -177,20 +177,20 @@ def ranks_that_said(folder: Path, *texts: str) -> list[RankProcess]:
     [
         (STACK + IDLE, False, "waits for no other rank: in read_labels (train.py:27)"),
         (STACK, False, "waits for no other rank: in read_labels (train.py:27)"),
-        ("", False, "waits for no other rank, and has not said where it is"),
+        ("", False, "waits for no other rank, and printed no stack"),
         (STACK + IDLE, True, "is stopped, as by SIGSTOP"),
     ],
 )
-def test_the_one_that_the_others_wait_for_is_named(
+def test_the_rank_that_the_others_wait_for_is_named(
     log: str, stopped: bool, said: str, tmp_path: Path
 ) -> None:
     ranks = ranks_that_said(tmp_path, STACK + WAITS, log)
-    words, suspect = what_they_do(ranks, ranks[1:] if stopped else [])
+    words, suspect = describe_hung_ranks(ranks, ranks[1:] if stopped else [])
     waits = "rank 0 (stage 0) waited 5.1 s for B of microbatch 0 from stage 1 on link 0"
     assert (words, suspect) == ([f"rank 1 (stage 1) {said}", waits], ranks[1])
 
 
-def test_one_that_is_stopped_is_meant_whatever_the_others_say(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_for_any_report_of_the_others(tmp_path: Path) -> None:
     ranks = ranks_that_said(tmp_path, STACK + IDLE, STACK + IDLE)
-    assert what_they_do(ranks, ranks[1:])[1] is ranks[1]
-    assert what_they_do(ranks, [])[1] is None
+    assert describe_hung_ranks(ranks, ranks[1:])[1] is ranks[1]
+    assert describe_hung_ranks(ranks, [])[1] is None

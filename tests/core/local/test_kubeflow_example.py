@@ -19,7 +19,7 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 
-def test_what_is_served_is_what_the_ranks_look_for() -> None:
+def test_served_names_are_those_that_ranks_request() -> None:
     (runtime,) = documents("runtime.yaml")
     config, train_job = documents("trainjob.yaml")
     jobs = {job["name"]: job for job in runtime["spec"]["template"]["spec"]["replicatedJobs"]}

@@ -1,4 +1,4 @@
-"""What follows a failure."""
+"""Recovery after a failure."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import ClassVar
 
 import pytest
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.control.pods.following import Ladder, Rung
-from pipemorph.exits import END_NOW
-from pipemorph.local.moves import LeaveRequests
-from pipemorph.local.processes import kept
-from pipemorph.local.processes.kept import KeptFolder
-from pipemorph.local.processes.rank_log import FileLog
+from pipemorph.control.restart.restart_policy import RecoveryPolicy, RecoveryStep
+from pipemorph.exits import ABORT_SIGNAL
+from pipemorph.local.drain_requests import DrainRequests
+from pipemorph.local.processes import memory_folder
+from pipemorph.local.processes.memory_folder import MemoryCheckpointFolder
+from pipemorph.local.processes.rank_log import RankFileLog
 from pipemorph.local.processes.ranks import RankProcess
-from pipemorph.local.processes.supervise import _failure
-from pipemorph.wire import Loss, ResumedFrom
+from pipemorph.local.processes.supervision import _describe_failure
+from pipemorph.protocol import PodFailure, ResumedFrom
+from pipemorph.spec.mesh import MeshShape
 
 
-def failed(error: str | None = None, *, retry: bool = True) -> Loss:
-    return Loss(reason="rank 1 failed", at=1.0, error=error, retry=retry)
+def failed(error: str | None = None, *, retry: bool = True) -> PodFailure:
+    return PodFailure(reason="rank 1 failed", at=1.0, error=error, retry=retry)
 
 
 def test_a_failure_after_progress_is_not_counted() -> None:
-    ladder = Ladder(1)
+    ladder = RecoveryPolicy(1)
     for done in (3, 4, 9, 10, 40):
-        assert ladder.after(failed(), done) == (Rung.GENERATION, "")
-    assert ladder.counted == 0
+        assert ladder.choose_step(failed(), done) == (RecoveryStep.GENERATION, "")
+    assert ladder.counted_failures == 0
 
 
 def test_without_progress_each_step_costs_more_until_there_is_none() -> None:
-    ladder = Ladder(3)
-    rungs = [ladder.after(failed(), done) for done in (5, 5, 5, 6, 6, 6)]
+    ladder = RecoveryPolicy(3)
+    rungs = [ladder.choose_step(failed(), done) for done in (5, 5, 5, 6, 6, 6)]
     assert [rung for rung, _ in rungs] == [
-        Rung.GENERATION,  # five iterations
-        Rung.GENERATION,
-        Rung.ATTEMPT,
-        Rung.GENERATION,  # one more
-        Rung.GENERATION,
-        Rung.NONE,
+        RecoveryStep.GENERATION,  # five iterations
+        RecoveryStep.GENERATION,
+        RecoveryStep.ATTEMPT,
+        RecoveryStep.GENERATION,  # one more
+        RecoveryStep.GENERATION,
+        RecoveryStep.NONE,
     ]
     assert rungs[1][1] == "restart 1 of at most 3"
     assert rungs[2][1] == "restart 2 of at most 3"
@@ -47,35 +47,35 @@ def test_without_progress_each_step_costs_more_until_there_is_none() -> None:
 
 
 def test_iterations_that_are_run_again_are_no_progress() -> None:
-    ladder = Ladder(2)
-    ladder.after(failed(), 8)
-    ladder.after(failed(), 8)
-    assert ladder.after(failed(), 8)[0] is Rung.ATTEMPT
-    # As the attempt from a checkpoint of iteration 4 fails at 6.
-    assert ladder.after(failed(), 8)[0] is Rung.NONE
+    ladder = RecoveryPolicy(2)
+    ladder.choose_step(failed(), 8)
+    ladder.choose_step(failed(), 8)
+    assert ladder.choose_step(failed(), 8)[0] is RecoveryStep.ATTEMPT
+    # The attempt from a checkpoint of iteration 4 fails at 6.
+    assert ladder.choose_step(failed(), 8)[0] is RecoveryStep.NONE
 
 
-def test_a_job_that_has_finished_nothing_has_nothing_to_go_on_from() -> None:
-    assert Ladder(1).after(failed(), 0)[0] is Rung.ATTEMPT
+def test_a_job_without_finished_iterations_has_no_place_to_resume() -> None:
+    assert RecoveryPolicy(1).choose_step(failed(), 0)[0] is RecoveryStep.ATTEMPT
 
 
 def test_the_same_error_at_the_same_iteration_is_the_users() -> None:
-    ladder = Ladder(1000)
-    assert ladder.after(failed("ValueError: batch 7"), 7)[0] is Rung.GENERATION
-    assert ladder.after(failed("ValueError: batch 8"), 8)[0] is Rung.GENERATION
-    assert ladder.after(failed("ValueError: another"), 8)[0] is Rung.GENERATION
-    assert ladder.after(failed(None), 8)[0] is Rung.ATTEMPT
-    assert ladder.after(failed("ValueError: batch 8"), 8)[0] is Rung.ATTEMPT
-    rung, why = ladder.after(failed("ValueError: batch 8"), 8)
+    ladder = RecoveryPolicy(1000)
+    assert ladder.choose_step(failed("ValueError: batch 7"), 7)[0] is RecoveryStep.GENERATION
+    assert ladder.choose_step(failed("ValueError: batch 8"), 8)[0] is RecoveryStep.GENERATION
+    assert ladder.choose_step(failed("ValueError: another"), 8)[0] is RecoveryStep.GENERATION
+    assert ladder.choose_step(failed(None), 8)[0] is RecoveryStep.ATTEMPT
+    assert ladder.choose_step(failed("ValueError: batch 8"), 8)[0] is RecoveryStep.ATTEMPT
+    rung, why = ladder.choose_step(failed("ValueError: batch 8"), 8)
     assert (
-        rung is Rung.NONE
+        rung is RecoveryStep.NONE
         and why == "not started again: iteration 8 failed twice, with the same error"
     )
 
 
 @pytest.mark.parametrize(("most", "loss"), [(0, failed()), (5, failed(retry=False))])
-def test_what_ends_the_job(most: int, loss: Loss) -> None:
-    assert Ladder(most).after(loss, 5)[0] is Rung.NONE
+def test_failures_that_end_the_job(most: int, loss: PodFailure) -> None:
+    assert RecoveryPolicy(most).choose_step(loss, 5)[0] is RecoveryStep.NONE
 
 
 TRACEBACK = """
@@ -103,8 +103,12 @@ a thread said something afterwards
         (TRACEBACK, -9, None),
         ("RuntimeError: said\n", 1, None),
         (TRACEBACK + TRACEBACK.replace("batch 7", "Connection closed by peer"), 1, None),
-        (TRACEBACK + TRACEBACK.replace("batch 7", "Connection closed by peer"), -END_NOW, None),
-        (TRACEBACK, -END_NOW, "ValueError: batch 7 has no labels"),
+        (
+            TRACEBACK + TRACEBACK.replace("batch 7", "Connection closed by peer"),
+            -ABORT_SIGNAL,
+            None,
+        ),
+        (TRACEBACK, -ABORT_SIGNAL, "ValueError: batch 7 has no labels"),
         ("no such file\n", 1, None),
         (
             TRACEBACK + "rank 1 (stage 1) waited 0.0 s for F of microbatch 3 of iteration 7 from "
@@ -116,29 +120,29 @@ a thread said something afterwards
 )
 def test_the_error_of_a_rank(log: str, status: int, error: str | None, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
-    file = FileLog(tmp_path / "log")
+    file = RankFileLog(tmp_path / "log")
     (tmp_path / "log").write_text(log)
-    rank = RankProcess(MeshShape(stages=2).coordinate(1), None, file, status)  # type: ignore[arg-type]
-    assert _failure(rank).error == error
+    rank = RankProcess(MeshShape(stages=2).find_coordinate(1), None, file, status)  # type: ignore[arg-type]
+    assert _describe_failure(rank).error == error
 
 
-def test_what_ranks_keep_is_private_and_goes(
+def test_memory_of_ranks_is_private_and_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "SHARED_MEMORY", tmp_path)
-    folder = KeptFolder.make()
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", tmp_path)
+    folder = MemoryCheckpointFolder.create_folder()
     assert folder.root.parent == tmp_path and folder.root.stat().st_mode & 0o777 == 0o700
-    assert folder.resumed(1) is None
+    assert folder.read_resumed(1) is None
     word = folder.root / "resumed.generation-1"
     for text in ("", "[]", '{"iteration": 7}', '{"iteration": null, "rung": "kept", "why": ""}'):
         word.write_text(text)
-        assert folder.resumed(1) is None
+        assert folder.read_resumed(1) is None
     word.write_text('{"iteration": 7, "rung": "replica", "why": "rank 3 has none"}')
-    assert str(folder.resumed(1)) == "from copies of other replicas (rank 3 has none)"
-    assert folder.resumed(2) is None
+    assert str(folder.read_resumed(1)) == "from copies of other replicas (rank 3 has none)"
+    assert folder.read_resumed(2) is None
     (folder.root / "resumed.generation-2").mkdir()
     with pytest.raises(OSError, match="Is a directory"):
-        folder.resumed(2)
+        folder.read_resumed(2)
     (folder.root / "copies").mkdir()
     (folder.root / "copies" / "rank-0.a").write_bytes(b"state")
     folder.clear()
@@ -148,22 +152,22 @@ def test_what_ranks_keep_is_private_and_goes(
     assert not folder.root.exists()
 
 
-def test_what_ranks_began_with_is_passed_on_when_it_can_be_read_again(tmp_path: Path) -> None:
-    class Answers:
-        words: ClassVar[list[ResumedFrom]] = []
+def test_resumed_state_is_reported_once_readable(tmp_path: Path) -> None:
+    class Reporter:
+        states: ClassVar[list[ResumedFrom]] = []
 
-        def stays(self, generation: int, why: str) -> None:
+        def report_drain_refusal(self, generation: int, why: str) -> None:
             raise AssertionError(why)
 
-        def resumed(self, generation: int, word: ResumedFrom) -> None:
-            self.words.append(word)
+        def report_resumed(self, generation: int, state: ResumedFrom) -> None:
+            self.states.append(state)
 
-    requests = LeaveRequests(kept.KeptFolder(tmp_path), Answers(), print)
-    requests.begin(word=True)
-    word = tmp_path / "resumed.generation-1"
-    word.mkdir()
-    requests.look(1, None)
-    assert not Answers.words
-    word.rmdir(), word.write_text('{"iteration": 7, "rung": "kept", "why": ""}')
-    requests.look(1, None), requests.look(1, None)
-    assert [each.iteration for each in Answers.words] == [7]
+    requests = DrainRequests(memory_folder.MemoryCheckpointFolder(tmp_path), Reporter(), print)
+    requests.start_generation(awaits_report=True)
+    written = tmp_path / "resumed.generation-1"
+    written.mkdir()
+    requests.exchange_messages(1, None)
+    assert not Reporter.states
+    written.rmdir(), written.write_text('{"iteration": 7, "rung": "kept", "why": ""}')
+    requests.exchange_messages(1, None), requests.exchange_messages(1, None)
+    assert [each.iteration for each in Reporter.states] == [7]

@@ -1,4 +1,4 @@
-"""``pipemorph run`` as its user meets it: how a run ends, and that nothing is left of it."""
+"""``pipemorph run`` as its user meets it: how a run ends, and that no trace of it remains."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import pytest
 from local_support import DEADLINE, MARK, LocalRun
 from waiting import until
 
-from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.cli import main
 from pipemorph.local import run_job
-from pipemorph.local.host import _Host
-from pipemorph.local.moves import LeaveRequests
-from pipemorph.local.processes import kept
-from pipemorph.local.processes.hang import HangWatch
-from pipemorph.local.processes.rank_log import FileLog
-from pipemorph.local.processes.ranks import RankProcess, RankSet, Reaper, _live_members
-from pipemorph.local.progress import Progress
-from pipemorph.local.results.history import Journal
+from pipemorph.local.drain_requests import DrainRequests
+from pipemorph.local.processes import memory_folder
+from pipemorph.local.processes.hang_detector import HangDetector
+from pipemorph.local.processes.rank_log import RankFileLog
+from pipemorph.local.processes.ranks import RankProcess, RankSet, Reaper, _has_live_members
+from pipemorph.local.progress import ProgressDisplay
+from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.run import _LocalRankHost
 from pipemorph.local.service import ControlService
+from pipemorph.spec.mesh import Coordinate, MeshShape
 
 Runs = Callable[..., LocalRun]
 Refused = Callable[..., tuple[int, str]]
@@ -50,7 +50,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
             run.host.kill()
             run.host.communicate(timeout=DEADLINE)
         for pid in run.processes():
-            with contextlib.suppress(ProcessLookupError):  # It was on its way out.
+            with contextlib.suppress(ProcessLookupError):  # The process was exiting.
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -78,7 +78,7 @@ def in_process(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str
     monkeypatch.chdir(run.folder)
     monkeypatch.setenv(MARK, run.mark)
     monkeypatch.setattr(tempfile, "tempdir", str(run.folder / "tmp"))
-    monkeypatch.setattr(kept, "SHARED_MEMORY", run.folder / "tmp")
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", run.folder / "tmp")
     stream = io.StringIO()
     return run_job("job.yaml", Path("out"), stream=stream), stream.getvalue()
 
@@ -94,7 +94,7 @@ def assert_clean(run: LocalRun) -> None:
 
 
 def grace_of(seconds: Any) -> dict[str, Any]:
-    """Of a spec: how long a rank may take to stop."""
+    """Part of a spec: seconds that a rank may take to stop."""
     pod = {"containers": [{"name": "trainer"}], "terminationGracePeriodSeconds": seconds}
     return {"template": {"spec": pod}}
 
@@ -158,7 +158,7 @@ def test_a_command_is_looked_up_in_the_path_of_the_rank(runs: Runs) -> None:
     assert "cannot run env: No such file or directory" in output and "Traceback" not in output
 
 
-def test_what_a_rank_sees(runs: Runs) -> None:
+def test_the_environment_of_a_rank(runs: Runs) -> None:
     template = {
         "spec": {
             "containers": [
@@ -249,8 +249,8 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_lost_it(
     assert status == 1
     assert "rank 1 (stage 1) exited with code 3" in output, output
     assert "ValueError: what really happened" in output
-    told = output.split("what the ranks were waiting for:")[1]
-    assert "rank 2 (stage 2) waited 0.0 s for F of microbatch 3 of iteration 7" in told
+    waits = output.split("what the ranks were waiting for:")[1]
+    assert "rank 2 (stage 2) waited 0.0 s for F of microbatch 3 of iteration 7" in waits
     assert run.report()["reason"] == "rank 1 (stage 1) exited with code 3"
     assert_clean(run)
 
@@ -278,7 +278,7 @@ def test_results_that_cannot_be_written(runs: Runs) -> None:
         pytest.param("daemon", True, marks=pytest.mark.full),
     ],
 )
-def test_what_a_rank_started_ends_with_it(runs: Runs, action: str, executed: bool) -> None:
+def test_children_of_a_rank_end_with_it(runs: Runs, action: str, executed: bool) -> None:
     run = runs({1: action, 2: "die 1"}, stages=3, executed=executed)
     if executed:
         run.spec["trainer"] = run.manifest()["spec"]["trainer"] | {"preload": []}
@@ -310,11 +310,11 @@ def test_a_run_completes_however_its_streams_and_signals_were(runs: Runs, start:
 @pytest.mark.parametrize(
     ("where", "what"),
     [
-        (HangWatch, "end"),
-        (_Host, "agree"),
-        (_Host, "start"),
-        (RankProcess, "outcome"),
-        (ControlService, "adaptations"),
+        (HangDetector, "finish_generation"),
+        (_LocalRankHost, "agree_next_generation"),
+        (_LocalRankHost, "start_ranks"),
+        (RankProcess, "describe_exit"),
+        (ControlService, "list_adaptations"),
     ],
 )
 def test_an_error_of_the_host_ends_the_run_in_one_line_with_its_report(
@@ -346,13 +346,13 @@ def test_an_error_of_the_host_ends_the_run_in_one_line_with_its_report(
 @pytest.mark.parametrize(
     ("where", "what", "says"),
     [
-        (Journal, "first", "Too many open files"),
-        (LeaveRequests, "look", "Too many open files"),
-        (Progress, "_show", "Too many open files"),
-        (ControlService, "adaptations", "the control loop did not answer"),
+        (RunJournal, "find_first_iteration", "Too many open files"),
+        (DrainRequests, "exchange_messages", "Too many open files"),
+        (ProgressDisplay, "_show_view", "Too many open files"),
+        (ControlService, "list_adaptations", "the control loop did not answer"),
     ],
 )
-def test_an_error_in_following_a_run_is_told_and_ends_nothing(
+def test_an_error_in_following_a_run_is_reported_and_ends_nothing(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, where: type, what: str, says: str
 ) -> None:
     run = runs(others="finish", stages=2, spec={"failurePolicy": {"maxRestarts": 1}})
@@ -432,7 +432,7 @@ def test_a_folder_that_a_run_uses_is_refused_also_with_force(
     assert not (run.out / ".lock").exists()
 
 
-def test_what_a_run_left_that_was_killed_with_all_its_processes_goes_with_the_next(
+def test_leftovers_of_a_run_killed_with_all_its_processes_go_with_the_next(
     runs: Runs, refused: Refused
 ) -> None:
     restarts = {"failurePolicy": {"maxRestarts": 1}}
@@ -458,7 +458,7 @@ def test_what_a_run_left_that_was_killed_with_all_its_processes_goes_with_the_ne
 
 
 @pytest.mark.full
-def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -> None:
+def test_children_of_a_rank_are_gone_when_its_ranks_are_killed(tmp_path: Path) -> None:
     """A process is not gone at once: this one has memory to give back."""
     large = "x = bytearray(b'x') * (300 << 20); print('there', flush=True); import time; "
     large += "time.sleep(300)"
@@ -466,11 +466,11 @@ def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -
     reaper, log = Reaper(), tmp_path / "log"
     try:
         with RankSet(reaper, lambda rank, status: None) as ranks:
-            position = MeshShape().coordinate(0)
-            ranks.start(position, [sys.executable, "-c", start], os.environ, FileLog(log))
+            position = MeshShape().find_coordinate(0)
+            ranks.start_rank(position, [sys.executable, "-c", start], os.environ, RankFileLog(log))
             until(lambda: "there" in log.read_text(), "the rank's own process")
-            ranks.kill()
-            assert not _live_members({ranks.ranks[0].process.pid})
+            ranks.kill_ranks()
+            assert not _has_live_members({ranks.ranks[0].process.pid})
     finally:
         reaper.close()
 
@@ -497,7 +497,7 @@ def test_an_interrupted_run_leaves_a_report_and_nothing_else(
     status, output = ended(run)
     assert status == 130, output
     assert f"{number.name}: stopping 4 ranks" in output
-    assert "killed" not in output, "they stop when they are asked to"
+    assert "killed" not in output, "they stop by request"
     go_on = "to resume from the newest checkpoint in ckpt: pipemorph run job.yaml"
     assert (go_on in output) is saved, output
     assert run.report()["completed"] is False
@@ -545,8 +545,8 @@ def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs, parent: str) -
     assert run.leftovers()
     host.kill()
     host.communicate(timeout=DEADLINE)
-    until(lambda: not run.processes(), lambda: f"ranks gone, left: {run.processes()}")
-    until(lambda: not run.leftovers(), lambda: f"secrets gone, left: {run.leftovers()}")
+    until(lambda: not run.processes(), lambda: f"ranks gone, remaining: {run.processes()}")
+    until(lambda: not run.leftovers(), lambda: f"secrets gone, remaining: {run.leftovers()}")
 
 
 @pytest.mark.full
@@ -561,19 +561,19 @@ def test_ranks_go_with_the_host_even_without_its_warden(runs: Runs) -> None:
         os.kill(other, signal.SIGKILL)
     host.kill()
     host.communicate(timeout=DEADLINE)
-    until(lambda: not run.processes(), lambda: f"ranks gone, left: {run.processes()}")
+    until(lambda: not run.processes(), lambda: f"ranks gone, remaining: {run.processes()}")
 
 
 def test_a_machine_that_cannot_start_all_ranks(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs(others="wait", env={})
-    start = RankSet.start
+    start = RankSet.start_rank
 
     def limited(self: RankSet, position: Coordinate, *rest: Any) -> None:
         if position.rank == 2:
             raise OSError("Resource temporarily unavailable")
         start(self, position, *rest)
 
-    monkeypatch.setattr(RankSet, "start", limited)
+    monkeypatch.setattr(RankSet, "start_rank", limited)
     status, output = in_process(run, monkeypatch)
     assert status == 1
     assert "only 2 ranks could be started: Resource" in output
@@ -601,7 +601,7 @@ def test_a_restart_is_a_new_attempt_with_a_new_secret(runs: Runs) -> None:
     first, second = run.seen_by(0, 0), run.seen_by(0, 1)
     secret = "PIPEMORPH_SECRET_FILE"
     assert first["files"][secret] != second["files"][secret]
-    # Another one than before nearly always, and the same for all.
+    # The port nearly always differs from the one before, and is equal for all.
     assert len({run.seen_by(rank, 1)["env"]["MASTER_PORT"] for rank in range(4)}) == 1
     assert second["env"]["PIPEMORPH_ATTEMPT"] == "1"
     assert (run.out / "logs" / "rank-0.log").read_text().count("rank 0 is here") == 2
@@ -714,7 +714,7 @@ def test_an_out_folder_that_cannot_be_made(
 
 @pytest.mark.full
 def test_a_reader_that_goes_away_ends_the_run(runs: Runs) -> None:
-    """``| head``: nobody would see how it ends, but the report is there."""
+    """``| head``: the end would not be seen, but the report is there."""
     run = runs({1: "die 3"}, others="wait", spec={"failurePolicy": {"maxRestarts": 1000}})
     host = run.start()
     host.stdout.close()

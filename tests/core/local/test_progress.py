@@ -1,4 +1,4 @@
-"""What is shown of a run while it goes on."""
+"""Output of a run while it goes on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from run_records import FALLEN, HAPPENED, RAILS, TRANSPORTS, emulated, job, record, sample
 
-from pipemorph.control.record.history import Decision
-from pipemorph.local.logs import collected_logs
+from pipemorph.control.history.job_history import DecisionRecord
+from pipemorph.local.log_collector import collect_logs
 from pipemorph.local.progress import (
-    Progress,
-    headline,
-    links_phrase,
-    rails_phrase,
-    stragglers_phrase,
+    ProgressDisplay,
+    describe_links,
+    describe_rails,
+    describe_stragglers,
+    format_job_headline,
 )
-from pipemorph.local.results.history import Journal, View
-from pipemorph.wire import (
+from pipemorph.local.results.journal import RunJournal, RunView
+from pipemorph.protocol import (
     Health,
     IterationSample,
     LinkState,
@@ -39,10 +39,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def show(stream: io.StringIO, view: View, samples: list[IterationSample], **kind: Any) -> str:
-    journal = Journal(view=view, _unseen=samples)
-    progress = Progress(stream, kind.get("job", job()), journal, clock=lambda: 0.0)
-    progress.update()
+def show(stream: io.StringIO, view: RunView, samples: list[IterationSample], **kind: Any) -> str:
+    journal = RunJournal(view=view, _unseen=samples)
+    progress = ProgressDisplay(stream, kind.get("job", job()), journal, clock=lambda: 0.0)
+    progress.show_changes()
     progress.close()
     return stream.getvalue()
 
@@ -50,9 +50,9 @@ def show(stream: io.StringIO, view: View, samples: list[IterationSample], **kind
 def test_a_plain_line_has_it_all() -> None:
     links = (LinkState(0, Health.SLOW, delay=0.0301),)
     doubtful = LinkState(0, Health.SLOW, delay=0.0, in_doubt=True)
-    assert links_phrase((doubtful,)) == "in doubt: link 0"
-    assert links_phrase((doubtful, *links)) == "slow link 0 +30 ms"
-    shown = show(io.StringIO(), View(links=links), [sample(11, plan_version=3)])
+    assert describe_links((doubtful,)) == "in doubt: link 0"
+    assert describe_links((doubtful, *links)) == "slow link 0 +30 ms"
+    shown = show(io.StringIO(), RunView(links=links), [sample(11, plan_version=3)])
     assert shown == (
         "iteration 11 of 40 (30%, 42.0 s left)  loss 2.2500  1.500 s/it  slow link 0 +30 ms"
         "  plan v3  bubble 12%\n"
@@ -60,54 +60,58 @@ def test_a_plain_line_has_it_all() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_is_shown_and_told_once(loss: float) -> None:
+def test_a_loss_that_is_no_number_is_shown_and_reported_once(loss: float) -> None:
     samples = [sample(i).model_copy(update={"loss": loss if i > 4 else 1.0}) for i in range(3, 9)]
-    shown = show(io.StringIO(), View(), samples)
+    shown = show(io.StringIO(), RunView(), samples)
     assert shown.count(f"iteration 5: the loss is {loss}; the job goes on\n") == 1
     assert f"  loss {loss}  " in shown
     (sent,) = {sample.model_dump(mode="json")["loss"] for sample in samples[2:]}
     assert sent == {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(loss)]
-    back = IterationSample.model_validate_json(samples[2].body())
+    back = IterationSample.model_validate_json(samples[2].to_json())
     assert back.diverged and str(back.loss) == str(loss) and not samples[0].diverged
 
 
 FORGED = "a\x1b[2J\x1b]0;owned\x07\r\ncompleted: 12 of 12\nplan v9\u202e\u2066\x9b31m\x85b\u2028c"
 
 
-def test_what_ranks_and_reports_say_is_one_line_without_control(caplog: Any) -> None:
-    decision = Decision(at=1.0, iteration=5, kind="adapt", reason="x", line=FORGED, plan_version=1)
+def test_text_of_ranks_and_reports_is_one_line_without_control(caplog: Any) -> None:
+    decision = DecisionRecord(
+        at=1.0, iteration=5, kind="adapt", reason="x", line=FORGED, plan_version=1
+    )
     event = replace(HAPPENED, text=FORGED)
-    for view in (View(message=FORGED), View(events=(event,)), View(decisions=(decision,))):
+    for view in (RunView(message=FORGED), RunView(events=(event,)), RunView(decisions=(decision,))):
         (line,) = show(io.StringIO(), view, []).removesuffix("\n").split("\n")
         assert line == "a [2J ]0;owned completed: 12 of 12 plan v9 31m b c"
     stream = io.StringIO()
-    progress = Progress(stream, job(), Journal())
-    with collected_logs(progress):
+    progress = ProgressDisplay(stream, job(), RunJournal())
+    with collect_logs(progress):
         logging.getLogger("pipemorph.x").warning("says %s", FORGED)
-    progress.note(f"its last lines:\n  {FORGED.splitlines()[0]}\r x\u2029y")
+    progress.print_note(f"its last lines:\n  {FORGED.splitlines()[0]}\r x\u2029y")
     logged, head, last = stream.getvalue().removesuffix("\n").split("\n")
     assert logged.startswith("pipemorph.x: says a [2J") and logged.endswith(" b c")
     assert (head, last) == ("its last lines:", "  a [2J ]0;owned   x y")
 
 
-def test_the_time_left_is_that_of_the_newest_iterations() -> None:
-    """Of their median: a single late one says little of the next ones."""
+def test_the_remaining_time_is_that_of_the_newest_iterations() -> None:
+    """The time comes from their median: a single late one predicts little."""
     taken = [9.0] * 28 + [1.0, 1.0, 20.0, 1.0, 1.0]
     samples = [sample(i).model_copy(update={"seconds": each}) for i, each in enumerate(taken)]
-    assert " (82%, 7.0 s left) " in show(io.StringIO(), View(), samples)
+    assert " (82%, 7.0 s left) " in show(io.StringIO(), RunView(), samples)
 
 
 def test_the_last_iteration_leaves_no_time() -> None:
-    assert show(io.StringIO(), View(), [sample(39)]).startswith("iteration 39 of 40 (100%)  loss")
+    assert show(io.StringIO(), RunView(), [sample(39)]).startswith(
+        "iteration 39 of 40 (100%)  loss"
+    )
 
 
 def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
-    journal, stream, now = Journal(), io.StringIO(), 0.0
-    progress = Progress(stream, job(), journal, clock=lambda: now)
+    journal, stream, now = RunJournal(), io.StringIO(), 0.0
+    progress = ProgressDisplay(stream, job(), journal, clock=lambda: now)
     for index in range(40):
         journal._unseen.append(sample(index))
         now = index * 0.1
-        progress.update()
+        progress.show_changes()
     progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) <= 10
@@ -115,7 +119,7 @@ def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
 
 
 def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
-    decision = Decision(
+    decision = DecisionRecord(
         at=1.0,
         iteration=5,
         kind="adapt",
@@ -123,14 +127,14 @@ def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
         line="plan v1: link 0 is slow",
         plan_version=1,
     )
-    view = View(decisions=(decision,), adaptations=(record(),))
+    view = RunView(decisions=(decision,), adaptations=(record(),))
     stream = Terminal()
-    journal = Journal(_unseen=[sample(4)])
-    progress = Progress(stream, job(), journal)
-    progress.update()
+    journal = RunJournal(_unseen=[sample(4)])
+    progress = ProgressDisplay(stream, job(), journal)
+    progress.show_changes()
     journal.view = view
-    progress.update()
-    progress.update()
+    progress.show_changes()
+    progress.show_changes()
     progress.close()
     shown = stream.getvalue()
     assert shown.count("plan v1: link 0 is slow\n") == 1
@@ -139,23 +143,25 @@ def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
     assert "\r\x1b[2Kplan v1: link" in shown, "the live line is erased before an event"
 
 
-def test_a_fallback_is_told_once_and_stays_on_the_line() -> None:
-    view = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
+def test_a_fallback_is_reported_once_and_stays_on_the_line() -> None:
+    view = RunView(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
     stream = io.StringIO()
-    progress = Progress(stream, job(), Journal(view=view, _unseen=[sample(4)]), clock=lambda: 0.0)
-    progress.update()
-    progress.update()
+    progress = ProgressDisplay(
+        stream, job(), RunJournal(view=view, _unseen=[sample(4)]), clock=lambda: 0.0
+    )
+    progress.show_changes()
+    progress.show_changes()
     progress.close()
     happened, line = stream.getvalue().splitlines()
     assert happened == HAPPENED.text
-    assert "  link 2 fell back to tcp, 1 sick RDMA port  plan v0  bubble" in line
+    assert "  link 2 fell back to tcp, 1 unhealthy RDMA port  plan v0  bubble" in line
 
 
 @pytest.mark.parametrize(
     ("error", "ends"),
     [(errno.EPIPE, True), (errno.ENOSPC, False), (errno.EIO, False), (errno.EDQUOT, False)],
 )
-def test_an_output_that_nobody_reads_ends_the_run_and_a_full_one_is_told_once(
+def test_a_closed_output_ends_the_run_and_a_full_one_is_reported_once(
     error: int, ends: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Full(io.StringIO):
@@ -163,20 +169,22 @@ def test_an_output_that_nobody_reads_ends_the_run_and_a_full_one_is_told_once(
             raise OSError(error, os.strerror(error))
 
     stopped: list[bool] = []
-    progress = Progress(Full(), job(), Journal(), on_closed=lambda: stopped.append(True))
-    progress.note("one")
-    progress.note("two")
+    progress = ProgressDisplay(Full(), job(), RunJournal(), on_closed=lambda: stopped.append(True))
+    progress.print_note("one")
+    progress.print_note("two")
     assert stopped == [True] * ends
     said = f"pipemorph run: standard output cannot be written: {os.strerror(error)}; "
     assert capsys.readouterr().err == ("" if ends else f"{said}the job goes on without it\n")
 
 
-def test_what_fails_beside_the_job_is_told_once_and_ends_nothing() -> None:
+def test_failures_outside_the_job_are_reported_once_and_end_nothing() -> None:
     stream = io.StringIO()
-    progress = Progress(stream, job(), Journal())
+    progress = ProgressDisplay(stream, job(), RunJournal())
     for error in (OSError(24, "Too many open files"), KeyError("x"), OSError(24, "Too many open")):
         for _ in range(3):
-            progress.attempt("nothing is shown", lambda error=error: (_ for _ in ()).throw(error))
+            progress.run_guarded(
+                "nothing is shown", lambda error=error: (_ for _ in ()).throw(error)
+            )
     assert stream.getvalue().splitlines() == [
         "nothing is shown: OSError(24, 'Too many open files')",
         "nothing is shown: KeyError('x')",
@@ -184,10 +192,10 @@ def test_what_fails_beside_the_job_is_told_once_and_ends_nothing() -> None:
     ]
 
 
-def test_nothing_is_said_of_rails_that_are_not_there() -> None:
-    assert rails_phrase(RailsView(), TransportsView()) == ""
+def test_absent_rails_are_not_mentioned() -> None:
+    assert describe_rails(RailsView(), TransportsView()) == ""
     many = tuple(replace(FALLEN, link=i) for i in range(5))
-    assert rails_phrase(RailsView(), TransportsView(fallen=many)) == (
+    assert describe_rails(RailsView(), TransportsView(fallen=many)) == (
         "link 0 fell back to tcp, link 1 fell back to tcp, link 2 fell back to tcp, "
         "2 more fell back"
     )
@@ -196,15 +204,15 @@ def test_nothing_is_said_of_rails_that_are_not_there() -> None:
 def test_the_headline_counts_each_dimension_of_the_mesh_that_has_one() -> None:
     parallelism = job().spec.parallelism.model_copy(update={"tensor": 4})
     spec = job().spec.model_copy(update={"parallelism": parallelism})
-    assert ", tensor 4, " in headline(job().model_copy(update={"spec": spec}))
-    assert not {"shard", "context", "tensor"} & set(headline(job()).split())
+    assert ", tensor 4, " in format_job_headline(job().model_copy(update={"spec": spec}))
+    assert not {"shard", "context", "tensor"} & set(format_job_headline(job()).split())
 
 
 def test_emulation_is_never_silent() -> None:
-    assert "EMULATED" in headline(emulated())
-    assert "256 KB in place of 16 MB" in headline(emulated())
-    assert show(io.StringIO(), View(), [sample(0)], job=emulated()).startswith("EMULATED ")
-    assert "EMULATED" not in headline(job())
+    assert "EMULATED" in format_job_headline(emulated())
+    assert "256 KB in place of 16 MB" in format_job_headline(emulated())
+    assert show(io.StringIO(), RunView(), [sample(0)], job=emulated()).startswith("EMULATED ")
+    assert "EMULATED" not in format_job_headline(job())
 
 
 @pytest.mark.parametrize(
@@ -220,15 +228,15 @@ def test_emulation_is_never_silent() -> None:
     ],
 )
 def test_links_in_words(links: tuple[LinkState, ...], phrase: str) -> None:
-    assert links_phrase(links) == phrase
+    assert describe_links(links) == phrase
 
 
 def test_a_slow_stage_is_shown_with_the_layers_it_should_have() -> None:
     slow = Straggler(stage=1, column=3, seconds=0.015, usual=0.01)
     found = StragglersView(known=True, count=2, slowest=(slow,), paces=(0.01,) * 4)
-    assert stragglers_phrase(StragglersView(known=True), 16) == ""
-    assert stragglers_phrase(found) == "slow stage 1 x1.5 and 1 more"
-    assert stragglers_phrase(found, 16) == "slow stage 1 x1.5 (-17% with 3 layers) and 1 more"
+    assert describe_stragglers(StragglersView(known=True), 16) == ""
+    assert describe_stragglers(found) == "slow stage 1 x1.5 and 1 more"
+    assert describe_stragglers(found, 16) == "slow stage 1 x1.5 (-17% with 3 layers) and 1 more"
 
 
 def test_a_terminal_gets_characters_of_its_encoding() -> None:
@@ -238,8 +246,8 @@ def test_a_terminal_gets_characters_of_its_encoding() -> None:
 
     written = io.BytesIO()
     stream = Ascii(written, encoding="ascii")
-    progress = Progress(stream, job(), Journal(_unseen=[sample(4)]))
-    progress.update()
-    progress.note("stage 1 has 3 \u2192 2 layers")
+    progress = ProgressDisplay(stream, job(), RunJournal(_unseen=[sample(4)]))
+    progress.show_changes()
+    progress.print_note("stage 1 has 3 \u2192 2 layers")
     progress.close()
     assert "stage 1 has 3 ? 2 layers" in written.getvalue().decode("ascii")

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from pipemorph.local.host import _reserved_port
+from pipemorph.local.run import _reserve_port
 
 
-def test_it_is_kept_from_others_at_every_address_and_given_to_the_store() -> None:
-    with _reserved_port() as holder:
+def test_it_is_reserved_at_every_address_and_given_to_the_store() -> None:
+    with _reserve_port() as holder:
         port = holder.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.2", port))

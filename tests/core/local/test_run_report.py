@@ -9,38 +9,42 @@ import pytest
 from run_records import HAPPENED, emulated, job, record, run_record, sample
 from watched_jobs import watched
 
-from pipemorph.api.sections.trainer import Checkpoint
-from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import JobStatus
 from pipemorph.checkpoints import FINISHED
 from pipemorph.control.decide.forecast import Forecast
-from pipemorph.explain import explain_job
-from pipemorph.explain.cluster_job import SlowTime
-from pipemorph.local.host import _final_message
-from pipemorph.local.processes.supervise import End, Ending
-from pipemorph.local.results.history import View
-from pipemorph.local.results.outputs import OutFolder
-from pipemorph.local.results.report import Recovery, RunRecord, write_report
+from pipemorph.local.processes.supervision import AttemptOutcome, AttemptResult
+from pipemorph.local.results.journal import RunView
+from pipemorph.local.results.report import RunRecord, RunRecovery, write_report
+from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.traces import read_splits
-from pipemorph.terminal import render
+from pipemorph.local.run import _format_final_message
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.job_status import JobStatus
+from pipemorph.spec.sections.trainer import Checkpoint
+from pipemorph.terminal import render_parts
+from pipemorph.views.explanation import explain_job
+from pipemorph.views.explanation.explained_job import SlowPeriod
 
 
 def test_the_summary_counts_iterations_of_earlier_runs() -> None:
     run, wanted = RunRecord(job(), 1.0), job().spec.trainer.iterations
-    run.finish(Ending(End.COMPLETED), [], [])
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), [], [])
     assert (
-        run.summary()
+        run.format_summary()
         == f"completed: {wanted} of {wanted} iterations (none reported), 0 adaptations"
     )
-    run.finish(Ending(End.INTERRUPTED), [sample(4), sample(5)], [])
-    assert run.summary().startswith(f"interrupted: 6 of {wanted} iterations (resumed at 4), median")
-    run.finish(Ending(End.INTERRUPTED), [sample(0), sample(1)], [])
-    assert run.summary().startswith(f"interrupted: 2 of {wanted} iterations, median")
-    run.began = 0
-    run.finish(Ending(End.INTERRUPTED), [sample(3), sample(5)], [])
-    assert f"6 of {wanted} iterations (4 not reported), median" in run.summary()
-    run.began = 3
-    assert f"6 of {wanted} iterations (resumed at 3, 1 not reported), median" in run.summary()
+    run.record_results(AttemptResult(AttemptOutcome.INTERRUPTED), [sample(4), sample(5)], [])
+    assert run.format_summary().startswith(
+        f"interrupted: 6 of {wanted} iterations (resumed at 4), median"
+    )
+    run.record_results(AttemptResult(AttemptOutcome.INTERRUPTED), [sample(0), sample(1)], [])
+    assert run.format_summary().startswith(f"interrupted: 2 of {wanted} iterations, median")
+    run.first_iteration = 0
+    run.record_results(AttemptResult(AttemptOutcome.INTERRUPTED), [sample(3), sample(5)], [])
+    assert f"6 of {wanted} iterations (4 not reported), median" in run.format_summary()
+    run.first_iteration = 3
+    assert (
+        f"6 of {wanted} iterations (resumed at 3, 1 not reported), median" in run.format_summary()
+    )
 
 
 def test_values_of_variables_are_not_in_the_report(tmp_path: Path) -> None:
@@ -53,9 +57,9 @@ def test_values_of_variables_are_not_in_the_report(tmp_path: Path) -> None:
     found = job().model_dump(by_alias=True, exclude_none=True)
     found["spec"]["template"] = {"spec": pods("hf_secret")}
     run = RunRecord(PipeMorphJob.model_validate(found), 1.0)
-    run.begin_attempt(1.0).end(Ending(End.COMPLETED), 2.0)
-    run.finish(Ending(End.COMPLETED), [], [])
-    with OutFolder.claim(tmp_path / "out", force=False) as folder:
+    run.begin_attempt(1.0).record_result(AttemptResult(AttemptOutcome.COMPLETED), 2.0)
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), [], [])
+    with ResultFolder.claim_folder(tmp_path / "out", force=False) as folder:
         write_report(folder, run)
     text = folder.report.read_text()
     assert "hf_secret" not in text
@@ -65,22 +69,26 @@ def test_values_of_variables_are_not_in_the_report(tmp_path: Path) -> None:
     explain_job(report)
 
 
-def test_the_summary_says_what_adapting_has_saved() -> None:
+def test_the_summary_gives_the_time_that_adapting_saved() -> None:
     run = RunRecord(job(), 1.0)
-    run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=12.34, change_seconds=1.0)])
-    assert run.summary().endswith("1 adaptation that saved 11.3 s (± 12.3 s)")
-    run.finish(Ending(End.COMPLETED), [sample(0)], [record(saved=-2.0)])
-    assert run.summary().endswith("1 adaptation that cost 2.0 s (± 2.0 s)")
-    run.finish(Ending(End.COMPLETED), [sample(0)], [record()])
-    assert run.summary().endswith("1 adaptation")
+    run.record_results(
+        AttemptResult(AttemptOutcome.COMPLETED),
+        [sample(0)],
+        [record(saved=12.34, change_seconds=1.0)],
+    )
+    assert run.format_summary().endswith("1 adaptation that saved 11.3 s (± 12.3 s)")
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), [sample(0)], [record(saved=-2.0)])
+    assert run.format_summary().endswith("1 adaptation that cost 2.0 s (± 2.0 s)")
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), [sample(0)], [record()])
+    assert run.format_summary().endswith("1 adaptation")
 
 
 def test_slow_links_and_events_are_in_the_report(tmp_path: Path) -> None:
-    folder = OutFolder.claim(tmp_path / "out", force=False)
+    folder = ResultFolder.claim_folder(tmp_path / "out", force=False)
     run = RunRecord(job(), 1.0)
-    last = View(events=(HAPPENED,))
-    late = SlowTime(link=1, begin=5, end=None, delay=0.06, column=2)
-    run.finish(Ending(End.COMPLETED), [], [], last, slow=[late])
+    last = RunView(events=(HAPPENED,))
+    late = SlowPeriod(link=1, begin=5, end=None, delay=0.06, column=2)
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), [], [], last, slow=[late])
     write_report(folder, run)
     report = json.loads(folder.report.read_text())
     slow = {"link": 1, "begin": 5, "end": None, "delay": 0.06, "column": 2}
@@ -88,29 +96,29 @@ def test_slow_links_and_events_are_in_the_report(tmp_path: Path) -> None:
     assert report["events"] == [{"at": 1.0, "iteration": 5, "text": HAPPENED.text}]
 
 
-def test_the_plan_in_effect_is_predicted_beside_what_was_measured() -> None:
+def test_the_plan_in_effect_is_predicted_next_to_measurements() -> None:
     known, _ = watched(4, 8, "adapted")
-    version = known.outlook.running.version
+    version = known.outlook.running_plan.version
     assert version == 1
     ran = [
         sample(i).model_copy(update={"plan_version": i // 4, "seconds": 9.0 - i}) for i in range(8)
     ]
     run = RunRecord(known.job, 1.0, outlook=known.outlook)
-    run.finish(Ending(End.COMPLETED), ran, [])
-    situation, plan = known.outlook.situation, known.outlook.running
-    own = Forecast(known.outlook.rules, situation).of(plan).seconds
-    assert run.content([], [])["predicted"] == {
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), ran, [])
+    situation, plan = known.outlook.situation, known.outlook.running_plan
+    own = Forecast(known.outlook.planning_spec, situation).predict_option(plan).seconds
+    assert run.build_report([], [])["predicted"] == {
         "plan_version": 1, "seconds": own, "measured": 3.5,
     }  # fmt: skip
-    # None of the plan's own was measured yet, and where op times are unknown there is nothing.
-    run.finish(Ending(End.COMPLETED), ran[:4], [])
-    assert run.content([], [])["predicted"]["measured"] is None
+    # The plan's own time is not measured yet; without op times there is no prediction.
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), ran[:4], [])
+    assert run.build_report([], [])["predicted"]["measured"] is None
     run.outlook = None
-    assert run.content([], [])["predicted"] is None
+    assert run.build_report([], [])["predicted"] is None
 
 
 def test_how_each_rank_splits_its_backward_is_in_the_report(tmp_path: Path) -> None:
-    folder = OutFolder.claim(tmp_path / "out", force=False)
+    folder = ResultFolder.claim_folder(tmp_path / "out", force=False)
     assert read_splits(folder.trace) == []
     for rank in (10, 2):
         content = {"rank": rank, "split": "deferred", "not_deferred": []}
@@ -124,26 +132,33 @@ def test_how_each_rank_splits_its_backward_is_in_the_report(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("end", "state", "reason"),
     [
-        (End.COMPLETED, "Complete", "AllRanksFinished"),
-        (End.FAILED, "Failed", "RankFailed"),
-        (End.DEADLINE, "Failed", "DeadlineExceeded"),
-        (End.INTERRUPTED, "Suspended", "Interrupted"),
+        (AttemptOutcome.COMPLETED, "Complete", "AllRanksFinished"),
+        (AttemptOutcome.FAILED, "Failed", "RankFailed"),
+        (AttemptOutcome.DEADLINE, "Failed", "DeadlineExceeded"),
+        (AttemptOutcome.INTERRUPTED, "Suspended", "Interrupted"),
     ],
 )
-def test_a_report_is_the_job_with_its_status(end: End, state: str, reason: str) -> None:
+def test_a_report_is_the_job_with_its_status(end: AttemptOutcome, state: str, reason: str) -> None:
     run = run_record(job())
     first, last = (
-        Ending(End.FAILED, "rank 1 exited with 1", at=2.5),
-        Ending(end, "so \x1b[2J it ended"),
+        AttemptResult(AttemptOutcome.FAILED, "rank 1 exited with 1", at=2.5),
+        AttemptResult(end, "so \x1b[2J it ended"),
     )
-    run.attempts[0].end(first, 2.5)
-    run.begin_attempt(3.0).end(last, 61.0)
+    run.attempts[0].record_result(first, 2.5)
+    run.begin_attempt(3.0).record_result(last, 61.0)
     run.recoveries = [
-        Recovery(first, attempt=0, generation=generation, rung="generation", done=4, seconds=1.5)
+        RunRecovery(
+            first,
+            attempt=0,
+            generation=generation,
+            recovery_step="generation",
+            iterations_done=4,
+            seconds=1.5,
+        )
         for generation in (1, 0)
     ]
-    run.finish(last, [sample(i) for i in range(8)], [record()])
-    content = json.loads(json.dumps(run.content([], [])))
+    run.record_results(last, [sample(i) for i in range(8)], [record()])
+    content = json.loads(json.dumps(run.build_report([], [])))
     assert PipeMorphJob.model_validate({k: content[k] for k in ("kind", "metadata", "spec")} | {
         "apiVersion": content["apiVersion"]
     }) == job()  # fmt: skip
@@ -155,20 +170,22 @@ def test_a_report_is_the_job_with_its_status(end: End, state: str, reason: str) 
     )  # fmt: skip
     assert (status.restarts, status.attempts[0].message) == (1, "rank 1 exited with 1")
     assert status.recoveries is not None and status.recoveries.count == 1
-    shown = render(explain_job(content).page())
+    shown = render_parts(explain_job(content).to_table())
     assert f"is {state}" in shown and "8 of 40 iterations in 1 min" in shown
     assert "rank 1 exited with 1" in shown and "\x1b" not in shown
 
 
-@pytest.mark.parametrize(("status", "told"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("status", "resumable"), [(1, True), (2, False)])
 def test_input_that_was_unusable_is_not_to_be_run_again(
-    status: int, told: bool, tmp_path: Path
+    status: int, resumable: bool, tmp_path: Path
 ) -> None:
-    """As a checkpoint that does not fit."""
+    """Input such as a checkpoint that does not fit."""
     saved = tmp_path / "iteration-00000004"
     saved.mkdir()
     (saved / FINISHED).touch()
-    run, folder = RunRecord(job(), 1.0), OutFolder(tmp_path / "out")
+    run, folder = RunRecord(job(), 1.0), ResultFolder(tmp_path / "out")
     run.job.spec.checkpoint = Checkpoint(directory=str(tmp_path), every=1)
-    text = _final_message(Ending(End.FAILED, "why", status=status), run, folder, "job.yaml", False)
-    assert ("to resume from the newest checkpoint" in text) is told
+    text = _format_final_message(
+        AttemptResult(AttemptOutcome.FAILED, "why", status=status), run, folder, "job.yaml", False
+    )
+    assert ("to resume from the newest checkpoint" in text) is resumable

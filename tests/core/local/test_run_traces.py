@@ -1,4 +1,4 @@
-"""What ranks leave: traces of their ops, and what they did."""
+"""Traces that ranks write of their ops and actions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_only_iterations_of_all_ranks_count(tmp_path: Path) -> None:
     write_trace(tmp_path, 4)
     with (tmp_path / "ops-rank1.jsonl").open("a") as file:
         file.write('{"rank": 1, "stage": 1, "replica": 0, "iteration": 4, "plan_version": 0, "ori')
-    index = TraceIndex.of(tmp_path)
-    assert index.iterations() == [0, 1, 2, 3]
-    stages = index.read([2])[2]
+    index = TraceIndex.from_folder(tmp_path)
+    assert index.list_iterations() == [0, 1, 2, 3]
+    stages = index.read_iterations([2])[2]
     assert [stage.stage for stage in stages] == [0, 1]
     assert stages[0].ops[1] == TimedOp(OpKind.F, 1, 1002.1, 1002.15)
 
@@ -29,7 +29,7 @@ def test_the_last_attempt_of_an_iteration_counts(tmp_path: Path) -> None:
         line = json.loads(path.read_text().splitlines()[1]) | {"origin": 5000.0}
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-    assert TraceIndex.of(tmp_path).read([1])[1][0].ops[0].start == 5000.0
+    assert TraceIndex.from_folder(tmp_path).read_iterations([1])[1][0].ops[0].start == 5000.0
 
 
 def test_faults_of_all_ranks_are_merged(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from served import Served, certificate, job, manifest
 
 from pipemorph.cli import main
 from pipemorph.local import serve
-from pipemorph.local.results.history import Journal, View
-from pipemorph.local.serve import RollCall, parse_listen
+from pipemorph.local.results.journal import RunJournal, RunView
+from pipemorph.local.serve import JoinTracker, parse_listen
 
 
 @pytest.fixture
@@ -78,9 +78,7 @@ def test_an_address_has_a_host_and_a_port(
     assert "expected HOST:PORT" in refusal(tmp_path, capsys, "--listen", text)
 
 
-def test_what_is_refused_leaves_no_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_job_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         out = tmp_path / "out"
@@ -95,7 +93,7 @@ def test_an_error_of_the_host_is_one_line_and_in_the_report(
     def fails(*_: object) -> list[str]:
         raise KeyError("bookkeeping")
 
-    monkeypatch.setattr(RollCall, "news", fails)
+    monkeypatch.setattr(JoinTracker, "take_announcements", fails)
     file, out = tmp_path / "job.json", tmp_path / "out"
     file.write_text(json.dumps(manifest()))
     secrets, stream = (tmp_path / "token", tmp_path / "secret"), io.StringIO()
@@ -137,64 +135,64 @@ class Service:
     """The part of a ControlService that a roll call uses."""
 
     def __init__(self) -> None:
-        self.heard_at: float | None = None
+        self.reported_at: float | None = None
         self.attempts: list[int] = []
 
-    def begin_attempt_here(self, attempt: int) -> None:
+    def begin_attempt_in_loop(self, attempt: int) -> None:
         self.attempts.append(attempt)
 
 
-def asked(roll: RollCall, rank: int, *, world: int = 4, attempt: int = 0) -> tuple[int, Any]:
+def join(roll: JoinTracker, rank: int, *, world: int = 4, attempt: int = 0) -> tuple[int, Any]:
     query = {"rank": str(rank), "world_size": str(world), "attempt": str(attempt)}
-    reply = roll.join(query, "127.0.0.1")
+    reply = roll.handle_join(query, "127.0.0.1")
     return reply.status, json.loads(reply.body)
 
 
 def test_ranks_are_given_their_job_and_missing_ones_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    roll = RollCall(job(stages=4), Journal(), Service())  # type: ignore[arg-type]
-    status, answer = asked(roll, 2)
+    roll = JoinTracker(job(stages=4), RunJournal(), Service())  # type: ignore[arg-type]
+    status, answer = join(roll, 2)
     assert (status, answer["metadata"]["name"]) == (200, "served")
-    assert roll.news() == []
+    assert roll.take_announcements() == []
     monkeypatch.setattr(serve, "JOIN_SECONDS", 0.0)
-    asked(roll, 0)
-    (line,) = roll.news()
-    assert line.startswith("2 of 4 ranks have come in 0 s; missing: 1, 3. Each needs")
-    assert roll.news() == [], "it is told once"
+    join(roll, 0)
+    (line,) = roll.take_announcements()
+    assert line.startswith("2 of 4 ranks have joined in 0 s; missing: 1, 3. Each needs")
+    assert roll.take_announcements() == [], "it is announced once"
 
 
 def test_all_ranks_have_come() -> None:
-    roll = RollCall(job(stages=2), Journal(), Service())  # type: ignore[arg-type]
+    roll = JoinTracker(job(stages=2), RunJournal(), Service())  # type: ignore[arg-type]
     for rank in (1, 0):
-        assert roll.news() == []
-        asked(roll, rank, world=2)
-    assert roll.news() == ["all 2 ranks have come"]
+        assert roll.take_announcements() == []
+        join(roll, rank, world=2)
+    assert roll.take_announcements() == ["all 2 ranks have joined"]
 
 
 def test_ranks_of_other_sizes_and_attempts_are_refused_and_named_once() -> None:
     service = Service()
-    journal = Journal(View(state="failed"))
-    roll = RollCall(job(stages=4), journal, service)  # type: ignore[arg-type]
+    journal = RunJournal(RunView(state="failed"))
+    roll = JoinTracker(job(stages=4), journal, service)  # type: ignore[arg-type]
     for _ in range(2):
-        status, answer = asked(roll, 1, world=2)
+        status, answer = join(roll, 1, world=2)
         assert status == 409
         assert answer["error"] == "this rank is of 2 ranks (WORLD_SIZE); job served has 4"
-    (line,) = roll.news()
+    (line,) = roll.take_announcements()
     assert line.startswith("rank 1 from 127.0.0.1 is refused: it is of 2 ranks")
-    assert asked(roll, 0, attempt=2)[0] == 200
+    assert join(roll, 0, attempt=2)[0] == 200
     assert service.attempts == [2]
     assert journal.view.state == "starting", "what earlier ranks said counts no more"
-    status, answer = asked(roll, 1, attempt=1)
+    status, answer = join(roll, 1, attempt=1)
     assert status == 409
     assert "Set PIPEMORPH_ATTEMPT to 3" in answer["error"]
-    assert roll.join({"rank": "x"}, "").status == 400
+    assert roll.handle_join({"rank": "x"}, "").status == 400
 
 
 # --- how it ends ------------------------------------------------------------------------------
 
 
-def test_files_are_made_for_their_owner_and_kept(served: Any, tmp_path: Path) -> None:
+def test_files_are_made_for_their_owner_and_stay(served: Any, tmp_path: Path) -> None:
     host = served("--out", str(tmp_path / "out"))
     environment = host.environment()
     for name in ("TOKEN", "SECRET"):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.local.processes.rank_log import FileLog
+from pipemorph.local.processes.rank_log import RankFileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
-from pipemorph.local.processes.supervise import Ending, Events, RankExited, Supervision
+from pipemorph.local.processes.supervision import AttemptResult, Events, RankExited, Supervision
+from pipemorph.spec.mesh import MeshShape
 
 RANK = """
 import faulthandler, os, signal, socket, sys, threading, time
@@ -42,20 +42,20 @@ def test_a_stopped_rank_prints_its_stacks(tmp_path: Path) -> None:
     logs = [tmp_path / str(rank) for rank in range(2)]
     with RankSet(reaper, lambda rank, status: events.put(RankExited(rank, status))) as ranks:
         for rank, log in enumerate(logs):
-            position = MeshShape(stages=2).coordinate(rank)
+            position = MeshShape(stages=2).find_coordinate(rank)
             command = [sys.executable, "-c", RANK]
-            ranks.start(position, command, os.environ, FileLog(log))
+            ranks.start_rank(position, command, os.environ, RankFileLog(log))
         end = time.monotonic() + 30
         while not all("ready" in log.read_text() for log in logs):
             assert time.monotonic() < end, "the ranks have not started"
             time.sleep(0.01)
-        ranks.ranks[1].signal(signal.SIGSTOP)
-        while not ranks.ranks[1].stopped:
+        ranks.ranks[1].send_signal(signal.SIGSTOP)
+        while not ranks.ranks[1].is_stopped:
             assert time.monotonic() < end, "it is not stopped"
             time.sleep(0.01)
-        found: Ending = Supervision(
-            ranks, events, grace=10.0, straggle=60.0, recovers=True,
-            hung=lambda: "no iteration was finished",
+        found: AttemptResult = Supervision(
+            ranks, events, grace_seconds=10.0, straggler_seconds=60.0, restarts_ranks=True,
+            find_hang=lambda: "no iteration was finished",
         ).run()  # fmt: skip
     reaper.close()
     assert found.hang and found.position == ranks.ranks[1].position

@@ -9,18 +9,23 @@ from pathlib import Path
 import pytest
 from run_records import MICROBATCHES, STAGES, emulated, job, record, run_record, write_trace
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.local.results import timeline as timeline_module
-from pipemorph.local.results.outputs import OutFolder
 from pipemorph.local.results.report import write_report
-from pipemorph.local.results.timeline import choose_panels, messages, timelines, write_timeline
+from pipemorph.local.results.result_folder import ResultFolder
+from pipemorph.local.results.timeline import (
+    build_timelines,
+    choose_panels,
+    reconstruct_messages,
+    write_timeline,
+)
 from pipemorph.local.results.traces import StageTrace, TraceIndex
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
+from pipemorph.spec.sections.faults import Fault
 
 
 def test_timeline_and_report_of_a_run(tmp_path: Path) -> None:
-    folder = OutFolder.claim(tmp_path / "out", force=False)
+    folder = ResultFolder.claim_folder(tmp_path / "out", force=False)
     write_trace(folder.trace, 8)
     run = run_record(emulated())
     said: list[str] = []
@@ -43,7 +48,7 @@ def test_timeline_and_report_of_a_run(tmp_path: Path) -> None:
 
 
 def test_replicas_are_processes_of_the_trace(tmp_path: Path) -> None:
-    folder = OutFolder.claim(tmp_path / "out", force=False)
+    folder = ResultFolder.claim_folder(tmp_path / "out", force=False)
     write_trace(folder.trace, 2, ranks=2 * STAGES)
     run = run_record(job(parallelism={"stages": STAGES, "replicas": 2}), 2)
     write_timeline(folder, run, lambda _: None)
@@ -52,24 +57,24 @@ def test_replicas_are_processes_of_the_trace(tmp_path: Path) -> None:
     assert names == {0: "j, replica 0", 1: "j, replica 1"}
 
 
-def test_a_long_run_keeps_what_is_worth_a_look(
+def test_a_long_run_keeps_its_most_useful_iterations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     per_iteration = STAGES * MICROBATCHES * 2
     monkeypatch.setattr(timeline_module, "MOST_EVENTS", 30 * per_iteration)
-    folder = OutFolder.claim(tmp_path / "out", force=False)
+    folder = ResultFolder.claim_folder(tmp_path / "out", force=False)
     write_trace(folder.trace, 500)
     run = run_record(job(), 500)
     run.adaptations = [record(detectable_at=200, applied_at_iteration=202)]
     write_timeline(folder, run, lambda _: None)
-    kept = json.loads(folder.timeline.read_text())["otherData"]
-    assert kept["iterations_recorded"] == 500
-    assert len(kept["iterations"]) == 30
-    assert {0, 1, 2, 199, 200, 201, 202, 203, 499} <= set(kept["iterations"])
+    recorded = json.loads(folder.timeline.read_text())["otherData"]
+    assert recorded["iterations_recorded"] == 500
+    assert len(recorded["iterations"]) == 30
+    assert {0, 1, 2, 199, 200, 201, 202, 203, 499} <= set(recorded["iterations"])
 
 
-def test_no_trace_is_said_and_not_drawn(tmp_path: Path) -> None:
-    folder = OutFolder.claim(tmp_path / "out", force=False)
+def test_a_missing_trace_is_reported_and_not_drawn(tmp_path: Path) -> None:
+    folder = ResultFolder.claim_folder(tmp_path / "out", force=False)
     said: list[str] = []
     write_timeline(folder, run_record(job(), 0), said.append)
     assert json.loads(folder.timeline.read_text())["traceEvents"] == []
@@ -102,14 +107,14 @@ def test_panels_show_the_column_with_the_slowest_link(tmp_path: Path) -> None:
     (tmp_path / "ops-rank2.jsonl").write_text("".join(lines))
     run = run_record(job(parallelism={"stages": STAGES, "replicas": 2}), 8)
     drawn = [replace(panel, delays={}) for panel in panels]
-    made = timelines(TraceIndex.of(tmp_path), drawn, run)
+    made = build_timelines(TraceIndex.from_folder(tmp_path), drawn, run)
     assert made[0].title.startswith("iteration 3, replica 1, undisturbed")
     assert [len(each.stages) for each in made] == [STAGES] * 3
     assert [op.microbatch for op in made[0].stages[0]][:2] == [0, 0], "of the other column"
 
 
 def test_a_panel_names_the_plan_that_ran(tmp_path: Path) -> None:
-    """Not the one of the change: that may have been taken back by then."""
+    """The plan of the change may have been undone by then."""
     write_trace(tmp_path, 8)
     for path in tmp_path.glob("ops-rank*.jsonl"):
         lines = map(json.loads, path.read_text().splitlines())
@@ -117,7 +122,7 @@ def test_a_panel_names_the_plan_that_ran(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in ran))
     panels = choose_panels(list(range(8)), [record()], [])
     drawn = [replace(panel, delays={}) for panel in panels]
-    made = timelines(TraceIndex.of(tmp_path), drawn, run_record(job(), 8))
+    made = build_timelines(TraceIndex.from_folder(tmp_path), drawn, run_record(job(), 8))
     assert [", ".join(each.title.split(", ")[:3]) for each in made] == [
         "iteration 3, undisturbed, plan v1",
         "iteration 5, disturbed, plan v1",
@@ -142,5 +147,5 @@ def test_a_message_arrives_when_the_wait_for_it_ended() -> None:
         ops=(TimedOp(OpKind.F, 0, 7, 8), TimedOp(OpKind.F, 1, 8, 9)),
         waits=(TimedOp(OpKind.F, 0, 0, 7),),
     )  # fmt: skip
-    found = messages([sender, receiver], {0: 5.0})
+    found = reconstruct_messages([sender, receiver], {0: 5.0})
     assert [(m.microbatch, m.sent, m.arrived) for m in found] == [(0, 1, 7), (1, 2, 7.0)]

@@ -1,4 +1,4 @@
-"""Who may see the live page of a run, what it costs, and what it is made of."""
+"""Access to the live page of a run, its cost, and its parts."""
 
 from __future__ import annotations
 
@@ -19,32 +19,41 @@ from local_support import DEADLINE, LocalRun
 from watched_jobs import watched
 
 from pipemorph.cli import main
-from pipemorph.control.record.history import Decision
+from pipemorph.control.history.job_history import DecisionRecord
 from pipemorph.errors import InputError
-from pipemorph.local import watch
-from pipemorph.local.results.history import Journal, View
+from pipemorph.local import live_page
+from pipemorph.local.live_page import (
+    LIMITS,
+    FolderTraceSource,
+    LivePageServer,
+    LivePageSource,
+    RunState,
+    open_page_listener,
+)
+from pipemorph.local.results.journal import RunJournal, RunView
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import LIMITS, FolderTraces, Observer, Told, WatchServer, listen
-from pipemorph.watch import documents
-from pipemorph.watch.build import watch_view
-from pipemorph.watch.document import WatchView
+from pipemorph.views.live_page import document_cache
+from pipemorph.views.live_page.page_builder import build_page_document
+from pipemorph.views.live_page.page_document import PageDocument
 
 Answer = tuple[int, bytes, http.client.HTTPMessage]
 
 
 class Sight:
-    """Stands for a run: the same job, whatever is asked for."""
+    """Fake of a run: the same job for every request."""
 
     def __init__(self) -> None:
         self.known, self.traces = watched(4, 12)
-        self.asked: list[tuple[int | None, int | None]] = []
+        self.requests: list[tuple[int | None, int | None]] = []
 
-    def document(self, *asked: Any) -> WatchView:
-        return self.make(*asked)
+    def document(self, *key: Any) -> PageDocument:
+        return self.make(*key)
 
-    def make(self, column: int | None, iteration: int | None, number: int, live: bool) -> WatchView:
-        self.asked.append((column, iteration))
-        return watch_view(self.known, self.traces, column=0, number=number, live=live)
+    def make(
+        self, column: int | None, iteration: int | None, number: int, live: bool
+    ) -> PageDocument:
+        self.requests.append((column, iteration))
+        return build_page_document(self.known, self.traces, column=0, number=number, live=live)
 
 
 @pytest.fixture
@@ -53,15 +62,15 @@ def sight() -> Sight:
 
 
 @pytest.fixture
-def server(sight: Sight) -> Iterator[WatchServer]:
+def server(sight: Sight) -> Iterator[LivePageServer]:
     with (
-        listen(0) as listener,
-        WatchServer(sight.document, listener) as made,
+        open_page_listener(0) as listener,
+        LivePageServer(sight.document, listener) as made,
     ):
         yield made
 
 
-def ask(server: WatchServer, path: str, method: str = "GET", **headers: str) -> Answer:
+def ask(server: LivePageServer, path: str, method: str = "GET", **headers: str) -> Answer:
     address = server.url.split("/")[2]
     connection = http.client.HTTPConnection(address, timeout=DEADLINE)
     try:
@@ -72,18 +81,18 @@ def ask(server: WatchServer, path: str, method: str = "GET", **headers: str) -> 
         connection.close()
 
 
-def own(server: WatchServer, rest: str = "") -> str:
+def own(server: LivePageServer, rest: str = "") -> str:
     return "/" + server.url.split("/", 3)[3] + rest
 
 
-def test_the_page_and_its_documents(server: WatchServer) -> None:
+def test_the_page_and_its_documents(server: LivePageServer) -> None:
     status, page, headers = ask(server, own(server))
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert b"job-of-4" in page
     assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     status, body, _ = ask(server, own(server, "view"))
-    view = WatchView.model_validate_json(body)
+    view = PageDocument.model_validate_json(body)
     assert status == 200 and view.live
     assert ask(server, own(server, f"view?after={view.number}"))[:2] == (200, b"null")
 
@@ -105,20 +114,20 @@ def test_the_page_and_its_documents(server: WatchServer) -> None:
         ("/v1/job", "GET"),
     ],
 )
-def test_anything_else_is_refused_and_told_nothing(
-    server: WatchServer, sight: Sight, path: str, method: str
+def test_anything_else_is_refused_without_details(
+    server: LivePageServer, sight: Sight, path: str, method: str
 ) -> None:
     token = own(server).strip("/")
     status, body, headers = ask(server, path.format(token=token), method, Authorization="Bearer x")
     assert (status, body) == (401, b"")
-    assert sight.asked == [] and "WWW-Authenticate" not in headers
+    assert sight.requests == [] and "WWW-Authenticate" not in headers
 
 
-def test_strangers_do_not_keep_a_viewer_out(server: WatchServer) -> None:
+def test_strangers_do_not_keep_a_viewer_out(server: LivePageServer) -> None:
     """Connections that send nothing, and ones that are refused, and sent again and again."""
-    kept = http.client.HTTPConnection(server.url.split("/")[2], timeout=DEADLINE)
-    kept.request("GET", own(server))
-    assert kept.getresponse().read()
+    connection = http.client.HTTPConnection(server.url.split("/")[2], timeout=DEADLINE)
+    connection.request("GET", own(server))
+    assert connection.getresponse().read()
     address = ("127.0.0.1", int(server.url.split(":")[2].split("/")[0]))
     with contextlib.ExitStack() as stack:
         for number in range(400):
@@ -131,13 +140,13 @@ def test_strangers_do_not_keep_a_viewer_out(server: WatchServer) -> None:
         assert ask(server, own(server))[0] == 200
         assert time.monotonic() - began < DEADLINE / 2
         assert len(acceptor._open) <= LIMITS.unauthenticated + 2
-        kept.request("GET", own(server, "view"))  # Not displaced by any of them.
-        assert kept.getresponse().status == 200
-    kept.close()
+        connection.request("GET", own(server, "view"))  # The connection was not displaced.
+        assert connection.getresponse().status == 200
+    connection.close()
 
 
-def test_what_is_no_http_is_told_to_its_sender_only(
-    server: WatchServer, sight: Sight, caplog: pytest.LogCaptureFixture
+def test_input_that_is_no_http_is_reported_to_its_sender_only(
+    server: LivePageServer, sight: Sight, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = server.url.split("/")[2].split(":")
     for sent, status in ((b"GET /\xff HTTP/1.1\r\n\r\n", b"400"), (b"x\r\n\r\n", b"400"),
@@ -145,12 +154,12 @@ def test_what_is_no_http_is_told_to_its_sender_only(
         with socket.create_connection((address[0], int(address[1])), DEADLINE) as connection:
             connection.sendall(sent)
             assert connection.recv(4096).split()[1] == status, sent
-    assert sight.asked == [] and caplog.records == []
+    assert sight.requests == [] and caplog.records == []
 
 
 @pytest.mark.parametrize("error", [KeyError("ops"), TimeoutError()])
-def test_a_document_that_cannot_be_made_is_said_once(
-    server: WatchServer,
+def test_a_document_that_cannot_be_made_is_reported_once(
+    server: LivePageServer,
     sight: Sight,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -158,7 +167,7 @@ def test_a_document_that_cannot_be_made_is_said_once(
 ) -> None:
     made = sight.make
 
-    def fail(*args: Any, **more: Any) -> WatchView:
+    def fail(*args: Any, **more: Any) -> PageDocument:
         raise error
 
     monkeypatch.setattr(sight, "make", fail)
@@ -166,32 +175,32 @@ def test_a_document_that_cannot_be_made_is_said_once(
         status, body, headers = ask(server, own(server, "view"))
         assert (status, body, headers["X-Frame-Options"]) == (503, b"", "DENY")
     late = isinstance(error, TimeoutError)
-    told = "the control loop does not answer" if late else "KeyError('ops')"
-    assert caplog.messages == [f"the page of the job cannot be made now: {told}"]
+    reason = "the control loop does not answer" if late else "KeyError('ops')"
+    assert caplog.messages == [f"the page of the job cannot be made now: {reason}"]
     monkeypatch.setattr(sight, "make", made)
     assert ask(server, own(server, "view"))[0] == 200
 
 
 def test_each_run_has_another_token(sight: Sight) -> None:
-    with listen(0) as one, listen(0) as other:
-        urls = {WatchServer(sight.document, each).url for each in (one, other)}
+    with open_page_listener(0) as one, open_page_listener(0) as other:
+        urls = {LivePageServer(sight.document, each).url for each in (one, other)}
     tokens = {url.split("/")[3] for url in urls}
     assert len(tokens) == 2 and all(len(token) >= 32 for token in tokens)
 
 
 def test_only_this_machine_reaches_it() -> None:
-    with listen(0) as found:
+    with open_page_listener(0) as found:
         assert found.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_port_in_use_is_said_before_anything_starts(
+def test_a_port_in_use_is_reported_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = LocalRun(tmp_path, {})
-    with listen(0) as taken:
+    with open_page_listener(0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"--watch {port}: port {port}.*cannot be used"):
-            listen(port)
+            open_page_listener(port)
         os.chdir(tmp_path)
         assert main(["run", "job.yaml", "--out", "out", "--watch", str(port)]) == 2
     assert "cannot be used" in capsys.readouterr().err and not run.out.exists()
@@ -203,21 +212,21 @@ def test_a_job_after_watch_is_not_its_port(capsys: pytest.CaptureFixture[str]) -
     assert "put the job before --watch" in capsys.readouterr().err
 
 
-def test_all_who_look_share_a_document(server: WatchServer, sight: Sight) -> None:
+def test_all_viewers_share_a_document(server: LivePageServer, sight: Sight) -> None:
     numbers = {json.loads(ask(server, own(server, "view"))[1])["number"] for _ in range(20)}
-    assert len(sight.asked) == len(numbers) <= 2  # A second may begin meanwhile.
+    assert len(sight.requests) == len(numbers) <= 2  # A second may begin meanwhile.
 
 
 def test_documents_have_a_budget(
-    server: WatchServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
+    server: LivePageServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these takes two seconds of a core; the next one has to wait for 20 times as long."""
+    """Documents take two seconds of a core each; the next one has to wait for 20 times as long."""
     now = {"wall": time.monotonic(), "cpu": 0.0}
-    monkeypatch.setattr(documents.time, "monotonic", lambda: now["wall"])
-    monkeypatch.setattr(documents.time, "thread_time", lambda: now["cpu"])
+    monkeypatch.setattr(document_cache.time, "monotonic", lambda: now["wall"])
+    monkeypatch.setattr(document_cache.time, "thread_time", lambda: now["cpu"])
     made = sight.make
 
-    def costly(*args: Any, **more: Any) -> WatchView:
+    def costly(*args: Any, **more: Any) -> PageDocument:
         now["cpu"] += 2.0
         return made(*args, **more)
 
@@ -225,20 +234,20 @@ def test_documents_have_a_budget(
     for second in range(600):
         now["wall"] += 1.0
         assert server.documents.get((None, None)) is not None
-        server.documents.get((None, second))  # Of those that are not there, too.
-    # What may be taken at once, and five per cent of ten minutes.
-    assert 15 <= len(sight.asked) <= (3 + 0.05 * 600) / 2 + 2
+        server.documents.get((None, second))  # Absent iterations count, too.
+    # The burst, and five per cent of ten minutes.
+    assert 15 <= len(sight.requests) <= (3 + 0.05 * 600) / 2 + 2
 
 
 @pytest.fixture
 def costly(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What the clocks say. A document takes ``each`` seconds of a core."""
+    """Simulate the clocks. A document takes ``each`` seconds of a core."""
     now = {"wall": time.monotonic(), "cpu": 0.0, "each": 0.4}
-    monkeypatch.setattr(documents.time, "monotonic", lambda: now["wall"])
-    monkeypatch.setattr(documents.time, "thread_time", lambda: now["cpu"])
+    monkeypatch.setattr(document_cache.time, "monotonic", lambda: now["wall"])
+    monkeypatch.setattr(document_cache.time, "thread_time", lambda: now["cpu"])
     made = sight.make
 
-    def document(*args: Any, **more: Any) -> WatchView:
+    def document(*args: Any, **more: Any) -> PageDocument:
         now["cpu"] += now["each"]
         return made(*args, **more)
 
@@ -246,60 +255,65 @@ def costly(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return now
 
 
-def test_who_steps_through_iterations_is_paced(
-    server: WatchServer, sight: Sight, costly: dict[str, float]
+def test_a_viewer_that_steps_through_iterations_is_paced(
+    server: LivePageServer, sight: Sight, costly: dict[str, float]
 ) -> None:
-    """Somebody holds an arrow key down for a minute, another one looks at the newest iteration."""
+    """A viewer holds an arrow key down for a minute, another one reads the newest iteration."""
     looked = set()
     for step in range(600):
         costly["wall"] += 0.1
         server.documents.get((None, 38 - step % 38))
-        live = server.documents.get(documents.NEWEST)
-        assert live is not None and sight.asked[live.number - 1] == documents.NEWEST
+        live = server.documents.get(document_cache.NEWEST_KEY)
+        assert live is not None and sight.requests[live.number - 1] == document_cache.NEWEST_KEY
         looked.add(live.number)
-    assert costly["cpu"] <= documents.BURST + documents.SHARE * 60 + 2 * costly["each"]
+    assert (
+        costly["cpu"]
+        <= document_cache.BURST_SECONDS + document_cache.MOST_CORE_SHARE * 60 + 2 * costly["each"]
+    )
     assert len(looked) >= 4 and server.documents.number - len(looked) >= 4, "they take turns"
 
 
 def test_one_document_stops_the_page_for_a_minute_at_most(
-    server: WatchServer, sight: Sight, costly: dict[str, float]
+    server: LivePageServer, sight: Sight, costly: dict[str, float]
 ) -> None:
     costly["each"] = 1000.0
-    server.documents.get(documents.NEWEST)
-    costly["wall"] += documents.BURST / documents.SHARE + 1
-    server.documents.get(documents.NEWEST)
-    assert len(sight.asked) == 2
+    server.documents.get(document_cache.NEWEST_KEY)
+    costly["wall"] += document_cache.BURST_SECONDS / document_cache.MOST_CORE_SHARE + 1
+    server.documents.get(document_cache.NEWEST_KEY)
+    assert len(sight.requests) == 2
 
 
 def test_to_write_a_document_counts_too(
-    server: WatchServer, costly: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    server: LivePageServer, costly: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def render(view: str) -> str:
         costly["cpu"] += 1.0
         return "page"
 
-    def dump(view: WatchView) -> str:
+    def dump(view: PageDocument) -> str:
         costly["cpu"] += 0.5
         return "{}"
 
-    monkeypatch.setattr(documents, "page_of", render)
-    monkeypatch.setattr(WatchView, "model_dump_json", dump)
-    for _ in range(5):  # Each is written once.
-        server.documents.get(documents.NEWEST, page=True)
-    assert server.documents.budget.left == pytest.approx(documents.BURST - 0.4 - 0.5 - 1.0)
+    monkeypatch.setattr(document_cache, "render_page_json", render)
+    monkeypatch.setattr(PageDocument, "model_dump_json", dump)
+    for _ in range(5):  # Pages are written once.
+        server.documents.get(document_cache.NEWEST_KEY, page=True)
+    assert server.documents.budget.seconds_remaining == pytest.approx(
+        document_cache.BURST_SECONDS - 0.4 - 0.5 - 1.0
+    )
 
 
-@pytest.mark.parametrize("asked", [(7, None), (None, 12345), (9, 40)])
-def test_what_is_not_there_is_the_newest_document(
-    server: WatchServer, sight: Sight, asked: tuple[int | None, int | None]
+@pytest.mark.parametrize("key", [(7, None), (None, 12345), (9, 40)])
+def test_a_missing_document_is_replaced_by_the_newest(
+    server: LivePageServer, sight: Sight, key: tuple[int | None, int | None]
 ) -> None:
-    newest = server.documents.get(documents.NEWEST)
-    assert server.documents.get(asked) is newest and len(sight.asked) == 1
+    newest = server.documents.get(document_cache.NEWEST_KEY)
+    assert server.documents.get(key) is newest and len(sight.requests) == 1
 
 
-def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
+def test_a_client_with_too_many_requests_has_to_wait(server: LivePageServer) -> None:
     ask(server, own(server, "view"))
-    server.documents.budget.left = -100.0
+    server.documents.budget.seconds_remaining = -100.0
     status, body, headers = ask(server, own(server, "view?iteration=7"))
     assert (status, body, headers["Retry-After"]) == (429, b"", "1")
     assert ask(server, own(server, "view"))[0] == 200, "there is one of before"
@@ -307,28 +321,28 @@ def test_who_asks_for_too_much_is_asked_to_wait(server: WatchServer) -> None:
     assert ask(server, own(server, "?iteration=7"))[0] == 200, "a page begins with what there is"
 
 
-def test_who_looks_is_told_of_the_end(server: WatchServer) -> None:
+def test_a_viewer_receives_the_end(server: LivePageServer) -> None:
     ask(server, own(server, "view"))
-    last: list[WatchView] = []
+    last: list[PageDocument] = []
 
     def look() -> None:
         while not last or last[-1].live:
-            last.append(WatchView.model_validate_json(ask(server, own(server, "view"))[1]))
+            last.append(PageDocument.model_validate_json(ask(server, own(server, "view"))[1]))
 
     looking = threading.Thread(target=look)
     looking.start()
     began = time.monotonic()
-    server.finish()
+    server.announce_end()
     looking.join(DEADLINE)
-    assert not last[-1].live and time.monotonic() - began < watch.LAST_WORD + DEADLINE
+    assert not last[-1].live and time.monotonic() - began < live_page.END_NOTICE_SECONDS + DEADLINE
 
 
-def test_last_documents_have_a_budget_too(server: WatchServer, costly: dict[str, float]) -> None:
-    """Who steps through all that there is of a job that is over does not get each at once."""
-    server.documents.get(documents.NEWEST)
-    server.documents.budget.left = -1.0
-    server.documents.finish()
-    last = server.documents.get(documents.NEWEST)
+def test_last_documents_have_a_budget_too(server: LivePageServer, costly: dict[str, float]) -> None:
+    """A client that steps through all of a completed job does not get each document at once."""
+    server.documents.get(document_cache.NEWEST_KEY)
+    server.documents.budget.seconds_remaining = -1.0
+    server.documents.mark_finished()
+    last = server.documents.get(document_cache.NEWEST_KEY)
     assert last is not None and not last.live
     assert server.documents.get((None, 20)) is not None, "one of another iteration"
     made = server.documents.number
@@ -336,32 +350,32 @@ def test_last_documents_have_a_budget_too(server: WatchServer, costly: dict[str,
         server.documents.get((None, each))
     assert server.documents.number == made
     costly["wall"] += 1000.0
-    assert server.documents.get(documents.NEWEST) is last, "nothing follows"
+    assert server.documents.get(document_cache.NEWEST_KEY) is last, "nothing follows"
     assert server.documents.get((None, 5)) is not None and server.documents.number == made + 1
 
 
-def test_who_waits_for_the_end_is_told_nothing_before_it(
-    server: WatchServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
+def test_a_client_that_waits_for_the_end_receives_nothing_before_it(
+    server: LivePageServer, sight: Sight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOKING", -1.0)  # Nobody else looks.
+    monkeypatch.setattr(live_page, "VIEWER_TIMEOUT", -1.0)  # There is no other viewer.
     answers: list[Answer] = []
     waits = threading.Thread(
         target=lambda: answers.append(ask(server, own(server, "view?until=end")))
     )
     waits.start()
-    while not server._waiting_for_end:
+    while not server._end_waiters:
         time.sleep(0.01)
-    assert answers == [] and sight.asked == []
-    server.finish()
+    assert answers == [] and sight.requests == []
+    server.announce_end()
     waits.join(DEADLINE)
     ((status, body, _),) = answers
-    assert status == 200 and not WatchView.model_validate_json(body).live
+    assert status == 200 and not PageDocument.model_validate_json(body).live
 
 
-def test_nobody_is_waited_for_if_nobody_looks(server: WatchServer) -> None:
+def test_the_end_does_not_wait_without_viewers(server: LivePageServer) -> None:
     began = time.monotonic()
-    server.finish()
-    assert time.monotonic() - began < watch.LAST_WORD / 2
+    server.announce_end()
+    assert time.monotonic() - began < live_page.END_NOTICE_SECONDS / 2
 
 
 def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
@@ -374,7 +388,7 @@ def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
         assert found is not None, line
         connection = http.client.HTTPConnection(found.group(1), timeout=DEADLINE)
         connection.request("GET", found.group(2) + "view")
-        view = WatchView.model_validate_json(connection.getresponse().read())
+        view = PageDocument.model_validate_json(connection.getresponse().read())
         connection.close()
         assert (view.job, view.status.state, view.measured) == ("fake", "Starting", None)
     finally:
@@ -385,22 +399,22 @@ def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "kept"),
+    ("kinds", "reason"),
     [("keep", "keep"), ("keep outcome", "keep"), ("adapt outcome", ""), ("outcome", ""), ("", "")],
 )
-def test_what_a_change_brought_is_no_refusal(tmp_path: Path, kinds: str, kept: str) -> None:
+def test_the_result_of_a_change_is_no_refusal(tmp_path: Path, kinds: str, reason: str) -> None:
     decisions = tuple(
-        Decision(at=0.0, iteration=9, kind=kind, reason=kind, line="")  # type: ignore[arg-type]
+        DecisionRecord(at=0.0, iteration=9, kind=kind, reason=kind, line="")  # type: ignore[arg-type]
         for kind in kinds.split()
     )
     known, _ = watched(4, 12)
-    observer = Observer(
+    observer = LivePageSource(
         known.job,
-        Journal(view=View(decisions=decisions)),
-        FolderTraces(tmp_path),
-        lambda: Told(known.status, None),
+        RunJournal(view=RunView(decisions=decisions)),
+        FolderTraceSource(tmp_path),
+        lambda: RunState(known.status, None),
     )
-    assert observer.look().kept == kept
+    assert observer.collect_state().keep_reason == reason
 
 
 # --- traces that grow -------------------------------------------------------------------------
@@ -427,21 +441,21 @@ def write(tmp_path: Path) -> Callable[..., None]:
 
 def test_an_index_follows_its_files(tmp_path: Path, write: Callable[..., None]) -> None:
     index = TraceIndex()
-    index.update(tmp_path)
-    assert index.iterations() == []
+    index.index_new_lines(tmp_path)
+    assert index.list_iterations() == []
     write(0, 0, 1)
     write(1, 0)
-    index.update(tmp_path)
-    assert index.iterations() == [0]
+    index.index_new_lines(tmp_path)
+    assert index.list_iterations() == [0]
     write(1, 1, 2)
-    write(0, 2, end="")  # It is still written.
-    index.update(tmp_path)
-    assert index.iterations() == [0, 1]
+    write(0, 2, end="")  # The file is still being written.
+    index.index_new_lines(tmp_path)
+    assert index.list_iterations() == [0, 1]
     with (tmp_path / "ops-rank0.jsonl").open("a") as file:
         file.write("\n")
-    index.update(tmp_path)
-    assert index.iterations() == [0, 1, 2]
-    assert [trace.ops[0].start for trace in index.read([2])[2]] == [2, 2]
+    index.index_new_lines(tmp_path)
+    assert index.list_iterations() == [0, 1, 2]
+    assert [trace.ops[0].start for trace in index.read_iterations([2])[2]] == [2, 2]
 
 
 def test_an_index_notices_a_file_that_was_shortened(
@@ -449,32 +463,34 @@ def test_an_index_notices_a_file_that_was_shortened(
 ) -> None:
     write(0, *range(20))
     index = TraceIndex()
-    index.update(tmp_path)
+    index.index_new_lines(tmp_path)
     path = tmp_path / "ops-rank0.jsonl"
     shorter = path.with_suffix(".tmp")
     shorter.write_text("".join(path.read_text().splitlines(keepends=True)[15:]))
     shorter.replace(path)
     write(0, *range(20, 60))  # Longer than before.
-    index.update(tmp_path)
-    assert index.iterations() == list(range(15, 60))
-    assert index.read([30])[30][0].iteration == 30
+    index.index_new_lines(tmp_path)
+    assert index.list_iterations() == list(range(15, 60))
+    assert index.read_iterations([30])[30][0].iteration == 30
 
 
-def test_an_index_skips_what_has_grown_too_much(tmp_path: Path, write: Callable[..., None]) -> None:
+def test_an_index_skips_files_that_grew_too_much(
+    tmp_path: Path, write: Callable[..., None]
+) -> None:
     index = TraceIndex(newest=1500)
     write(0, *range(10))
-    index.update(tmp_path)
+    index.index_new_lines(tmp_path)
     write(0, *range(10, 1000))
-    index.update(tmp_path)
-    found = index.iterations()
+    index.index_new_lines(tmp_path)
+    found = index.list_iterations()
     assert found[-1] == 999 and len(found) < 40
-    assert index.read([999])[999][0].iteration == 999
+    assert index.read_iterations([999])[999][0].iteration == 999
 
 
 def test_an_index_may_begin_near_the_end(tmp_path: Path, write: Callable[..., None]) -> None:
     write(0, *range(1000))
     index = TraceIndex(newest=1500)
-    index.update(tmp_path)
-    found = index.iterations()
+    index.index_new_lines(tmp_path)
+    found = index.list_iterations()
     assert 5 < len(found) < 20 and found[-1] == 999
-    assert index.read([found[0]])[found[0]][0].iteration == found[0]
+    assert index.read_iterations([found[0]])[found[0]][0].iteration == found[0]

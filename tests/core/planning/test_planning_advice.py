@@ -12,11 +12,11 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.errors import InputError
-from pipemorph.local.results.measured import is_report
+from pipemorph.local.results.measured_problem import is_run_report
 from pipemorph.planning import Link, OpKind, Problem, StageTimes, plan, simulate
-from pipemorph.planning.advice import Option, advise
-from pipemorph.planning.analysis.partition import split_layers, split_over_ranks
-from pipemorph.planning.problem import Layers
+from pipemorph.planning.advice import AdviceOption, compare_changes
+from pipemorph.planning.analysis.partition import split_layers, split_layers_over_ranks
+from pipemorph.planning.problem import LayerTimes
 
 
 def slowest(times: list[float], fixed: list[float], cuts: list[int]) -> float:
@@ -25,7 +25,7 @@ def slowest(times: list[float], fixed: list[float], cuts: list[int]) -> float:
 
 
 def test_the_split_is_the_best_of_all() -> None:
-    """Against every split there is, with layers that take no time and stages with more to do."""
+    """Splits of all kinds are tried, for layers that take no time and stages with more to do."""
     rng = random.Random(1)
     for _ in range(600):
         stages = rng.randint(1, 4)
@@ -42,7 +42,7 @@ def test_the_split_is_the_best_of_all() -> None:
 
 
 def test_the_other_stages_are_even_too() -> None:
-    """One layer of 5 is the slowest stage however the rest is cut."""
+    """A layer of 5 is the slowest stage however the rest is cut."""
     assert split_layers([1.0, 1.0, 1.0, 1.0, 5.0], [0.0] * 3) == (2, 2, 1)
 
 
@@ -65,29 +65,29 @@ def problem(stages: tuple[StageTimes, ...], **more: Any) -> Problem:
     return Problem(microbatches=12, stages=stages, links=links, **more)
 
 
-def by_lever(options: tuple[Option, ...], lever: str) -> list[Option]:
+def by_lever(options: tuple[AdviceOption, ...], lever: str) -> list[AdviceOption]:
     return [option for option in options if option.lever == lever]
 
 
 def test_today_is_the_plan_of_the_problem() -> None:
     given = problem((stage(in_flight_limit=6, activation_bytes=GIB),) * 4)
-    today = advise(given).options[0]
+    today = compare_changes(given).options[0]
     planned = plan(given)
     assert (today.makespan, today.gain, today.memory) == (planned.makespan, 0, 1)
-    assert today.in_flight == planned.schedule.in_flight_peak()
+    assert today.in_flight == planned.schedule.count_in_flight_peaks()
     assert today.activation_bytes == 6 * GIB
 
 
 def test_guided_dispatch_is_compared_as_it_runs() -> None:
     given = problem((stage(in_flight_limit=5),) * 4, policy="zero-bubble", dispatch="guided")
-    today = advise(given).options[0]
+    today = compare_changes(given).options[0]
     ran = simulate(plan(given).schedule, given, given.dispatch)
     assert (today.makespan, today.bubble_fraction) == (ran.makespan, ran.bubble_fraction)
 
 
 def test_more_microbatches() -> None:
     given = problem((stage(in_flight_limit=6, activation_bytes=GIB),) * 4)
-    found = by_lever(advise(given).options, "microbatches")
+    found = by_lever(compare_changes(given).options, "microbatches")
     assert [option.batch for option in found] == [2, 4, 1, 1]
     for option in found:
         assert option.bubble_fraction < 0.122
@@ -99,12 +99,12 @@ def test_more_microbatches() -> None:
     assert max(found[2].in_flight) > 6 and found[2].activation_bytes <= 6 * GIB
 
 
-def test_another_split_and_what_it_takes_of_memory() -> None:
+def test_another_split_and_its_memory() -> None:
     """Stage 0 has an embedding worth four layers. Caps follow the size of a stage."""
-    layers = (Layers(forward=1, backward_input=1, backward_weight=1, count=40),)
+    layers = (LayerTimes(forward=1, backward_input=1, backward_weight=1, count=40),)
     stages = (stage(1.4, in_flight_limit=10), *[stage(in_flight_limit=10)] * 3)
     given = problem(stages, layers=layers, layer_split=(10, 10, 10, 10))
-    (found,) = by_lever(advise(given).options, "split")
+    (found,) = by_lever(compare_changes(given).options, "split")
     assert found.change == "layers 10-10-10-10 → 7-11-11-11"
     assert found.gain > 0.05
     even = stage(1.1, in_flight_limit=9)
@@ -112,56 +112,57 @@ def test_another_split_and_what_it_takes_of_memory() -> None:
 
 
 def test_a_split_that_is_the_best_already() -> None:
-    layers = (Layers(forward=1, backward_input=1, backward_weight=1, count=40),)
+    layers = (LayerTimes(forward=1, backward_input=1, backward_weight=1, count=40),)
     given = problem((stage(),) * 4, layers=layers, layer_split=(10, 10, 10, 10))
-    advice = advise(given)
+    advice = compare_changes(given)
     assert not by_lever(advice.options, "split")
-    assert "the split 10-10-10-10 is the best for its slowest stage" in advice.missing
+    assert "the split 10-10-10-10 is the best for its slowest stage" in advice.missing_options
 
 
 def test_uneven_stages_without_layers() -> None:
-    advice = advise(problem((stage(2), stage(), stage(), stage())))
+    advice = compare_changes(problem((stage(2), stage(), stage(), stage())))
     (found,) = by_lever(advice.options, "split")
     assert found.note == "at best" and found.gain > 0.2
-    assert any("layer_split" in text for text in advice.missing)
+    assert any("layer_split" in text for text in advice.missing_options)
 
 
 def test_offload_lifts_the_cap_and_pays_its_copies() -> None:
     tight = stage(in_flight_limit=3, activation_bytes=GIB)
-    free = advise(problem((tight,) * 4))
+    free = compare_changes(problem((tight,) * 4))
     (dear,) = by_lever(
-        advise(problem((tight.model_copy(update={"offload_copy": 5.0}),) * 4)).options, "offload"
+        compare_changes(problem((tight.model_copy(update={"offload_copy": 5.0}),) * 4)).options,
+        "offload",
     )
     (cheap,) = by_lever(free.options, "offload")
-    # Not as quick as without a limit: what waits for its W is on the device too.
+    # Slower than without a limit: microbatches that wait for their W are on the device too.
     assert plan(problem((stage(),) * 4)).makespan <= cheap.makespan < free.options[0].makespan
     assert cheap.gain > dear.gain > 0
     assert max(cheap.in_flight) == 3 and cheap.activation_bytes == 3 * GIB
     assert cheap.memory == 1
     assert cheap.host_bytes is not None and cheap.host_bytes > 3 * GIB
-    assert any("offload_copy" in text for text in free.missing)
-    assert free.best is not None and free.best.gain >= cheap.gain
+    assert any("offload_copy" in text for text in free.missing_options)
+    assert free.best_option is not None and free.best_option.gain >= cheap.gain
 
 
 def test_without_a_cap_offload_is_shown_for_the_memory_it_saves() -> None:
     given = stage(activation_bytes=GIB, offload_copy=0.5)
-    advice = advise(problem((given,) * 4))
+    advice = compare_changes(problem((given,) * 4))
     (found,) = by_lever(advice.options, "offload")
     assert max(found.in_flight) == 2 and found.memory < 0.5
     assert found.host_bytes is not None and found.host_bytes > 0
-    assert any("offload saves memory, not time" in text for text in advice.missing)
+    assert any("offload saves memory, not time" in text for text in advice.missing_options)
 
 
 def test_offload_is_predicted_as_the_controller_predicts_it() -> None:
     tight = stage(in_flight_limit=3, offload_copy=0.5)
-    (found,) = by_lever(advise(problem((tight,) * 4)).options, "offload")
+    (found,) = by_lever(compare_changes(problem((tight,) * 4)).options, "offload")
     away = tight.model_copy(update={"in_flight_limit": None, "device_limit": 3})
     assert found.makespan == plan(problem((away,) * 4)).makespan
 
 
 def test_the_best_takes_no_more_memory_and_keeps_the_batch() -> None:
-    advice = advise(problem((stage(),) * 4))
-    best = advice.best
+    advice = compare_changes(problem((stage(),) * 4))
+    best = advice.best_option
     assert best is None or (best.memory <= 1 and best.batch == 1)
     assert any(option.batch == 4 and option.gain > 0.05 for option in advice.options)
 
@@ -177,13 +178,13 @@ def loads(times: list[float], fixed: list[float], counts: Any, placement: Any) -
 
 @pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)])
 def test_a_split_over_ranks_is_near_the_best_of_all(placement: tuple[int, ...]) -> None:
-    """It is found step by step; equal layers, which are the usual case, are split at best."""
+    """The split is found step by step; equal layers, the usual case, are split at best."""
     rng = random.Random(2)
     for equal in [True] * 60 + [False] * 120:
         layers = rng.randint(4, 9)
         times = [1.0 if equal else rng.choice([1, 2, 3.5, 7]) for _ in range(layers)]
         fixed = [float(rng.choice([0, 0, 1, 5])) for _ in placement]
-        counts = split_over_ranks(times, fixed, placement)
+        counts = split_layers_over_ranks(times, fixed, placement)
         assert sum(counts) == layers and min(counts) >= 1
         slowest = max(loads(times, fixed, counts, placement))
         splits = (
@@ -200,12 +201,12 @@ def interleaved(stages: tuple[StageTimes, ...], **more: Any) -> Problem:
 
 def test_ranks_with_several_stages_are_planned_as_such() -> None:
     given = interleaved((stage(in_flight_limit=6, activation_bytes=GIB),) * 4)
-    advice = advise(given)
+    advice = compare_changes(given)
     today, planned = advice.options[0], plan(given)
     assert (today.makespan, today.gain, today.memory) == (planned.simulation.makespan, 0, 1)
     assert today.bubble_fraction == planned.simulation.bubble_fraction
-    assert today.in_flight == planned.schedule.in_flight_peak()
-    # What both stages of a rank hold at one moment, which is less than the sum of their peaks.
+    assert today.in_flight == planned.schedule.count_in_flight_peaks()
+    # Sum over both stages of a rank at one moment, which is less than the sum of their peaks.
     assert today.activation_bytes == held_by_ranks(given) * GIB
     assert today.activation_bytes <= max(map(sum, peaks_by_rank(given))) * GIB
     found = by_lever(advice.options, "microbatches")
@@ -216,7 +217,7 @@ def test_ranks_with_several_stages_are_planned_as_such() -> None:
 
 
 def held_by_ranks(given: Problem) -> int:
-    """Most microbatches on any rank at a moment, counted op by op."""
+    """Peak number of microbatches on any rank, counted op by op."""
     most = 0
     for ops in plan(given).schedule.ranks:
         now = 0
@@ -229,7 +230,7 @@ def held_by_ranks(given: Problem) -> int:
 
 def peaks_by_rank(given: Problem) -> list[list[int]]:
     schedule = plan(given).schedule
-    peaks = schedule.in_flight_peak()
+    peaks = schedule.count_in_flight_peaks()
     ranks: list[list[int]] = [[] for _ in schedule.ranks]
     for rank, peak in zip(schedule.placement, peaks, strict=True):
         ranks[rank].append(peak)
@@ -239,16 +240,16 @@ def peaks_by_rank(given: Problem) -> list[list[int]]:
 def test_even_ranks_may_have_uneven_stages() -> None:
     """A rank with a long and a short stage is no slower than one with two equal ones."""
     uneven = (stage(1.5), stage(), stage(0.5), stage())
-    assert not by_lever(advise(interleaved(uneven)).options, "split")
-    (found,) = by_lever(advise(interleaved((stage(2), *[stage()] * 3))).options, "split")
+    assert not by_lever(compare_changes(interleaved(uneven)).options, "split")
+    (found,) = by_lever(compare_changes(interleaved((stage(2), *[stage()] * 3))).options, "split")
     assert found.change == "even stages (slowest rank is 1.20× the mean)" and found.gain > 0.1
 
 
 def test_layers_move_between_ranks() -> None:
     """Stage 0 has an embedding worth four layers: rank 0 gives two of its layers to rank 1."""
-    layers = (Layers(forward=1, backward_input=1, backward_weight=1, count=40),)
+    layers = (LayerTimes(forward=1, backward_input=1, backward_weight=1, count=40),)
     given = interleaved((stage(1.4), *[stage()] * 3), layers=layers, layer_split=(10, 10, 10, 10))
-    (found,) = by_lever(advise(given).options, "split")
+    (found,) = by_lever(compare_changes(given).options, "split")
     counts = [int(count) for count in found.change.split("→ ")[1].split("-")]
     assert counts[0] + counts[2] == 18 and counts[1] + counts[3] == 22
     assert found.gain > 0.03
@@ -258,7 +259,9 @@ def test_layers_move_between_ranks() -> None:
             "stages": tuple(stage(n / 10 + (0.4 if i == 0 else 0)) for i, n in enumerate(counts))
         }
     )
-    assert any("the best for its slowest rank" in text for text in advise(best).missing)
+    assert any(
+        "the best for its slowest rank" in text for text in compare_changes(best).missing_options
+    )
 
 
 @pytest.mark.parametrize("policy", ["pipemorph", "1f1b-interleaved", "zero-bubble-v"])
@@ -272,9 +275,9 @@ def test_offload_and_policies_of_several_stages_per_rank(policy: str) -> None:
         policy=policy,
         **placement,
     )
-    advice = advise(given)
+    advice = compare_changes(given)
     offers = by_lever(advice.options, "offload")
-    assert offers or any(text.startswith("offload") for text in advice.missing)
+    assert offers or any(text.startswith("offload") for text in advice.missing_options)
     for found in offers:
         assert found.host_bytes is not None and found.host_bytes > 0
         # Limits are of stages, so a rank may hold those of both its stages at once.
@@ -368,29 +371,29 @@ def timeline() -> dict[str, Any]:
 
 def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     """Op times from its timeline, delays and routes from its last plan in force."""
-    from pipemorph.local.results.measured import measured_problem
+    from pipemorph.local.results.measured_problem import load_measured_problem
 
     file = tmp_path / "report.json"
     file.write_text(json.dumps(report()))
-    found = measured_problem(str(file))
+    found = load_measured_problem(str(file))
     assert found.source == "op times of the job's spec (EMULATED)"
     assert found.problem.stages[0].forward == 1
     (tmp_path / "timeline.json").write_text(json.dumps(timeline()))
-    found = measured_problem(str(file))
+    found = load_measured_problem(str(file))
     assert found.source == "op times measured in the run (EMULATED)"
     assert [s.forward for s in found.problem.stages] == [3, 6]
     assert [s.offload_copy for s in found.problem.stages] == [0, 0]
     assert [s.reduction for s in found.problem.stages] == [None, None]
     groups = [{"stage": 1, "exposed": seconds} for seconds in (0.004, 0.007)]
     file.write_text(json.dumps(report(reductions=groups)))
-    found = measured_problem(str(file))
+    found = load_measured_problem(str(file))
     assert [s.reduction for s in found.problem.stages] == [None, 7], "the slower group's"
     file.write_text(json.dumps(report(reductions=[{"stage": 1}])))
     with pytest.raises(InputError, match="is not a valid report"):
-        measured_problem(str(file))
+        load_measured_problem(str(file))
     file.write_text(json.dumps(report()))
     assert [s.backward_weight for s in found.problem.stages] == [2, 4]
-    assert found.problem.in_flight_limits() == (4, 4)
+    assert found.problem.list_in_flight_limits() == (4, 4)
     assert found.problem.links[0].delay == pytest.approx(20) and found.problem.links[0].queues == 8
     assert found.iteration_ms == 500
     assert main(["advise", str(file)]) == 0
@@ -413,14 +416,14 @@ def test_a_report_is_known_by_its_name_and_its_fields(
     name: str, text: str, is_one: bool, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(text)
-    assert is_report(str(tmp_path / name)) is is_one
+    assert is_run_report(str(tmp_path / name)) is is_one
 
 
-def test_a_report_of_several_stages_per_rank_says_which_rank_has_which(
+def test_a_report_of_several_stages_per_rank_names_the_stages_of_each_rank(
     tmp_path: Path, capsys: Any
 ) -> None:
     """Planned as if each stage had a rank of its own, a rank's idle time would be overstated."""
-    from pipemorph.local.results.measured import measured_problem
+    from pipemorph.local.results.measured_problem import load_measured_problem
 
     given = report(adaptations=[])
     cut = {"stages": 4, "stagesPerRank": 2, "stagePlacement": "v"}
@@ -428,7 +431,7 @@ def test_a_report_of_several_stages_per_rank_says_which_rank_has_which(
     del given["spec"]["schedule"]["inFlightLimit"]
     file = tmp_path / "report.json"
     file.write_text(json.dumps(given))
-    found = measured_problem(str(file)).problem
+    found = load_measured_problem(str(file)).problem
     assert (found.stage_count, found.ranks, found.placement) == (4, 2, "v")
     ran = plan(found).simulation
     # Two ranks with two stages each of 3 ms, 8 microbatches.
@@ -455,7 +458,7 @@ def op(kind: str = "F", **changes: Any) -> dict[str, Any]:
         (
             report(spec={k: v for k, v in report()["spec"].items() if k != "emulation"}),
             None,
-            "has no op times, and there is no timeline.json beside it",
+            "has no op times, and there is no timeline.json in its folder",
         ),
         (report(iterations=[{"index": 1}]), None, "report.json: is not a valid report"),
         (report(iterations=[{"seconds": float("nan")}]), None, "is not a valid report"),

@@ -1,4 +1,4 @@
-"""Why stages are idle: every bubble has its cause, and the causes add up."""
+"""Causes of idle stages: every bubble has its cause, and the causes add up."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pipemorph.planning import (
     plan,
     simulate,
 )
-from pipemorph.planning.analysis.bubbles import Bubble, Cause, explain
-from pipemorph.planning.simulation.simulator import deliver
+from pipemorph.planning.analysis.bubbles import Bubble, IdleCause, explain_idle_time
+from pipemorph.planning.simulation.simulator import trace_messages
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 POLICIES = st.sampled_from([Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH])
@@ -33,7 +33,7 @@ def test_bubbles_are_all_idle_time_and_nothing_else(
 ) -> None:
     schedule = plan(problem, policy).schedule
     simulation = simulate(schedule, problem, Dispatch.GUIDED if guided else Dispatch.STATIC)
-    bubbles, _ = explain(simulation, problem)
+    bubbles, _ = explain_idle_time(simulation, problem)
     for ops, idle in zip(simulation.stages, bubbles, strict=True):
         pieces = sorted(
             [(op.start, op.end) for op in ops if op.end > op.start]
@@ -55,7 +55,7 @@ def test_no_op_runs_before_its_message_is_here(
     """The replay of the sends agrees with the execution: an op that waited began on arrival."""
     schedule = plan(problem, policy).schedule
     simulation = simulate(schedule, problem, Dispatch.GUIDED if guided else Dispatch.STATIC)
-    delivery = deliver(simulation)
+    delivery = trace_messages(simulation)
     assert len(delivery.messages) == 2 * (problem.stage_count - 1) * problem.microbatches
     started = {
         (i, op.kind is OpKind.F, op.microbatch): op.start
@@ -69,37 +69,41 @@ def test_no_op_runs_before_its_message_is_here(
 
 
 def causes(schedule: list[str], problem: Problem) -> list[list[Bubble]]:
-    return explain(simulate(schedule_of(problem.microbatches, schedule), problem), problem).bubbles
+    return explain_idle_time(
+        simulate(schedule_of(problem.microbatches, schedule), problem), problem
+    ).bubbles
 
 
 def test_fill_link_and_drain() -> None:
     problem = Problem(microbatches=1, stages=(TEN,) * 2, links=(Link(delay=5),))
     first, second = causes(["F0 B0 W0", "F0 B0 W0"], problem)
     # Until 35 stage 1 has not made the gradient, from then on it is on its way.
-    assert first == [Bubble(10, 35, Cause.DEPENDENCY), Bubble(35, 40, Cause.LINK)]
-    assert second == [Bubble(0, 15, Cause.FILL), Bubble(45, 60, Cause.DRAIN)]
+    assert first == [Bubble(10, 35, IdleCause.DEPENDENCY), Bubble(35, 40, IdleCause.LINK)]
+    assert second == [Bubble(0, 15, IdleCause.FILL), Bubble(45, 60, IdleCause.DRAIN)]
 
 
 def test_a_cap_that_forbids_a_forward() -> None:
     capped = TEN.model_copy(update={"in_flight_limit": 1})
     problem = Problem(microbatches=2, stages=(capped, TEN), links=(Link(),))
     first, _ = causes(["F0 B0 W0 F1 B1 W1", "F0 B0 W0 F1 B1 W1"], problem)
-    assert first[0] == Bubble(10, 30, Cause.CAP)
-    # No third microbatch: what is left is waiting for the other stage.
-    assert first[1].cause is Cause.DEPENDENCY
+    assert first[0] == Bubble(10, 30, IdleCause.CAP)
+    # No third microbatch: the rest is waiting for the other stage.
+    assert first[1].cause is IdleCause.DEPENDENCY
     free = problem.model_copy(update={"stages": (TEN, TEN)})
-    assert causes(["F0 B0 W0 F1 B1 W1", "F0 B0 W0 F1 B1 W1"], free)[0][0].cause is Cause.DEPENDENCY
+    assert (
+        causes(["F0 B0 W0 F1 B1 W1", "F0 B0 W0 F1 B1 W1"], free)[0][0].cause is IdleCause.DEPENDENCY
+    )
 
 
-def test_an_order_that_holds_back_what_is_ready() -> None:
+def test_an_order_that_holds_back_ready_ops() -> None:
     problem = Problem(microbatches=2, stages=(TEN,) * 2, links=(Link(delay=5),))
     first, _ = causes(["F0 F1 B0 B1 W0 W1", "F0 F1 B0 B1 W0 W1"], problem)
-    # B0 arrives at 50 and ends at 60; B1 arrives at 60: no wait, so W0 held nobody up.
-    assert [bubble.cause for bubble in first] == [Cause.DEPENDENCY, Cause.LINK]
+    # B0 arrives at 50 and ends at 60; B1 arrives at 60: no wait, so W0 delayed no op.
+    assert [bubble.cause for bubble in first] == [IdleCause.DEPENDENCY, IdleCause.LINK]
     slow = StageTimes(forward=10, backward_input=30, backward_weight=10)
     problem = problem.model_copy(update={"stages": (TEN, slow)})
     first, _ = causes(["F0 F1 B0 B1 W0 W1", "F0 F1 B0 B1 W0 W1"], problem)
-    assert first[-1] == Bubble(80, 100, Cause.ORDER)
+    assert first[-1] == Bubble(80, 100, IdleCause.ORDER)
 
 
 def test_a_send_that_holds_up_compute() -> None:
@@ -107,14 +111,14 @@ def test_a_send_that_holds_up_compute() -> None:
     problem = Problem(microbatches=2, stages=(TEN,) * 2, links=(link,))
     first, _ = causes(["F0 F1 B0 W0 B1 W1", "F0 F1 B0 W0 B1 W1"], problem)
     # F1 ends at 20; F0 is on its way until 60, and holds the stage up to there.
-    assert first[0] == Bubble(20, 60, Cause.LINK)
+    assert first[0] == Bubble(20, 60, IdleCause.LINK)
 
 
 def test_idle_time_per_cause_adds_up_to_the_bubble() -> None:
     problem = Problem(microbatches=12, stages=(TEN,) * 4, links=(Link(delay=20), Link(), Link()))
     simulation = plan(problem, Policy.ZERO_BUBBLE).simulation
-    by_cause = explain(simulation, problem).by_cause()
+    by_cause = explain_idle_time(simulation, problem).sum_by_cause()
     assert sum(map(sum, by_cause.values())) == pytest.approx(
         simulation.bubble_fraction * 4 * simulation.makespan
     )
-    assert sum(by_cause[Cause.LINK]) > 0
+    assert sum(by_cause[IdleCause.LINK]) > 0

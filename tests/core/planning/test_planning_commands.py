@@ -96,8 +96,8 @@ def test_dispatch_is_a_choice_of_the_plan(example: Any, capsys: Any, tmp_path: P
 def test_guided_dispatch_keeps_to_what_the_plan_waits_for(
     example: Any, capsys: Any, tmp_path: Path
 ) -> None:
-    """With a limit the plan lets stages idle for ops that are about to arrive. `plan` says where,
-    so that `simulate` under the same delays is the plan, and under others takes no longer."""
+    """The plan lets stages idle at a limit for ops that are about to arrive. `plan` says where, so
+    that `simulate` under the same delays is the plan, and under others takes no longer."""
     tight, slow, planned = (tmp_path / name for name in ("tight.yaml", "slow.yaml", "plan.json"))
     limited = STAGE.replace("}", ", in_flight_limit: 3}")
     tight.write_text(EXAMPLE.replace("DELAY", "5").replace(STAGE, limited))
@@ -141,7 +141,7 @@ def test_text_and_png(example: Any, capsys: Any, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_name_of_the_file_says_what_to_write(example: Any, capsys: Any, tmp_path: Path) -> None:
+def test_the_name_of_the_file_selects_the_format(example: Any, capsys: Any, tmp_path: Path) -> None:
     for name, begins in (
         ("a.html", "<!doctype html>"),
         ("a.txt", "pipemorph: 410 ms"),
@@ -379,7 +379,7 @@ def test_a_plan_over_the_caps_of_a_problem(example: Any, tmp_path: Path, capsys:
           "--dispatch", "online")  # fmt: skip
 
 
-def test_a_plan_that_recomputes_says_so_and_is_read_back(
+def test_a_plan_that_recomputes_records_it_and_is_read_back(
     example: Any, tmp_path: Path, capsys: Any
 ) -> None:
     tight, planned = tmp_path / "tight.yaml", tmp_path / "plan.json"
@@ -401,7 +401,7 @@ def test_a_plan_that_recomputes_says_so_and_is_read_back(
 
 
 def test_pictures_without_matplotlib(example: Any, tmp_path: Path) -> None:
-    """A picture asked for where matplotlib is not installed: what to install, in one line."""
+    """A request for a picture without matplotlib prints in one line which package to install."""
     code = (
         "import sys; sys.modules['matplotlib'] = None; "
         "from pipemorph.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -420,7 +420,7 @@ def test_pictures_without_matplotlib(example: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", ["plan", "advise", pytest.param("doctor", marks=pytest.mark.full)]
 )
-def test_a_stdout_that_takes_nothing_is_told_in_one_line(command: str, example: Any) -> None:
+def test_a_stdout_that_takes_nothing_is_reported_in_one_line(command: str, example: Any) -> None:
     whole = [sys.executable, command, *([] if command == "doctor" else [example()])]
     for redirection, words in (
         (">/dev/full", f"pipemorph {command}: cannot write standard output: No space left"),

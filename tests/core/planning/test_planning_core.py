@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from planning_strategies import offloading, random_order, random_schedule
 
 from pipemorph.planning import Problem, Schedule, ScheduleError, _planner, validate
-from pipemorph.planning.ir import CODE, OpKind
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Costs, DelayAt, Ran, Rules
+from pipemorph.planning.ir import CODE_OF_KIND, OpKind
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import Costs, DelayAt, DispatchRules, Execution
 
 
 def uneven(rng: random.Random, problem: Problem, placement: Sequence[int] = ()) -> Costs:
     """The problem's costs with times whose sums depend on the order of their terms."""
-    costs = Costs.of(problem, placement)
+    costs = Costs.from_problem(problem, placement)
     if rng.random() < 0.5:
         return costs
     return costs._replace(
@@ -29,7 +29,7 @@ def uneven(rng: random.Random, problem: Problem, placement: Sequence[int] = ()) 
         whole_backward=[rng.uniform(0.1, 9) for _ in costs.forward],
         delay=[rng.uniform(0, 9) for _ in costs.delay],
         transfer=[rng.choice([0.0, rng.uniform(0, 9)]) for _ in costs.delay],
-        before=[rng.choice([0.0, rng.uniform(0, 40)]) for _ in costs.before],
+        rank_starts=[rng.choice([0.0, rng.uniform(0, 40)]) for _ in costs.rank_starts],
     )
 
 
@@ -42,31 +42,31 @@ def changing(rng: random.Random) -> DelayAt | None:
 
 
 def both_changing(rng: random.Random) -> tuple[DelayAt | None, DelayAt | None]:
-    """The same, and transfers that change with them."""
+    """Returns delays that change, and transfers that change with them, or None."""
     delay_at = changing(rng)
     return delay_at, changing(rng) if delay_at is not None else None
 
 
-def same(compiled: Ran, plain: Ran) -> None:
-    for field in Ran._fields:
+def same(compiled: Execution, plain: Execution) -> None:
+    for field in Execution._fields:
         assert list(getattr(compiled, field)) == list(getattr(plain, field)), field
 
 
 @given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
 @settings(max_examples=examples(150), deadline=None)
 def test_a_given_order(problem: Problem, seed: int) -> None:
-    """Also one that deadlocks: both stop at the same ops."""
+    """Stops at the same ops also if the order deadlocks."""
     rng = random.Random(seed)
     schedule = random_schedule(rng, problem.stage_count, problem.microbatches)
     costs, (delay_at, transfer_at) = uneven(rng, problem), both_changing(rng)
     # Orders that exceed a device limit are no valid plans; the core executes them all the same.
-    codes = schedule.codes
-    ran = core.in_order(costs, codes, delay_at, transfer_at)
-    same(ran, event_core.in_order(costs, codes, delay_at, transfer_at))
+    codes = schedule.op_codes
+    ran = execution.execute_in_order(costs, codes, delay_at, transfer_at)
+    same(ran, event_core.execute_in_order(costs, codes, delay_at, transfer_at))
     finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
     if delay_at is None:
-        assert core.makespan(costs, codes) == (
-            ran.makespan(costs.after) if finished else float("inf")
+        assert execution.compute_makespan(costs, codes) == (
+            ran.compute_makespan(costs.rank_tails) if finished else float("inf")
         )
 
 
@@ -77,18 +77,19 @@ def test_online_dispatch(problem: Problem, seed: int) -> None:
     costs = uneven(rng, problem)
     most = problem.microbatches
     warmup: list[int] = []
-    for limit in problem.in_flight_limits():
+    for limit in problem.list_in_flight_limits():
         most = rng.randint(1, min(most, limit or most))
         warmup.append(most)
     exact = rng.random() < 0.5
     fused = [rng.random() < 0.3 for _ in problem.stages]
-    rules = Rules.of(problem, warmup, exact_warmup=exact, fused=fused)
-    codes, makespan = core.online(costs, rules)
-    assert (list(codes), makespan) == event_core.online(costs, rules)
-    schedule = core.decode(codes, problem.microbatches)
-    validate(schedule, problem.in_flight_limits(), problem.device_limits())
+    rules = DispatchRules.from_problem(problem, warmup, exact_warmup=exact, fused=fused)
+    codes, makespan = execution.schedule_online(costs, rules)
+    assert (list(codes), makespan) == event_core.schedule_online(costs, rules)
+    schedule = execution.decode_schedule(codes, problem.microbatches)
+    validate(schedule, problem.list_in_flight_limits(), problem.list_device_limits())
     assert not exact or all(
-        x == min(y, problem.microbatches) for x, y in zip(schedule.warmup(), warmup, strict=True)
+        x == min(y, problem.microbatches)
+        for x, y in zip(schedule.count_warmup(), warmup, strict=True)
     )
 
 
@@ -98,29 +99,29 @@ def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
     """Stages on any rank, their ops in any order that each stage allows."""
     rng = random.Random(seed)
     n = problem.microbatches
-    left = list(range(problem.stage_count))
-    rng.shuffle(left)
+    remaining = list(range(problem.stage_count))
+    rng.shuffle(remaining)
     stages_of = []
-    while left:
-        count = rng.randint(1, len(left))
-        stages_of.append([left.pop() for _ in range(count)])
+    while remaining:
+        count = rng.randint(1, len(remaining))
+        stages_of.append([remaining.pop() for _ in range(count)])
     placement = [next(r for r, mine in enumerate(stages_of) if s in mine)
                  for s in range(problem.stage_count)]  # fmt: skip
     costs = uneven(rng, problem, placement)
-    stages_of = costs.stages_of
+    stages_of = costs.stages_by_rank
     codes = []
     for mine in stages_of:
         rows = [list(random_order(rng, n, fused=rng.random() < 0.3)) for _ in mine]
         row = bytearray()
         while any(rows):
             place = rng.choice([i for i, ops in enumerate(rows) if ops])
-            row.append(4 * place + CODE[rows[place].pop(0).kind])
+            row.append(4 * place + CODE_OF_KIND[rows[place].pop(0).kind])
         codes.append(bytes(row))
-    ran = core.in_order(costs, codes)
-    same(ran, event_core.in_order(costs, codes))
-    assert ran == core.in_order(costs, codes, lambda link, _: costs.delay[link])
-    schedule = core.decode(codes, n, placement)
-    assert schedule.codes == tuple(codes)
+    ran = execution.execute_in_order(costs, codes)
+    same(ran, event_core.execute_in_order(costs, codes))
+    assert ran == execution.execute_in_order(costs, codes, lambda link, _: costs.delay[link])
+    schedule = execution.decode_schedule(codes, n, placement)
+    assert schedule.op_codes == tuple(codes)
     assert Schedule.decode(n, schedule.encode(), placement) == schedule
     if any(len(row) < len(ops) for row, ops in zip(ran.end, codes, strict=True)):
         with pytest.raises(ScheduleError, match="waits forever"):
@@ -128,8 +129,8 @@ def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
         return
     validate(schedule)
     peaks = [rng.randint(1, n) for _ in problem.stages]
-    found = _planner.waits(costs.packed(), codes, peaks)
-    assert tuple(map(tuple, found)) == event_core.waits(costs, codes, peaks)
+    found = _planner.find_planned_waits(costs.pack_for_planner(), codes, peaks)
+    assert tuple(map(tuple, found)) == event_core.find_waits(costs, codes, peaks)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
@@ -141,8 +142,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             "links": [{}],
         }
     )
-    costs = Costs.of(problem)
-    good = bytes([CODE[OpKind.F], CODE[OpKind.BW]])
+    costs = Costs.from_problem(problem)
+    good = bytes([CODE_OF_KIND[OpKind.F], CODE_OF_KIND[OpKind.BW]])
     for codes, stages_of, words in (
         ([good], [[0], [1]], "ops for every rank"),
         ([good, good], [[0], [2]], "stages of the problem"),
@@ -150,8 +151,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         ([good, bytes([4])], [[0], [1]], "own stages"),
         ([good, good + good], [[0], [1]], "at most once per microbatch"),
     ):
-        placed = costs._replace(stages_of=stages_of)
+        placed = costs._replace(stages_by_rank=stages_of)
         with pytest.raises(ValueError, match=words):
-            core.in_order(placed, codes)
+            execution.execute_in_order(placed, codes)
     with pytest.raises(ValueError, match="one link fewer"):
-        core.in_order(costs._replace(delay=[]), [good, good])
+        execution.execute_in_order(costs._replace(delay=[]), [good, good])

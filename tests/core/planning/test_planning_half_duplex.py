@@ -16,12 +16,17 @@ from pipemorph.planning import (
     Problem,
     Route,
     StageTimes,
-    link_on,
+    build_link,
     parse_problem,
 )
 from pipemorph.planning import plan as make_plan
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import Costs, Rules, in_order, makespan
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import (
+    Costs,
+    DispatchRules,
+    compute_makespan,
+    execute_in_order,
+)
 from pipemorph.planning.simulation.simulator import predict
 
 POLICIES = (Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH)
@@ -51,17 +56,17 @@ def random_problem(rng: random.Random) -> Problem:
 
 
 def test_both_executions_agree_where_directions_are_independent() -> None:
-    """In order of time, as for shared queues, and as far as arrivals are known."""
+    """Ops run in order of time, as for shared queues, and as far as arrivals are known."""
     rng = random.Random(1)
     for _ in range(examples(100)):
         problem = random_problem(rng)
-        costs = Costs.of(problem)
+        costs = Costs.from_problem(problem)
         for policy in POLICIES:
             schedule = make_plan(problem, policy).schedule
-            in_time = in_order(
-                costs, schedule.codes, lambda link, _, costs=costs: costs.delay[link]
+            in_time = execute_in_order(
+                costs, schedule.op_codes, lambda link, _, costs=costs: costs.delay[link]
             )
-            assert in_time == in_order(costs, schedule.codes), (problem, policy)
+            assert in_time == execute_in_order(costs, schedule.op_codes), (problem, policy)
 
 
 def test_a_shared_queue_is_never_faster() -> None:
@@ -82,7 +87,7 @@ def test_a_shared_queue_is_never_faster() -> None:
 
 def test_two_stages_by_hand() -> None:
     """F0 travels 1…11, F1 waits for it on the shared queue and travels 11…21. B0 runs at
-    12…13 and its gradient travels 21…31; on a queue of its own it would have left at 13."""
+    12…13 and its gradient travels 21…31; on a queue of its own it would have departed at 13."""
     times = StageTimes(forward=1, backward_input=1, backward_weight=0)
     for half, end in ((True, 42.0), (False, 34.0)):
         link = Link(delay=10, queues=1, half_duplex=half)
@@ -96,7 +101,7 @@ def test_zero_bubble_pays_both_directions_on_a_shared_stream() -> None:
     times = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
 
     def iteration(delay: float, *, half: bool) -> float:
-        links = [Link()] * 6 + [link_on(Route.DIRECT, delay, half_duplex=half)]
+        links = [Link()] * 6 + [build_link(Route.DIRECT, delay, half_duplex=half)]
         problem = Problem(microbatches=24, stages=(times,) * 8, links=tuple(links))
         return predict(make_plan(problem, Policy.ZERO_BUBBLE).schedule, problem)
 
@@ -118,7 +123,7 @@ links: [{delay: 1, half_duplex: true}]
 
 @pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_no_order_of_ready_ops_is_shorter_than_the_plan(cases: int) -> None:
-    """With the warm-up of zero-bubble, whose order the plan of three of these was longer than."""
+    """The warm-up is that of zero-bubble, whose order once beat the plan of three of these."""
     rng = random.Random(7)
     for _ in range(cases):
         count, n = rng.choice([2, 4, 6, 8]), rng.choice([8, 12, 16, 24])
@@ -137,13 +142,16 @@ def test_no_order_of_ready_ops_is_shorter_than_the_plan(cases: int) -> None:
             for _ in range(count - 1)
         )
         problem = Problem(microbatches=n, stages=stages, links=links)
-        costs, warmup = Costs.of(problem), make_plan(problem, Policy.ZERO_BUBBLE).schedule.warmup()
-        order = core.online(costs, Rules.of(problem, warmup))[0]
-        assert make_plan(problem).makespan <= core.makespan(costs, order) * (1 + 1e-9)
+        costs, warmup = (
+            Costs.from_problem(problem),
+            make_plan(problem, Policy.ZERO_BUBBLE).schedule.count_warmup(),
+        )
+        order = execution.schedule_online(costs, DispatchRules.from_problem(problem, warmup))[0]
+        assert make_plan(problem).makespan <= execution.compute_makespan(costs, order) * (1 + 1e-9)
 
 
 def all_orders(microbatches: int, cap: int) -> Iterator[bytes]:
-    """Every order of a stage's ops, as the core's codes: 0 F, 1 B, 2 W."""
+    """Orders of a stage's ops, as the core's codes: 0 F, 1 B, 2 W."""
 
     def extend(done: tuple[int, int, int], order: bytes) -> Iterator[bytes]:
         f, b, w = done
@@ -161,8 +169,8 @@ def all_orders(microbatches: int, cap: int) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("cases", [100, pytest.param(400, marks=pytest.mark.full)])
 def test_the_search_finds_the_shortest_of_all_orders(cases: int) -> None:
-    """Where a queue is shared the order of messages of both directions matters, which the list
-    scheduler does not see: the steps of the local search have to."""
+    """The order of messages of both directions matters on a shared queue. The list scheduler does
+    not see it: the steps of the local search have to."""
     rng = random.Random(7)
 
     def half() -> float:
@@ -190,7 +198,7 @@ def test_the_search_finds_the_shortest_of_all_orders(cases: int) -> None:
             for _ in range(count - 1)
         )
         problem = Problem(microbatches=n, stages=stages, links=links)
-        costs = Costs.of(problem)
-        orders = [all_orders(n, min(n, k or n)) for k in problem.in_flight_limits()]
-        best = min(makespan(costs, order) for order in product(*orders))
+        costs = Costs.from_problem(problem)
+        orders = [all_orders(n, min(n, k or n)) for k in problem.list_in_flight_limits()]
+        best = min(compute_makespan(costs, order) for order in product(*orders))
         assert make_plan(problem).makespan == pytest.approx(best, rel=1e-9), (case, problem)

@@ -9,13 +9,13 @@ from pipemorph.planning import (
     OpKind,
     Problem,
     StageTimes,
-    lower_bound,
+    compute_lower_bound,
     plan,
     predict,
     validate,
 )
-from pipemorph.planning.search import mixed
-from pipemorph.planning.search.mixed import fuse_first, mix
+from pipemorph.planning.search import mixed_fusing
+from pipemorph.planning.search.mixed_fusing import fuse_first_backwards, search_mixed_order
 
 
 def alike(stages: int, microbatches: int, ratio: float, slow: float = 0.0) -> Problem:
@@ -39,27 +39,27 @@ def test_some_fused_are_shorter_than_all_or_none(
     problem: Problem, without: float, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = plan(problem)
-    assert planned.schedule.mixed is not None
-    assert lower_bound(problem) <= planned.makespan <= least
-    validate(planned.schedule, problem.in_flight_limits())
+    assert planned.schedule.first_mixed_stage is not None
+    assert compute_lower_bound(problem) <= planned.makespan <= least
+    validate(planned.schedule, problem.list_in_flight_limits())
     assert predict(planned.schedule, problem) == planned.makespan
     for ops in planned.schedule.stages:
         kinds = [op.kind for op in ops if op.kind in (OpKind.B, OpKind.BW)]
         assert kinds == sorted(kinds, key=lambda kind: kind is OpKind.B), "the first are fused"
-    monkeypatch.setattr(mixed, "STEPS", 0)
+    monkeypatch.setattr(mixed_fusing, "STEPS", 0)
     assert plan(problem).makespan == without
 
 
-def test_limits_and_the_period_are_kept() -> None:
+def test_limits_and_the_period_hold() -> None:
     problem = alike(8, 32, 0.86)
     limited = problem.model_copy(
         update={
             "stages": tuple(s.model_copy(update={"in_flight_limit": 12}) for s in problem.stages)
         }
     )
-    found = mix(limited)
+    found = search_mixed_order(limited)
     assert found is not None
-    assert max(plan(limited).schedule.in_flight_peak()) <= 12
+    assert max(plan(limited).schedule.count_in_flight_peaks()) <= 12
     period = plan(problem.model_copy(update={"objective": "period"}))
     assert period.objective <= plan(problem).simulation.period
     assert period.objective >= period.lower_bound
@@ -69,7 +69,7 @@ def test_only_stages_whose_fused_backward_is_shorter() -> None:
     problem = alike(4, 12, 0.86)
     dear = problem.stages[1].model_copy(update={"fused_backward": 25.0})
     problem = problem.model_copy(update={"stages": (problem.stages[0], dear, *problem.stages[2:])})
-    found = mix(problem)
+    found = search_mixed_order(problem)
     assert found is not None
     assert found.fused[1] == 0 and sum(found.fused) > 0
 
@@ -77,13 +77,13 @@ def test_only_stages_whose_fused_backward_is_shorter() -> None:
 def test_fused_ops_take_the_place_of_the_backwards() -> None:
     # 0 F, 1 B, 2 W, 3 BW.
     order = bytes([0, 0, 1, 0, 1, 2, 1, 2, 2])
-    assert fuse_first([order], [0], [0]) == [order]
-    assert fuse_first([order], [1], [0]) == [bytes([0, 0, 3, 0, 1, 1, 2, 2])]
-    assert fuse_first([order], [3], [0]) == [bytes([0, 0, 3, 0, 3, 3])]
+    assert fuse_first_backwards([order], [0], [0]) == [order]
+    assert fuse_first_backwards([order], [1], [0]) == [bytes([0, 0, 3, 0, 1, 1, 2, 2])]
+    assert fuse_first_backwards([order], [3], [0]) == [bytes([0, 0, 3, 0, 3, 3])]
     # Two stages of one rank.
     several = bytes([0, 4, 5, 1, 6, 2])
-    assert fuse_first([several], [0, 1], [0, 0]) == [bytes([0, 4, 7, 1, 2])]
+    assert fuse_first_backwards([several], [0, 1], [0, 0]) == [bytes([0, 4, 7, 1, 2])]
 
 
-def test_no_look_at_what_is_too_large() -> None:
-    assert mix(alike(64, 256, 0.86)) is None
+def test_problems_that_are_too_large_are_not_searched() -> None:
+    assert search_mixed_order(alike(64, 256, 0.86)) is None

@@ -1,4 +1,4 @@
-"""Which microbatches go to host memory: one rule, held by everything that plans or runs."""
+"""Rule by which microbatches go to host memory, held by everything that plans or runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from schedule_text import ops_of, schedule_of
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.offload import (
-    Residency,
-    copying,
-    device_peak,
-    host_limit,
-    host_peak,
-    left,
-    recompute_reach,
-    recompute_room,
+    DeviceResidency,
+    compute_device_room,
+    compute_host_limit,
+    compute_in_flight_reach,
+    count_away_microbatches,
+    count_device_peak,
+    count_host_peak,
+    find_copying_ops,
 )
 from pipemorph.planning.validator import ScheduleError, validate, validate_online
 
@@ -25,7 +25,9 @@ from pipemorph.planning.validator import ScheduleError, validate, validate_onlin
 def copied(text: str, limit: int | None) -> str:
     """The ops that copy, as text."""
     ops = ops_of(text)
-    return " ".join(str(op) for op, copies in zip(ops, copying(ops, limit), strict=True) if copies)
+    return " ".join(
+        str(op) for op, copies in zip(ops, find_copying_ops(ops, limit), strict=True) if copies
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def copied(text: str, limit: int | None) -> str:
         ("F0 F1 F2 B0 W0 B1 W1 B2 W2", None, ""),
         # With room for one, every microbatch goes, and comes back to an empty device.
         ("F0 F1 B0 W0 B1 W1", 1, "F0 F1 B0 B1"),
-        # One whose B has run and whose W has not is on the device.
+        # A microbatch whose B has run and whose W has not is on the device.
         ("F0 F1 B0 F2 W0 B1 W1 B2 W2", 3, "F2 B2"),
         ("F0 F1 B0 W0 F2 B1 W1 B2 W2", 3, ""),
         ("F0 F1 F2 BW0 BW1 BW2", 2, "F1 F2 BW1 BW2"),
@@ -55,7 +57,7 @@ def stage_runs(draw: st.DrawFn) -> tuple[list[Op], int, int]:
     """Ops of one stage as it may run them, whatever is ready first, with N and D."""
     n, limit = draw(st.integers(1, 12)), draw(st.integers(1, 6))
     fused = draw(st.booleans())
-    held = Residency(limit)
+    held = DeviceResidency(limit)
     f = b = w = 0
     ops = []
     while w < n:
@@ -64,10 +66,10 @@ def stage_runs(draw: st.DrawFn) -> tuple[list[Op], int, int]:
             ready.append(Op(OpKind.BW if fused else OpKind.B, b))
         if w < b:
             ready.append(Op(OpKind.W, w))
-        may = [op for op in ready if held.fits(op.kind, op.microbatch)]
-        assert may, "the device limit forbids all that is left"
+        may = [op for op in ready if held.can_run(op.kind, op.microbatch)]
+        assert may, "the device limit forbids all that remains"
         op = draw(st.sampled_from(may))
-        held.run(op.kind, op.microbatch)
+        held.record_op(op.kind, op.microbatch)
         f += op.kind is OpKind.F
         b += op.kind in (OpKind.B, OpKind.BW)
         w += op.kind in (OpKind.W, OpKind.BW)
@@ -76,14 +78,14 @@ def stage_runs(draw: st.DrawFn) -> tuple[list[Op], int, int]:
 
 
 @given(stage_runs())
-def test_whatever_is_run_stays_within_the_device_and_the_host(
+def test_any_order_stays_within_the_device_and_the_host(
     ran: tuple[list[Op], int, int],
 ) -> None:
     ops, n, limit = ran
     where: dict[int, str] = {}
-    copies = copying(ops, limit)
+    copies = find_copying_ops(ops, limit)
     for (kind, m, _), copied in zip(ops, copies, strict=True):
-        # Told again from the text of the rule, by what each microbatch is said to have done.
+        # Derived again from the text of the rule, by what each microbatch is said to have done.
         if kind is OpKind.F:
             where[m] = "device"
         elif copied:
@@ -100,9 +102,9 @@ def test_whatever_is_run_stays_within_the_device_and_the_host(
         elif kind is not OpKind.B:
             del where[m]
     assert not where
-    assert device_peak(ops, limit) <= limit
-    in_flight = Schedule(n, (tuple(ops),)).in_flight_peak()[0]
-    assert host_peak(ops, limit) <= host_limit(in_flight, limit, n)
+    assert count_device_peak(ops, limit) <= limit
+    in_flight = Schedule(n, (tuple(ops),)).count_in_flight_peaks()[0]
+    assert count_host_peak(ops, limit) <= compute_host_limit(in_flight, limit, n)
     validate(Schedule(n, (tuple(ops),)), [in_flight], [limit])
 
 
@@ -135,10 +137,10 @@ def test_the_validator_names_the_op_that_does_not_fit(ops: str, limit: int, mess
     with pytest.raises(ScheduleError) as error:
         validate(schedule, None, [limit])
     assert str(error.value) == message
-    assert device_peak(schedule.stages[0], limit) == limit + 1
+    assert count_device_peak(schedule.stages[0], limit) == limit + 1
 
 
-def test_the_validator_takes_what_fits() -> None:
+def test_the_validator_accepts_schedules_that_fit() -> None:
     validate(schedule_of(4, ["F0 F1 F2 B0 B1 W0 W1 F3 B2 W2 B3 W3"]), None, [2])
 
 
@@ -163,20 +165,20 @@ def test_limits_for_other_stages_are_refused() -> None:
 def test_how_much_can_be_in_host_memory(
     in_flight: int | None, device: int | None, n: int, expected: int
 ) -> None:
-    assert host_limit(in_flight, device, n) == expected
+    assert compute_host_limit(in_flight, device, n) == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 60), st.integers(1, 60))
 def test_recomputation_fits_into_the_memory_of_the_limit(
     limit: int, more: int, activations: int, in_flight: int
 ) -> None:
-    """By bytes: of D microbatches with their activations and of the others with their inputs."""
+    """Limits in bytes: D microbatches with their activations, the others with their inputs."""
     most = limit + more
     in_flight = min(limit + in_flight, most)
-    device = recompute_room(in_flight, limit, most)
+    device = compute_device_room(in_flight, limit, most)
     assert 1 <= device <= limit
-    assert recompute_room(most, limit, most) == 1
-    # The largest inputs of which `most` fit beside the activations of one.
+    assert compute_device_room(most, limit, most) == 1
+    # The largest inputs of which `most` fit with the activations of one.
     inputs = (limit - 1) * activations / most
     space = limit * activations * (1 + 1e-9)
 
@@ -184,12 +186,15 @@ def test_recomputation_fits_into_the_memory_of_the_limit(
         return device * activations + (in_flight - device + 1) * inputs
 
     assert needed(device) <= space < needed(device + 1) + 1e-6 * activations
-    reach = recompute_reach(device, limit, most)
+    reach = compute_in_flight_reach(device, limit, most)
     assert reach >= in_flight
-    assert recompute_room(reach, limit, most) >= device
+    assert compute_device_room(reach, limit, most) >= device
 
 
-def test_what_leaves_is_counted_as_what_it_does() -> None:
+def test_microbatches_off_the_device_are_counted_by_kind() -> None:
     many, few = "F0 F1 F2 B0 W0 B1 W1 B2 W2", "F0 B0 W0 F1 B1 W1 F2 B2 W2"
     schedule = schedule_of(3, [many, many, few])
-    assert left(schedule, (2, 2, None), (False, True, True)) == ([2, 0, 0], [0, 2, 0])
+    assert count_away_microbatches(schedule, (2, 2, None), (False, True, True)) == (
+        [2, 0, 0],
+        [0, 2, 0],
+    )

@@ -19,13 +19,13 @@ from pipemorph.planning import (
     Policy,
     Problem,
     Schedule,
-    lower_bound,
+    compute_lower_bound,
     plan,
     predict_period,
     simulate,
 )
-from pipemorph.planning.advice import advise
-from pipemorph.planning.simulation.simulator import SETTLED
+from pipemorph.planning.advice import compare_changes
+from pipemorph.planning.simulation.simulator import SETTLING_ITERATIONS
 from pipemorph.planning.validator import ScheduleError
 
 KINDS = (OpKind.F, OpKind.B, OpKind.W)
@@ -44,7 +44,7 @@ def problem(microbatches: int, count: int, delays: list[float], **fields: Any) -
 
 @cache
 def orders(microbatches: int) -> list[tuple[Op, ...]]:
-    """All orders of the ops of a stage."""
+    """Returns all orders of the ops of a stage."""
 
     def more(done: tuple[int, ...]) -> Iterator[tuple[Op, ...]]:
         if min(done) == microbatches:
@@ -89,7 +89,7 @@ def test_no_order_has_a_shorter_period_than_the_bound_and_few_than_the_plan(stag
                 shortest = min(shortest, simulate(Schedule(n, each), given).period)
         planned = plan(given)
         assert planned.objective == pytest.approx(planned.simulation.period)
-        assert lower_bound(given) <= planned.lower_bound <= shortest * (1 + 1e-9)
+        assert compute_lower_bound(given) <= planned.lower_bound <= shortest * (1 + 1e-9)
         assert planned.objective >= shortest * (1 - 1e-9)
         best_plans += planned.objective <= shortest * (1 + 1e-9)
     assert best_plans >= 11
@@ -101,7 +101,7 @@ def test_no_order_has_a_shorter_period_than_the_bound_and_few_than_the_plan(stag
 def test_a_shorter_period_need_not_lengthen_the_iteration(
     delays: list[float], period: float
 ) -> None:
-    """Every stage is busy for 720: proven shortest, and up to 8% below that of the other plan."""
+    """Stages are all busy for 720: proven shortest, and up to 8% below that of the other plan."""
     given = problem(24, 8, delays)
     planned, other = plan(given), plan(given.model_copy(update={"objective": "makespan"}))
     assert planned.objective == planned.lower_bound == period
@@ -118,7 +118,7 @@ def test_fused_backwards_and_offload_shorten_the_period() -> None:
     held = [stage | {"device_limit": 2, "offload_copy": 1}] * 3
     capped = [stage | {"in_flight_limit": 2}] * 3
     away = plan(problem(8, 3, [30.0, 0.0], stages=held))
-    assert away.exceeds
+    assert away.leaves_device
     assert away.objective == away.simulation.period
     assert away.objective < plan(problem(8, 3, [30.0, 0.0], stages=capped)).objective
 
@@ -130,7 +130,7 @@ def test_the_predicted_period_is_that_of_one_long_iteration(seed: int) -> None:
     given = drawn(rng, rng.choice([2, 3]))
     stages = [stage.model_copy(update={"in_flight_limit": None}) for stage in given.stages]
     given = given.model_copy(update={"stages": tuple(stages)})
-    n, count = given.microbatches, 2 * SETTLED
+    n, count = given.microbatches, 2 * SETTLING_ITERATIONS
     made = plan(given, rng.choice([Policy.PIPEMORPH, Policy.GPIPE, Policy.ONE_F_ONE_B])).schedule
     if rng.random() < 0.5:
         half = [link.model_copy(update={"queues": 1, "half_duplex": True}) for link in given.links]
@@ -145,13 +145,13 @@ def test_the_predicted_period_is_that_of_one_long_iteration(seed: int) -> None:
     whole = simulate(repeated, given.model_copy(update={"microbatches": n * count}))
     each = len(made.stages[0])
     ends = [whole.stages[0][each * (k + 1) - 1].end for k in range(count)]
-    settled = (ends[-1] - ends[SETTLED - 1]) / SETTLED
+    settled = (ends[-1] - ends[SETTLING_ITERATIONS - 1]) / SETTLING_ITERATIONS
     assert predict_period(made, given) == pytest.approx(settled)
     assert predict_period(made, given) <= simulate(made, given).period * (1 + 1e-9)
 
 
 def test_a_stage_that_falls_behind_sets_the_period() -> None:
-    """Its W come last, so that stage 0 has ended long before."""
+    """The W of the last stage come last, so that stage 0 has ended long before."""
     quick = {"forward": 1, "backward_input": 1, "backward_weight": 1}
     given = problem(2, 2, [0.0], stages=[quick, quick | {"backward_weight": 20}])
     kinds = (OpKind.F, OpKind.B, OpKind.F, OpKind.B, OpKind.W, OpKind.W)
@@ -159,7 +159,7 @@ def test_a_stage_that_falls_behind_sets_the_period() -> None:
     ops = tuple(Op(kind, m) for kind, m in zip(kinds, turns, strict=True))
     schedule = Schedule(2, (ops, ops))
     assert simulate(schedule, given).stages[0][-1].end == 10
-    # Its own ops, and the way of a gradient up and a forward down between its first B and second F.
+    # Own ops, and the way of a gradient up and a forward down between first B and second F.
     assert predict_period(schedule, given) == 2 * 22 + 2
 
 
@@ -170,10 +170,10 @@ def test_the_period_under_guided_dispatch() -> None:
     assert made.lower_bound <= found < simulate(made.schedule, given, Dispatch.GUIDED).makespan
 
 
-def test_what_knows_no_period_says_so() -> None:
+def test_advice_and_baselines_have_no_bound_of_the_period() -> None:
     given = problem(4, 2, [0.0])
-    with pytest.raises(InputError, match="advise knows only makespan"):
-        advise(given)
+    with pytest.raises(InputError, match="advise supports only makespan"):
+        compare_changes(given)
     by_hand = plan(given, Policy.ZERO_BUBBLE)
     assert by_hand.gap == pytest.approx(by_hand.simulation.period / by_hand.lower_bound - 1)
 
@@ -183,7 +183,7 @@ def test_what_knows_no_period_says_so() -> None:
 def test_tails_of_all_stages_or_of_the_outer_ones_need_not_be_known(
     limit: int | None, slow: dict[int, float]
 ) -> None:
-    """Such as optimizer steps, which nobody measures: the plan made without them takes no longer
+    """Tails such as optimizer steps are not measured: the plan made without them takes no longer
     than the one that is made for them, and as much longer as the tail of all stages is."""
     stage = {"forward": 10, "backward_input": 10.5, "backward_weight": 5.5}
     delays = [1 + slow.get(link, 0) for link in range(7)]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from pipemorph.pictures import Timeline, render_html, render_png, render_text
-from pipemorph.pictures.timeline import idle_fraction, in_flight
 from pipemorph.planning import Link, OpKind, Policy, Problem, StageTimes, TimedOp, plan
+from pipemorph.views.pictures import Timeline, render_html, render_png, render_text
+from pipemorph.views.pictures.timeline import compute_idle_fraction, trace_in_flight
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 
@@ -16,7 +16,7 @@ TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 def timeline(policy: Policy = Policy.ZERO_BUBBLE, delay: float = 0.0) -> Timeline:
     links = (Link(delay=delay), Link())
     planned = plan(Problem(microbatches=4, stages=(TEN,) * 3, links=links), policy)
-    return Timeline.of_simulation(planned.simulation, planned.problem, title="three stages")
+    return Timeline.from_simulation(planned.simulation, planned.problem, title="three stages")
 
 
 def test_simulated_times_are_seconds() -> None:
@@ -42,9 +42,9 @@ def test_in_flight_goes_from_f_start_to_w_end() -> None:
         TimedOp(OpKind.B, 1, 4, 5),
         TimedOp(OpKind.W, 1, 6, 7),
     ]
-    assert in_flight(ops) == [(0, 1), (1, 2), (4, 1), (7, 0)]
-    assert idle_fraction(ops, 0, 7) == pytest.approx(1 / 7)
-    assert idle_fraction([], 0, 0) == 0
+    assert trace_in_flight(ops) == [(0, 1), (1, 2), (4, 1), (7, 0)]
+    assert compute_idle_fraction(ops, 0, 7) == pytest.approx(1 / 7)
+    assert compute_idle_fraction([], 0, 0) == 0
 
 
 def test_text_shows_each_op_and_each_bubble() -> None:
@@ -57,7 +57,7 @@ def test_text_shows_each_op_and_each_bubble() -> None:
     assert "X fused backward" in render_text(timeline(Policy.ONE_F_ONE_B))
 
 
-def test_text_of_nothing() -> None:
+def test_text_of_an_empty_timeline() -> None:
     assert "stage 0" in render_text(Timeline([[]]))
 
 
@@ -96,7 +96,7 @@ def test_a_title_cannot_end_the_page() -> None:
 def test_caps_are_drawn_per_stage() -> None:
     stages = (TEN.model_copy(update={"in_flight_limit": 2}), TEN)
     planned = plan(Problem(microbatches=4, stages=stages, links=(Link(delay=20),)))
-    drawn = Timeline.of_simulation(planned.simulation, planned.problem)
+    drawn = Timeline.from_simulation(planned.simulation, planned.problem)
     assert drawn.limits == (2, None)
     assert render_png(drawn).startswith(b"\x89PNG")
     assert '"limit":2' in render_html(drawn)

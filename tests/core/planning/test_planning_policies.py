@@ -1,4 +1,4 @@
-"""Every plan of every policy: valid, within its caps, not below the bound."""
+"""Plans of every policy: valid, within their caps, not below the bound."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from pipemorph.planning import (
     Route,
     StageTimes,
     TimedOp,
-    link_on,
-    lower_bound,
+    build_link,
+    build_problem,
+    compute_lower_bound,
     plan,
     predict,
-    problem_for,
     simulate,
     validate,
 )
-from pipemorph.planning.simulation.core import (
+from pipemorph.planning.simulation.execution import (
     Costs,
-    Rules,
-    adapted_warmup,
-    decode,
-    initial_warmup,
-    online,
-    paper_warmup,
+    DispatchRules,
+    choose_paper_warmup,
+    compute_adapted_warmup,
+    compute_initial_warmup,
+    decode_schedule,
+    schedule_online,
 )
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
@@ -58,7 +58,7 @@ def uniform(
 @given(problem=problems(half_duplex=True))
 @settings(max_examples=examples(50), deadline=None)
 def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
-    limits = problem.in_flight_limits()
+    limits = problem.list_in_flight_limits()
     for policy in POLICIES:
         if policy is Policy.GPIPE and any(k and k < problem.microbatches for k in limits):
             with pytest.raises(InputError, match="in_flight_limit is"):
@@ -66,9 +66,9 @@ def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
             continue
         planned = plan(problem, policy)
         validate(planned.schedule, limits)
-        assert planned.makespan >= lower_bound(problem)
-        assert planned.lower_bound >= lower_bound(problem)
-        peaks = planned.schedule.in_flight_peak()
+        assert planned.makespan >= compute_lower_bound(problem)
+        assert planned.lower_bound >= compute_lower_bound(problem)
+        peaks = planned.schedule.count_in_flight_peaks()
         assert all(k is None or peak <= k for peak, k in zip(peaks, limits, strict=True))
         again = plan(problem, policy)
         assert again.schedule == planned.schedule, "planning must not depend on anything else"
@@ -77,18 +77,18 @@ def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
 @given(problem=problems(half_duplex=True), seed=st.integers(0, 2**32))
 @settings(max_examples=examples(100), deadline=None)
 def test_every_plan_runs_to_the_end_under_any_delay(problem: Problem, seed: int) -> None:
-    """In both kinds of dispatch, within the caps at every moment."""
+    """Plans are run in both kinds of dispatch, within the caps at every moment."""
     rng = random.Random(seed)
     delays = [rng.choice((0.0, rng.uniform(0, 5), rng.uniform(50, 500))) for _ in problem.links]
     disturbed = problem.with_delays(delays)
     for policy in POLICIES:
-        limits = problem.in_flight_limits()
+        limits = problem.list_in_flight_limits()
         if policy is Policy.GPIPE and any(k and k < problem.microbatches for k in limits):
             continue
         schedule = plan(problem, policy).schedule
         ran = [simulate(schedule, disturbed), simulate(schedule, disturbed, Dispatch.GUIDED)]
         for simulation in ran:
-            assert simulation.makespan >= lower_bound(disturbed) - 1e-9
+            assert simulation.makespan >= compute_lower_bound(disturbed) - 1e-9
             for ops, limit in zip(simulation.stages, limits, strict=True):
                 assert most_in_flight(ops) <= (limit or problem.microbatches)
 
@@ -106,11 +106,14 @@ def most_in_flight(ops: Sequence[TimedOp]) -> int:
 @given(problem=problems(half_duplex=True))
 @settings(max_examples=examples(50), deadline=None)
 def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
-    """Where both directions of a link have one queue: than its order, run as a plan is. By its own
-    simulation a stage holds a forward back, whose message would delay a gradient."""
-    codes, makespan = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    """The paper's order is run as a plan is if both directions of a link share a queue. Its own
+    simulation holds a forward back whose message would delay a gradient."""
+    codes, makespan = schedule_online(
+        Costs.from_problem(problem),
+        DispatchRules.from_problem(problem, choose_paper_warmup(problem)),
+    )
     if any(link.half_duplex for link in problem.links):
-        makespan = simulate(decode(codes, problem.microbatches), problem).makespan
+        makespan = simulate(decode_schedule(codes, problem.microbatches), problem).makespan
     assert plan(problem, Policy.PIPEMORPH).makespan <= makespan * (1 + 1e-9)
 
 
@@ -119,7 +122,7 @@ def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) ->
 def test_bound_is_not_above_the_optimum(problem: Problem) -> None:
     assume(problem.stage_count * problem.microbatches <= 6)
     best = optimum(problem)
-    assert lower_bound(problem) <= best <= plan(problem).makespan
+    assert compute_lower_bound(problem) <= best <= plan(problem).makespan
 
 
 def test_bound_on_three_stages_and_microbatches() -> None:
@@ -129,28 +132,28 @@ def test_bound_on_three_stages_and_microbatches() -> None:
     )
     problem = Problem(microbatches=3, stages=stages, links=(Link(delay=7), Link(delay=2)))
     best = optimum(problem)
-    assert lower_bound(problem) <= best == plan(problem).makespan
+    assert compute_lower_bound(problem) <= best == plan(problem).makespan
 
 
 @given(problem=problems(), data=st.data())
 @settings(max_examples=examples(30), deadline=None)
-def test_a_fixed_warmup_is_kept(problem: Problem, data: st.DataObject) -> None:
+def test_a_fixed_warmup_stays(problem: Problem, data: st.DataObject) -> None:
     warmup: list[int] = []
     most = problem.microbatches
-    for limit in problem.in_flight_limits():
+    for limit in problem.list_in_flight_limits():
         most = data.draw(st.integers(1, min(most, limit or most)))
         warmup.append(most)
     fixed = problem.with_warmup(warmup)
     for policy in (Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH):
-        assert plan(fixed, policy).schedule.warmup() == tuple(warmup)
+        assert plan(fixed, policy).schedule.count_warmup() == tuple(warmup)
 
 
 def test_contract_example() -> None:
     for limit in (None, 8):
         planned = plan(uniform(TEN, 4, 12, {0: 20}, limit))
         assert planned.makespan == planned.lower_bound == 410
-        assert planned.schedule.warmup() == (8, 5, 3, 1)
-        assert planned.schedule.slackness() == (3, 2, 2)
+        assert planned.schedule.count_warmup() == (8, 5, 3, 1)
+        assert planned.schedule.compute_slackness() == (3, 2, 2)
         assert planned.simulation.bubble_fraction == pytest.approx(0.122, abs=5e-4)
 
 
@@ -164,12 +167,12 @@ def test_in_flight_limits_that_matter() -> None:
 
 
 def test_14b_profile() -> None:
-    """What the figures of docs/benchmarks.md rest on: 60 ms on the last of seven links."""
+    """Base of the figures of docs/benchmarks.md: 60 ms on the last of seven links."""
 
     def iteration(policy: Policy, route: Route, delay: float, *, half: bool = False) -> float:
         links = [
-            *[link_on(route, 0.0, half_duplex=half)] * 6,
-            link_on(route, delay, half_duplex=half),
+            *[build_link(route, 0.0, half_duplex=half)] * 6,
+            build_link(route, delay, half_duplex=half),
         ]
         problem = Problem(microbatches=24, stages=(LLM_14B,) * 8, links=tuple(links))
         return plan(problem, policy).makespan
@@ -189,26 +192,26 @@ def test_certified_on_the_profiles_people_run() -> None:
 
 def test_adapted_warmup_absorbs_each_delay() -> None:
     """Absorbed iff tF + tB + 2c ≤ Δ (tF' + tB'); two where nothing is to be absorbed."""
-    assert adapted_warmup(uniform(TEN, 4, 12, {}, None)) == (7, 5, 3, 1)
-    assert adapted_warmup(uniform(TEN, 4, 12, {0: 20}, None)) == (8, 5, 3, 1)
-    assert adapted_warmup(uniform(TEN, 4, 12, {2: 60}, None)) == (12, 10, 8, 1)
-    assert adapted_warmup(uniform(TEN, 4, 12, {2: 60}, 6)) == (6, 6, 6, 1)
-    assert adapted_warmup(uniform(TEN, 4, 12, {2: 1e9}, None)) == (12, 12, 12, 1)
+    assert compute_adapted_warmup(uniform(TEN, 4, 12, {}, None)) == (7, 5, 3, 1)
+    assert compute_adapted_warmup(uniform(TEN, 4, 12, {0: 20}, None)) == (8, 5, 3, 1)
+    assert compute_adapted_warmup(uniform(TEN, 4, 12, {2: 60}, None)) == (12, 10, 8, 1)
+    assert compute_adapted_warmup(uniform(TEN, 4, 12, {2: 60}, 6)) == (6, 6, 6, 1)
+    assert compute_adapted_warmup(uniform(TEN, 4, 12, {2: 1e9}, None)) == (12, 12, 12, 1)
     idle = StageTimes(forward=0, backward_input=0, backward_weight=0)
-    assert adapted_warmup(uniform(idle, 2, 3, {}, None))[1] == 1
+    assert compute_adapted_warmup(uniform(idle, 2, 3, {}, None))[1] == 1
 
 
 def test_initial_warmup_spreads_slackness() -> None:
-    assert initial_warmup(uniform(TEN, 4, 12, {}, 8)) == (8, 6, 4, 1)
-    assert initial_warmup(uniform(TEN, 4, 12, {}, 2)) == (2, 2, 2, 1)
-    assert initial_warmup(uniform(TEN, 1, 12, {}, 2)) == (1,)
+    assert compute_initial_warmup(uniform(TEN, 4, 12, {}, 8)) == (8, 6, 4, 1)
+    assert compute_initial_warmup(uniform(TEN, 4, 12, {}, 2)) == (2, 2, 2, 1)
+    assert compute_initial_warmup(uniform(TEN, 1, 12, {}, 2)) == (1,)
 
 
 def test_initial_plan_spends_the_memory_it_is_given() -> None:
     """Known memory and no slow link yet: slackness for whichever link will be."""
     planned = plan(uniform(TEN, 4, 16, {}, 12))
     assert planned.makespan == planned.lower_bound
-    assert planned.schedule.warmup() == (12, 9, 5, 1)
+    assert planned.schedule.count_warmup() == (12, 9, 5, 1)
 
 
 def test_gpipe_refuses_a_warmup_that_is_not_its_own() -> None:
@@ -220,7 +223,7 @@ def test_a_problem_takes_any_unit_and_carries_over_to_a_plan() -> None:
     """Seconds in, seconds out; the same order as for milliseconds."""
     seconds = StageTimes(forward=0.010, backward_input=0.010, backward_weight=0.010)
     routes = (Route.DELEGATED, Route.DIRECT, Route.DIRECT)
-    planned = plan(problem_for(12, [seconds] * 4, [0.02, 0, 0], routes))
+    planned = plan(build_problem(12, [seconds] * 4, [0.02, 0, 0], routes))
     assert planned.makespan == pytest.approx(0.410)
     directive = planned.to_plan(7, routes)
     assert directive.version == 7
@@ -235,8 +238,11 @@ def test_plans_stand_messages_that_are_a_little_late(times: StageTimes, delay: f
     """Holding fewer microbatches must not make a plan brittle."""
     problem = uniform(times, 8, 32, {6: delay}, None)
     late = problem.with_delays([link.delay + 4.0 for link in problem.links])
-    codes, _ = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-    fattest = decode(codes, 32)
+    codes, _ = schedule_online(
+        Costs.from_problem(problem),
+        DispatchRules.from_problem(problem, choose_paper_warmup(problem)),
+    )
+    fattest = decode_schedule(codes, 32)
     leaner = plan(problem).schedule
-    assert sum(leaner.in_flight_peak()) <= sum(fattest.in_flight_peak())
+    assert sum(leaner.count_in_flight_peaks()) <= sum(fattest.count_in_flight_peaks())
     assert predict(leaner, late) <= 1.02 * predict(fattest, late)

@@ -15,14 +15,14 @@ from pipemorph.planning import (
     Link,
     Problem,
     StageTimes,
-    lower_bound,
+    compute_lower_bound,
     plan,
     predict,
     simulate,
 )
 
 NARROW: dict[str, Any] = {"delay": 1, "gbps": 2.5, "message_bytes": 16_000_000}
-"""51.2 ms per message."""
+"""Link with 51.2 ms per message."""
 STAGE = {"forward": 11, "backward_input": 10, "backward_weight": 4}
 
 
@@ -57,7 +57,7 @@ def test_a_plan_for_a_narrow_link_is_near_the_bound(slow: int, queues: int | Non
     narrow = problem(slow=slow, queues=queues)
     assert narrow.links[slow].wire_time == pytest.approx(52.2)
     found = plan(narrow)
-    assert found.makespan <= 1.03 * lower_bound(narrow)
+    assert found.makespan <= 1.03 * compute_lower_bound(narrow)
     assert found.makespan > 24 * 51.2, "no message waits for another"
     as_delay = plan(problem(slow=slow, queues=8, delay=52.2, gbps=None, message_bytes=None))
     assert found.makespan <= predict(as_delay.schedule, narrow)
@@ -67,7 +67,7 @@ def test_a_plan_for_a_narrow_link_is_near_the_bound(slow: int, queues: int | Non
 def test_the_search_is_near_the_optimum(rate: float) -> None:
     narrow = problem(2, 3, 0, gbps=rate)
     shortest = shortest_of_all_orders(narrow)
-    assert lower_bound(narrow) <= shortest * (1 + 1e-9)
+    assert compute_lower_bound(narrow) <= shortest * (1 + 1e-9)
     assert shortest <= plan(narrow).makespan * (1 + 1e-9) <= 1.03 * shortest
 
 

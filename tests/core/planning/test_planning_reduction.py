@@ -9,7 +9,11 @@ import pytest
 from planning_reference import shortest_of_all_orders
 
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, predict, simulate
-from pipemorph.planning.simulation.core import Costs, lower_bound, tight_lower_bound
+from pipemorph.planning.simulation.execution import (
+    Costs,
+    compute_lower_bound,
+    compute_tight_lower_bound,
+)
 
 
 def stage(reduction: float | None = None, **other: float) -> StageTimes:
@@ -52,7 +56,7 @@ def test_plans_know_the_reduction() -> None:
         planned = plan(problem)
         ran = simulate(planned.schedule, problem)
         assert planned.makespan == pytest.approx(ran.makespan)
-        assert lower_bound(problem) <= ran.makespan + 1e-9
+        assert compute_lower_bound(problem) <= ran.makespan + 1e-9
         blind = plan(problem_of([None] * 4, problem.microbatches, problem.links[0].delay))
         assert planned.makespan <= predict(blind.schedule, problem) + 1e-9
         assert planned.lower_bound >= blind.lower_bound
@@ -62,11 +66,11 @@ def test_plans_know_the_reduction() -> None:
 def test_the_search_finds_the_optimum(reductions: list[float | None]) -> None:
     problem = problem_of(reductions, 3, 1)
     shortest = shortest_of_all_orders(problem)
-    assert lower_bound(problem) <= shortest == plan(problem).makespan
+    assert compute_lower_bound(problem) <= shortest == plan(problem).makespan
 
 
 def test_an_optimum_above_the_bound_is_found() -> None:
-    """136 was proven by a constraint solver. Without the tail the bound would be lower."""
+    """A constraint solver proved 136. The bound would be lower without the tail."""
     rows = [(2, 8, 8, 2, 23), (7, 7, 3, 3, None), (6, 3, 7, 3, None)]
     stages = tuple(
         StageTimes(
@@ -75,18 +79,18 @@ def test_an_optimum_above_the_bound_is_found() -> None:
         for f, b, w, k, tail in rows
     )
     problem = Problem(microbatches=4, stages=stages, links=(Link(delay=1),) * 2)
-    assert lower_bound(problem) == 131
+    assert compute_lower_bound(problem) == 131
     assert plan(problem).makespan == 136
-    assert tight_lower_bound(problem, 136) <= 136
+    assert compute_tight_lower_bound(problem, 136) <= 136
 
 
 def test_the_makespan_is_that_of_the_executed_iteration() -> None:
     problem = problem_of([5.0, None, 33.0], 4, 7)
     planned = plan(problem, Policy.ZERO_BUBBLE)
-    costs, codes = Costs.of(problem), planned.schedule.codes
-    plain = event_core.in_order(costs, codes)
-    assert predict(planned.schedule, problem) == plain.makespan(costs.after)
-    assert simulate(planned.schedule, problem).makespan == plain.makespan(costs.after)
+    costs, codes = Costs.from_problem(problem), planned.schedule.op_codes
+    plain = event_core.execute_in_order(costs, codes)
+    assert predict(planned.schedule, problem) == plain.compute_makespan(costs.rank_tails)
+    assert simulate(planned.schedule, problem).makespan == plain.compute_makespan(costs.rank_tails)
 
 
 def test_a_rank_with_several_stages_reduces_after_the_last_op_of_all() -> None:
@@ -102,4 +106,4 @@ def test_a_rank_with_several_stages_reduces_after_the_last_op_of_all() -> None:
     assert ran.exposed_reduction == ran.makespan - max(ends)
     planned = plan(slow)
     assert planned.lower_bound <= planned.simulation.makespan <= ran.makespan
-    assert ran.after == [30, 0]
+    assert ran.rank_tails == [30, 0]

@@ -27,20 +27,26 @@ from pipemorph.planning import (
     predict,
     validate,
 )
-from pipemorph.planning.search.search import search
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import SAME, Costs, Rules, lower_bound, paper_warmup
+from pipemorph.planning.search.order_search import search_order
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import (
+    RELATIVE_TOLERANCE,
+    Costs,
+    DispatchRules,
+    choose_paper_warmup,
+    compute_lower_bound,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from planner_problems import FACTS, digest, problem_set
+from planner_problems import FACTS, hash_problem, problem_set
 
 DRAWN = {case.key: case.problem for case in problem_set(3)}
-"""Among them some whose plans once differed in another unit."""
+"""Problems, some of whose plans once differed in another unit."""
 
 
 @st.composite
 def any_problem(draw: st.DrawFn) -> Problem:
-    """Any problem, with a fixed warm-up or not."""
+    """Problem with a fixed warm-up or without."""
     if draw(st.booleans()):
         problem = draw(problems(half_duplex=True))
     else:
@@ -60,7 +66,7 @@ def any_problem(draw: st.DrawFn) -> Problem:
     if draw(st.integers(0, 4)) == 0:
         warmup: list[int] = []
         most = problem.microbatches
-        for limit in problem.in_flight_limits():
+        for limit in problem.list_in_flight_limits():
             most = draw(st.integers(1, min(most, limit or most)))
             warmup.append(most)
         problem = problem.with_warmup(warmup)
@@ -69,26 +75,26 @@ def any_problem(draw: st.DrawFn) -> Problem:
 
 @given(problem=any_problem(), effort=st.sampled_from((0, 500, 3000)))
 @settings(max_examples=examples(150), deadline=None)
-def test_what_the_search_finds(problem: Problem, effort: int) -> None:
-    """With little effort too, which is enough for every phase: a valid schedule of the makespan it
-    says, not above the order of the paper's algorithm and not below the bound."""
-    found = search(problem, listing_effort=effort, shifting_effort=effort)
-    validate(found.schedule, problem.in_flight_limits())
+def test_results_of_the_search(problem: Problem, effort: int) -> None:
+    """Finds, with little effort too, which is enough for every phase, a valid schedule of the
+    makespan it says, not above the order of the paper's algorithm and not below the bound."""
+    found = search_order(problem, listing_effort=effort, shifting_effort=effort)
+    validate(found.schedule, problem.list_in_flight_limits())
     if problem.warmup is not None:
-        assert found.schedule.warmup() == problem.warmup
+        assert found.schedule.count_warmup() == problem.warmup
     assert predict(found.schedule, problem) == found.objective
-    assert found == search(problem, listing_effort=effort, shifting_effort=effort)
-    assert found.bound >= lower_bound(problem)
-    assert found.bound <= found.objective * (1 + SAME)
-    rules = Rules.of(
+    assert found == search_order(problem, listing_effort=effort, shifting_effort=effort)
+    assert found.bound >= compute_lower_bound(problem)
+    assert found.bound <= found.objective * (1 + RELATIVE_TOLERANCE)
+    rules = DispatchRules.from_problem(
         problem,
-        problem.warmup or paper_warmup(problem),
+        problem.warmup or choose_paper_warmup(problem),
         exact_warmup=problem.warmup is not None,
     )
-    costs = Costs.of(problem)
-    # As a plan: where both directions share a queue, it may take longer than it took to find.
-    paper = core.makespan(costs, core.online(costs, rules)[0])
-    assert found.objective <= paper * (1 + SAME)
+    costs = Costs.from_problem(problem)
+    # Run as a plan, it may take longer than in the search if directions share a queue.
+    paper = execution.compute_makespan(costs, execution.schedule_online(costs, rules)[0])
+    assert found.objective <= paper * (1 + RELATIVE_TOLERANCE)
 
 
 @given(
@@ -112,7 +118,7 @@ def test_times_in_any_unit_give_the_same_plan(
 
     update = {name: tuple(map(scaled, getattr(problem, name))) for name in ("stages", "links")}
     other, routes = problem.model_copy(update=update), (Route.DIRECT,) * len(problem.links)
-    policies = [Policy.PIPEMORPH] if problem.several else [Policy.PIPEMORPH, Policy.ZERO_BUBBLE]
+    policies = [Policy.PIPEMORPH] if problem.multi_stage else [Policy.PIPEMORPH, Policy.ZERO_BUBBLE]
     for policy in policies:
         found, its = plan(other, policy), plan(problem, policy)
         assert found.to_plan(1, routes, Dispatch.GUIDED) == its.to_plan(1, routes, Dispatch.GUIDED)
@@ -120,26 +126,26 @@ def test_times_in_any_unit_give_the_same_plan(
         assert found.lower_bound == pytest.approx(its.lower_bound * factor)
 
 
-def test_the_search_stops_near_the_bound_if_asked_to() -> None:
+def test_the_search_stops_near_the_bound_by_request() -> None:
     stopped = 0
     for case in problem_set(2):
-        full, near = search(case.problem), search(case.problem, near=0.05)
-        validate(near.schedule, case.problem.in_flight_limits())
+        full, near = search_order(case.problem), search_order(case.problem, near=0.05)
+        validate(near.schedule, case.problem.list_in_flight_limits())
         most = max(full.objective, full.bound * 1.05)
-        assert near.objective <= most * (1 + SAME), case.key
-        stopped += near.objective > full.objective * (1 + SAME)
+        assert near.objective <= most * (1 + RELATIVE_TOLERANCE), case.key
+        stopped += near.objective > full.objective * (1 + RELATIVE_TOLERANCE)
     assert stopped > 5, "it went on all the same"
 
 
 def test_near_the_proven_optimum() -> None:
-    """The figures of docs/benchmarks.md, from the optima kept in ``planner_facts.json``."""
+    """The figures of docs/benchmarks.md, from the optima in ``planner_facts.json``."""
     facts = json.loads(FACTS.read_text())["problems"]
     cases = problem_set()
     assert len(cases) >= 200
     gaps: dict[bool, list[float]] = {True: [], False: []}
     for case in cases:
         fact = facts[case.key]
-        assert fact["digest"] == digest(case.problem), f"{case.key} is another problem"
+        assert fact["digest"] == hash_problem(case.problem), f"{case.key} is another problem"
         assert fact["proven"], case.key
         planned = plan(case.problem)
         assert planned.lower_bound <= fact["optimum"] * (1 + 1e-9), case.key
@@ -154,7 +160,7 @@ def test_threads_that_search_leave_the_exit_code_alone() -> None:
     code = """
 import sys, threading, time
 from pipemorph.planning import Problem
-from pipemorph.planning.search.search import search
+from pipemorph.planning.search.order_search import search_order
 
 stage = {"forward": 1, "backward_input": 1.5, "backward_weight": 1, "in_flight_limit": 4}
 problem = Problem(stages=[stage] * 4, microbatches=8, links=[{"delay": 0.1}] * 3)
@@ -162,7 +168,7 @@ effort = int(sys.argv[1])
 
 def run():
     while True:
-        search(problem, listing_effort=effort, shifting_effort=effort)
+        search_order(problem, listing_effort=effort, shifting_effort=effort)
 
 for _ in range(2):
     threading.Thread(target=run, daemon=True).start()

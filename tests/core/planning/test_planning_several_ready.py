@@ -23,15 +23,15 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import (
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import (
     Costs,
     DelayAt,
-    as_fast_guided,
-    guide_of,
-    planned_waits,
+    build_guide,
+    find_planned_waits,
+    is_guided_as_fast,
 )
-from pipemorph.planning.simulation.simulator import following
+from pipemorph.planning.simulation.simulator import compute_next_starts
 
 
 def drawn(rng: random.Random) -> Problem:
@@ -65,7 +65,7 @@ def late(rng: random.Random, most: float) -> DelayAt:
     return lambda link, sent: random.Random(f"{seed} {link} {sent!r}").uniform(0, most)
 
 
-def test_whatever_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_message_may_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled and in Python, to the bit: no rank waits for ever or exceeds a limit."""
     rng = random.Random(3)
     differ = 0
@@ -78,27 +78,27 @@ def test_whatever_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
         ran = run()
         with monkeypatch.context() as in_python:
-            in_python.setattr(core, "guided", event_core.guided)
+            in_python.setattr(execution, "execute_guided", event_core.execute_guided)
             plain = run()
         assert ran == plain
-        assert ran.ran.free == plain.ran.free
-        peaks = order.in_flight_peak()
-        validate(ran.schedule, peaks, problem.device_limits())
+        assert ran.execution.free_at == plain.execution.free_at
+        peaks = order.count_in_flight_peaks()
+        validate(ran.schedule, peaks, problem.list_device_limits())
         differ += ran.schedule != order
     assert differ > 20
 
 
-def test_guided_is_the_plan_while_nothing_is_late() -> None:
+def test_guided_is_the_plan_while_no_message_is_late() -> None:
     rng = random.Random(4)
     for _ in range(60):
         planned = plan(drawn(rng))
         guided = simulate(planned.schedule, planned.problem, Dispatch.GUIDED)
         assert guided == planned.simulation
-        assert guided.ran.free == planned.simulation.ran.free
+        assert guided.execution.free_at == planned.simulation.execution.free_at
 
 
 @pytest.mark.parametrize(("placement", "most"), [("interleaved", 1.0), ("v", 1.01)])
-def test_what_it_brings_while_messages_are_late(placement: Any, most: float) -> None:
+def test_gain_while_messages_are_late(placement: Any, most: float) -> None:
     """Messages up to 2 forwards late, planned for none: mean of 20 draws. No gain in a V."""
     ten = StageTimes(forward=10, backward_input=10, backward_weight=10)
     given = Problem(
@@ -114,9 +114,9 @@ def test_what_it_brings_while_messages_are_late(placement: Any, most: float) -> 
 
 
 def jittered(planned: PlannedSchedule, most: float, *, plain: bool = False) -> tuple[float, float]:
-    costs = Costs.of(planned.problem)
-    guide = guide_of(planned.schedule, planned.problem)
-    return (event_core if plain else core).jittered(costs, guide, most, 2)
+    costs = Costs.from_problem(planned.problem)
+    guide = build_guide(planned.schedule, planned.problem)
+    return (event_core if plain else execution).compute_jittered_makespans(costs, guide, most, 2)
 
 
 def test_jitter() -> None:
@@ -148,13 +148,13 @@ def test_where_guided_costs_nothing_while_links_are_well(
         microbatches=16, stages=(ten,) * 8, links=(direct,) * 7, ranks=4, placement=placement
     )
     order = plan(given).schedule
-    assert as_fast_guided(order, given, planned_waits(order, given)) is suits
+    assert is_guided_as_fast(order, given, find_planned_waits(order, given)) is suits
 
 
 @pytest.mark.parametrize("placement", ["interleaved", "v"])
 @pytest.mark.parametrize("objective", ["makespan", "period"])
-def test_predictions_are_what_is_simulated(placement: Any, objective: Any) -> None:
-    """Also under delays of which each iteration has its own."""
+def test_predictions_equal_the_simulation(placement: Any, objective: Any) -> None:
+    """Holds also under delays of which each iteration has its own."""
     ten = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5, reduction=7)
     given = Problem(
         microbatches=12, stages=(ten,) * 4, links=(Link(delay=2),) * 3, ranks=2,
@@ -170,7 +170,7 @@ def test_predictions_are_what_is_simulated(placement: Any, objective: Any) -> No
             if objective == "makespan":
                 steps.append(ran.makespan)
                 continue
-            took, before = following(ran.ran.free, [7.0] * 2)
+            took, before = compute_next_starts(ran.execution.free_at, [7.0] * 2)
             steps.append(took)
         found = predict_changing(order, given, changes, mode)
         assert found == pytest.approx(sum(steps) / len(steps), rel=1e-9)
@@ -183,7 +183,7 @@ def test_a_given_warmup_is_that_of_each_stage() -> None:
     given = Problem(microbatches=8, stages=(ten,) * 4, links=(Link(),) * 3, ranks=2)
     for warmup in ((6, 4, 3, 1), (4, 4, 2, 2), (1, 1, 1, 1)):
         order = plan(given.with_warmup(warmup)).schedule
-        assert order.warmup() == warmup
-        validate(order, given.in_flight_limits())
+        assert order.count_warmup() == warmup
+        validate(order, given.list_in_flight_limits())
     with pytest.raises(InputError, match="sets its own"):
         plan(given.with_warmup((4, 3, 2, 1)), Policy.ONE_F_ONE_B_INTERLEAVED)

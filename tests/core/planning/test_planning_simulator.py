@@ -26,7 +26,12 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
-from pipemorph.planning.simulation.core import Costs, Rules, decode, online
+from pipemorph.planning.simulation.execution import (
+    Costs,
+    DispatchRules,
+    decode_schedule,
+    schedule_online,
+)
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 
@@ -63,10 +68,10 @@ def test_the_third_send_blocks_compute_until_the_first_has_arrived() -> None:
 
 
 def test_figures_of_the_paper() -> None:
-    """S=4, N=12: 390 at no delay; kept as it is, 400 at 10 and 440 at 20 ms on link 0."""
+    """S=4, N=12: 390 at no delay; unchanged, 400 at 10 and 440 at 20 ms on link 0."""
     problem = Problem(microbatches=12, stages=(TEN,) * 4, links=(Link(),) * 3)
     planned = plan(problem.with_warmup([7, 5, 3, 1]), Policy.ZERO_BUBBLE)
-    assert planned.schedule.warmup() == (7, 5, 3, 1)
+    assert planned.schedule.count_warmup() == (7, 5, 3, 1)
     assert [
         simulate(planned.schedule, problem.with_delays([delay, 0, 0])).makespan
         for delay in (0, 10, 20)
@@ -92,18 +97,18 @@ def test_bubble_fraction_is_idle_time_over_all_time() -> None:
 def test_online_inside_the_condition_never_deadlocks(problem: Problem, seed: int) -> None:
     """Warm-up and caps at the edge of the condition, any delays, split and fused."""
     rng = random.Random(seed)
-    caps = [k or problem.microbatches for k in problem.in_flight_limits()]
+    caps = [k or problem.microbatches for k in problem.list_in_flight_limits()]
     warmup: list[int] = []
     for i in range(problem.stage_count):
         most = min(caps[: i + 1])
         warmup.append(rng.randint(1, min([most, *warmup[-1:]])))
     fused = [rng.random() < 0.3 for _ in problem.stages]
-    rules = Rules.of(problem, warmup, fused=fused)
-    costs = Costs.of(problem)
-    codes, makespan = online(costs, rules)
-    schedule = decode(codes, problem.microbatches)
-    validate(schedule, problem.in_flight_limits())
-    reached = zip(schedule.warmup(), warmup, strict=True)
+    rules = DispatchRules.from_problem(problem, warmup, fused=fused)
+    costs = Costs.from_problem(problem)
+    codes, makespan = schedule_online(costs, rules)
+    schedule = decode_schedule(codes, problem.microbatches)
+    validate(schedule, problem.list_in_flight_limits())
+    reached = zip(schedule.count_warmup(), warmup, strict=True)
     assert all(x >= min(y, problem.microbatches) for x, y in reached)
     # The order it found, run as a plan, starts no op later: it never had to choose.
     if not any(costs.half_duplex):
@@ -111,12 +116,15 @@ def test_online_inside_the_condition_never_deadlocks(problem: Problem, seed: int
 
 
 def test_online_outside_the_condition_can_deadlock() -> None:
-    """Rising warm-up: stage 1 wants two forwards before stage 0 may send the second."""
+    """Rising warm-up: stage 1 needs two forwards before stage 0 may send the second."""
     problem = Problem(microbatches=3, stages=(TEN,) * 2, links=(Link(),))
     with pytest.raises(InputError, match="waits forever"):
-        online(Costs.of(problem), Rules(warmup=(1, 2), caps=(1, 3), fused=(False,) * 2))
+        schedule_online(
+            Costs.from_problem(problem),
+            DispatchRules(warmup=(1, 2), caps=(1, 3), fused=(False,) * 2),
+        )
     with pytest.raises(ScheduleError):
-        Rules.of(problem, [1, 2])
+        DispatchRules.from_problem(problem, [1, 2])
 
 
 def test_a_plan_must_fit_the_problem() -> None:

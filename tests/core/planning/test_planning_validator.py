@@ -76,17 +76,17 @@ def test_in_flight_ends_at_w_not_at_b() -> None:
         (schedule_of(1, ["F0 B0 W0"]), [1, 1], "2 in-flight limits for 1 stages"),
     ],
 )
-def test_refuses_what_is_no_schedule(
+def test_refuses_invalid_schedules(
     schedule: Schedule, limits: list[int | None] | None, words: str
 ) -> None:
     with pytest.raises(InputError, match=words):
         validate(schedule, limits)
 
 
-def test_the_compiled_check_and_the_one_that_names_the_op_agree(
+def test_the_compiled_check_agrees_with_the_check_that_names_the_op(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also of limits, of microbatches out of order, and of ops that are missing or too many."""
+    """Checks agree on limits, microbatches out of order, and ops missing or too many."""
 
     def accepted(schedule: Schedule, *limits: list[int | None]) -> bool:
         try:

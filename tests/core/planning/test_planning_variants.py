@@ -25,16 +25,16 @@ from pipemorph.planning import (
     Schedule,
     ScheduleError,
     StageTimes,
-    lower_bound,
+    compute_lower_bound,
     plan,
     predict,
     simulate,
     validate,
 )
-from pipemorph.planning.offload import host_limit, host_peak, recompute_room
-from pipemorph.planning.search.variants import fit_on_device, has_variants, on_device
-from pipemorph.planning.simulation import core
-from pipemorph.planning.simulation.core import INF, Costs
+from pipemorph.planning.offload import compute_device_room, compute_host_limit, count_host_peak
+from pipemorph.planning.search.plan_variants import fit_on_device, has_variants, keep_on_device
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import INF, Costs
 from pipemorph.planning.simulation.simulator import Simulation
 
 TIGHT = Problem(
@@ -60,7 +60,7 @@ def stays_within(simulation: Simulation, problem: Problem) -> None:
     for i, ops in enumerate(simulation.stages):
         limit = problem.stages[i].device_limit
         assert limit is None or most_resident(ops, limit) <= limit
-    validate(simulation.schedule, problem.in_flight_limits(), problem.device_limits())
+    validate(simulation.schedule, problem.list_in_flight_limits(), problem.list_device_limits())
 
 
 @given(problem=offloading(limits=False), seed=st.integers(0, 2**32))
@@ -78,10 +78,10 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
             )
         schedule = Schedule(n, tuple(runs))
         try:
-            validate(schedule, None, problem.device_limits())
+            validate(schedule, None, problem.list_device_limits())
         except ScheduleError as error:
             assert "device" not in str(error)
-            assert core.makespan(Costs.of(problem), schedule.codes) == INF
+            assert execution.compute_makespan(Costs.from_problem(problem), schedule.op_codes) == INF
             continue
         assert_runs_as_the_fixpoint(schedule, problem)
 
@@ -91,8 +91,8 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
 def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
     planned = plan(problem)
-    asked, kept = problem.stages, planned.problem.stages
-    for i, (before, after) in enumerate(zip(asked, kept, strict=True)):
+    requested, planned_stages = problem.stages, planned.problem.stages
+    for i, (before, after) in enumerate(zip(requested, planned_stages, strict=True)):
         assert after.device_limit in (before.device_limit, None)
         most = [before.in_flight_limit]
         if after.device_limit is None:
@@ -101,11 +101,11 @@ def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -
             assert limit is None or (after.in_flight_limit or 0) in range(1, limit + 1)
         ops = planned.schedule.stages[i]
         cap = after.in_flight_limit
-        assert host_peak(ops, after.device_limit) <= host_limit(
+        assert count_host_peak(ops, after.device_limit) <= compute_host_limit(
             cap, after.device_limit, problem.microbatches
         )
     assert predict(planned.schedule, planned.problem) == planned.makespan
-    assert planned.makespan >= lower_bound(problem) * (1 - 1e-9)
+    assert planned.makespan >= compute_lower_bound(problem) * (1 - 1e-9)
     assert planned.makespan >= planned.lower_bound
     stays_within(planned.simulation, planned.problem)
 
@@ -122,16 +122,16 @@ def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -
 @given(problem=offloading(fused=False), seed=st.integers(0, 2**32))
 @settings(max_examples=examples(30), deadline=None)
 def test_offload_is_never_worse_than_none(problem: Problem, seed: int) -> None:
-    assert plan(problem).makespan <= plan(on_device(problem)).makespan
+    assert plan(problem).makespan <= plan(keep_on_device(problem)).makespan
 
 
 def test_a_slow_link_that_memory_has_no_room_for_is_what_offload_is_for() -> None:
-    without, planned = plan(on_device(TIGHT)), plan(TIGHT)
+    without, planned = plan(keep_on_device(TIGHT)), plan(TIGHT)
     assert planned.makespan < 0.8 * without.makespan
     made = planned.to_plan(1, [Route.DIRECT] * 3)
     # Caps are what the plan needs, not what there is room for.
     first = made.in_flight_limits[0]
-    assert first is not None and planned.schedule.in_flight_peak()[0] <= first < 10
+    assert first is not None and planned.schedule.count_in_flight_peaks()[0] <= first < 10
     assert made.device_limits[0] == 4
     # The last stage needs no slackness, and so no offload.
     assert made.device_limits[-1] is None
@@ -141,17 +141,17 @@ def test_a_slow_link_that_memory_has_no_room_for_is_what_offload_is_for() -> Non
         validate(made.schedule, [4] * 4)
 
 
-def test_offload_is_left_alone_where_its_copies_cost_more_than_they_save() -> None:
+def test_offload_is_not_used_where_its_copies_cost_more_than_they_save() -> None:
     dear = TIGHT.model_copy(
         update={"stages": tuple(s.model_copy(update={"offload_copy": 500.0}) for s in TIGHT.stages)}
     )
     planned = plan(dear)
-    assert planned.problem.device_limits() == (None,) * 4
-    assert planned.makespan == plan(on_device(dear)).makespan
+    assert planned.problem.list_device_limits() == (None,) * 4
+    assert planned.makespan == plan(keep_on_device(dear)).makespan
 
 
 def test_every_copy_is_in_the_makespan() -> None:
-    """One stage, one microbatch more than fits: a copy out and a copy back."""
+    """A stage with one microbatch more than fits: a copy out and a copy back."""
     stage = StageTimes(
         forward=10, backward_input=10, backward_weight=6, device_limit=2, offload_copy=3
     )
@@ -199,7 +199,7 @@ def test_splitting_stays_where_it_fills_bubbles() -> None:
 @given(problem=offloading())
 @settings(max_examples=examples(30), deadline=None)
 def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
-    problem = on_device(problem)
+    problem = keep_on_device(problem)
     planned = plan(problem)
     split = problem.model_copy(
         update={
@@ -207,7 +207,7 @@ def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
         }
     )
     assert planned.makespan <= plan(split).makespan
-    assert lower_bound(problem) <= lower_bound(split) * (1 + 1e-9)
+    assert compute_lower_bound(problem) <= compute_lower_bound(split) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("policy", [Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE])
@@ -219,23 +219,23 @@ def test_policies_made_by_hand_keep_a_device_limit(policy: Policy) -> None:
 def test_a_fixed_warmup_above_the_device_limit_needs_offload() -> None:
     fixed = TIGHT.with_warmup([8, 6, 3, 1])
     planned = plan(fixed)
-    assert planned.schedule.warmup() == (8, 6, 3, 1)
-    # Whether stage 2, which has room, offloads too is for the search to say.
-    limits = planned.problem.device_limits()
+    assert planned.schedule.count_warmup() == (8, 6, 3, 1)
+    # Stage 2 has room; the search decides if it offloads too.
+    limits = planned.problem.list_device_limits()
     assert (*limits[:2], limits[3]) == (4, 4, None)
 
 
 def test_plans_run_as_each_other_whatever_their_versions_and_caps() -> None:
     schedule = schedule_of(2, ["F0 F1 B0 W0 B1 W1", "F0 BW0 F1 BW1"])
     first = Plan(0, Policy.PIPEMORPH, schedule, (Route.DIRECT,), (None, None))
-    assert first.runs_as(replace(first, version=3, in_flight_limits=(2, 1)))
-    assert not first.runs_as(replace(first, routes=(Route.DELEGATED,)))
-    assert not first.runs_as(replace(first, device_limits=(1, None)))
+    assert first.runs_same_as(replace(first, version=3, in_flight_limits=(2, 1)))
+    assert not first.runs_same_as(replace(first, routes=(Route.DELEGATED,)))
+    assert not first.runs_same_as(replace(first, device_limits=(1, None)))
     other = schedule_of(2, ["F0 B0 W0 F1 B1 W1", "F0 BW0 F1 BW1"])
-    assert not first.runs_as(replace(first, schedule=other))
-    assert (schedule.fused, first.offloading, first.delegated) == ((1,), (), ())
+    assert not first.runs_same_as(replace(first, schedule=other))
+    assert (schedule.fused_stages, first.offloading_stages, first.delegated_links) == ((1,), (), ())
     moved = replace(first, routes=(Route.DELEGATED,), device_limits=(1, None))
-    assert (moved.offloading, moved.delegated) == ((0,), (0,))
+    assert (moved.offloading_stages, moved.delegated_links) == ((0,), (0,))
 
 
 # --- recomputation ------------------------------------------------------------------------
@@ -258,14 +258,16 @@ DROPS = TIGHT.model_copy(
 
 
 def test_recomputation_pays_where_the_limit_binds() -> None:
-    kept = plan(on_device(TIGHT))
+    on_device = plan(keep_on_device(TIGHT))
     found = plan(DROPS)
-    assert found.makespan < 0.95 * kept.makespan
+    assert found.makespan < 0.95 * on_device.makespan
     again = [stage for stage in found.problem.stages if stage.recompute]
     assert again, "stages that recompute"
-    for stage, peak in zip(found.problem.stages, found.schedule.in_flight_peak(), strict=True):
+    for stage, peak in zip(
+        found.problem.stages, found.schedule.count_in_flight_peaks(), strict=True
+    ):
         if stage.recompute:
-            assert stage.device_limit == recompute_room(peak, 4, 12)
+            assert stage.device_limit == compute_device_room(peak, 4, 12)
             assert stage.in_flight_limit == peak > 4
         else:
             assert (stage.device_limit, stage.in_flight_limit) == (None, 4)
@@ -280,8 +282,8 @@ def test_without_a_limit_that_binds_nothing_is_recomputed() -> None:
         for stage in wide.stages
     )
     found = plan(wide.model_copy(update={"stages": stages}))
-    assert not any(found.problem.recompute())
-    assert found.problem.device_limits() == (None,) * 4
+    assert not any(found.problem.list_recompute_flags())
+    assert found.problem.list_device_limits() == (None,) * 4
 
 
 def test_a_forward_that_runs_again_makes_its_backward_longer() -> None:
@@ -296,7 +298,7 @@ def test_a_forward_that_runs_again_makes_its_backward_longer() -> None:
 
 @st.composite
 def recomputing(draw: st.DrawFn) -> Problem:
-    """Some stages of a problem with a cap may recompute."""
+    """Problem with a cap, some of whose stages may recompute."""
     problem = draw(offloading())
     stages = []
     for stage in problem.stages:
@@ -312,28 +314,28 @@ def recomputing(draw: st.DrawFn) -> Problem:
 def test_plans_with_recomputation_fit_into_the_memory_of_the_limits(problem: Problem) -> None:
     found = plan(problem)
     assert found.objective >= found.lower_bound * (1 - 1e-9)
-    peaks = found.schedule.in_flight_peak()
-    for asked, kept, peak, ops in zip(
+    peaks = found.schedule.count_in_flight_peaks()
+    for requested, planned_stages, peak, ops in zip(
         problem.stages, found.problem.stages, peaks, found.schedule.stages, strict=True
     ):
-        if not kept.recompute or asked.recompute:
+        if not planned_stages.recompute or requested.recompute:
             continue
-        limit = min(filter(None, (asked.in_flight_limit, asked.device_limit)))
-        most = asked.recompute_limit
+        limit = min(filter(None, (requested.in_flight_limit, requested.device_limit)))
+        most = requested.recompute_limit
         assert most is not None
-        assert kept.device_limit is not None
-        away = host_peak(ops, kept.device_limit)
+        assert planned_stages.device_limit is not None
+        away = count_host_peak(ops, planned_stages.device_limit)
         # In units of activations: the inputs of `most` take the place of all but one.
-        assert kept.device_limit + away * (limit - 1) / most <= limit + 1e-9
+        assert planned_stages.device_limit + away * (limit - 1) / most <= limit + 1e-9
         assert peak <= most
 
 
 def test_a_plan_that_recomputes_is_read_back_for_its_problem() -> None:
     found = plan(DROPS)
-    limits, again = found.problem.device_limits(), found.problem.recompute()
+    limits, again = found.problem.list_device_limits(), found.problem.list_recompute_flags()
     problem = DROPS.with_device_limits(limits, again)
     assert simulate(found.schedule, problem).makespan == pytest.approx(found.makespan)
     with pytest.raises(InputError, match=r"recomputes on stage 0, and stages\[0\].recompute_limit"):
-        on_device(TIGHT).with_device_limits((2,) * 4, (True,) * 4)
+        keep_on_device(TIGHT).with_device_limits((2,) * 4, (True,) * 4)
     with pytest.raises(InputError, match="recompute has 1 entry; 4 stages need 4"):
         DROPS.with_device_limits(limits, again[:1])

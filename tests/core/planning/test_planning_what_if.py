@@ -10,9 +10,16 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan
-from pipemorph.planning.advice import Option, advise
-from pipemorph.planning.analysis.what_if import KINDS, evened, layers_of, shrunk, split_anew, work
-from pipemorph.planning.problem import Layers
+from pipemorph.planning.advice import AdviceOption, compare_changes
+from pipemorph.planning.analysis.what_if import (
+    OP_TIME_FIELDS,
+    apply_layer_split,
+    compute_stage_work,
+    even_out_stages,
+    list_layers,
+    shrink_stage,
+)
+from pipemorph.planning.problem import LayerTimes
 
 GIB = 1 << 30
 FULL = StageTimes(
@@ -38,15 +45,15 @@ def stage(**more: Any) -> StageTimes:
     return StageTimes(**{"forward": 10, "backward_input": 10, "backward_weight": 10} | more)
 
 
-def found(given: Problem, lever: str) -> list[Option]:
-    return [option for option in advise(given).options if option.lever == lever]
+def found(given: Problem, lever: str) -> list[AdviceOption]:
+    return [option for option in compare_changes(given).options if option.lever == lever]
 
 
 def test_every_field_of_a_stage_follows_the_size_of_its_microbatches() -> None:
-    half, whole = shrunk(FULL, 2), FULL.model_dump()
+    half, whole = shrink_stage(FULL, 2), FULL.model_dump()
     limits = {"in_flight_limit", "device_limit", "recompute_limit"}
     for name in StageTimes.model_fields:
-        if name == "reduction":  # As many gradients, however large a microbatch is.
+        if name == "reduction":  # Equal bytes of gradients for microbatches of any size.
             assert half.reduction == whole[name] == 3
             continue
         if name == "recompute":
@@ -55,12 +62,14 @@ def test_every_field_of_a_stage_follows_the_size_of_its_microbatches() -> None:
         factor = 2 if name in limits else 0.5
         assert getattr(half, name) == factor * whole[name], name
     bare = stage()
-    assert shrunk(bare, 2).model_dump(exclude_defaults=True) == dict.fromkeys(KINDS, 5)
+    assert shrink_stage(bare, 2).model_dump(exclude_defaults=True) == dict.fromkeys(
+        OP_TIME_FIELDS, 5
+    )
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
 def test_a_fused_backward_shrinks_with_its_microbatch(policy: str) -> None:
-    """One that is stated as long as B and W are is worth what one that is not stated is."""
+    """A stated fused backward as long as B and W gains the same as one that is not stated."""
     plain = found(problem((stage(),) * 4, policy=policy), "microbatches")
     fused = found(problem((stage(fused_backward=20),) * 4, policy=policy), "microbatches")
     assert [option.makespan for option in fused] == [option.makespan for option in plain]
@@ -83,14 +92,14 @@ def test_twice_as_many_of_half_the_size_are_on_the_device() -> None:
 
 def test_fused_backward_and_device_limit_go_with_the_layers() -> None:
     """Stage 0 has an embedding worth four of the 40 layers; fused is 3/4 of B and W."""
-    layers = (Layers(forward=1, backward_input=1, backward_weight=1, count=40),)
+    layers = (LayerTimes(forward=1, backward_input=1, backward_weight=1, count=40),)
     limits = {"device_limit": 10, "offload_copy": 1.0}
     first = stage(forward=14, backward_input=14, backward_weight=14, fused_backward=21, **limits)
     stages = (first, *[stage(fused_backward=15, **limits)] * 3)
     given = problem(stages, layers=layers, layer_split=(10, 10, 10, 10), policy="1f1b")
     (option,) = found(given, "split")
     assert option.change == "layers 10-10-10-10 → 7-11-11-11"
-    new, units = split_anew(given, (7, 11, 11, 11), [1.0] * 4, sized=False)
+    new, units = apply_layer_split(given, (7, 11, 11, 11), [1.0] * 4, sized=False)
     assert [each.forward for each in new] == [11, 11, 11, 11]
     assert [each.fused_backward for each in new] == pytest.approx([16.5] * 4)
     assert [each.device_limit for each in new] == [14, 9, 9, 9]
@@ -99,34 +108,34 @@ def test_fused_backward_and_device_limit_go_with_the_layers() -> None:
 
 
 def test_layers_take_what_their_own_stage_saves() -> None:
-    """Only stage 0 fuses at a gain; a layer that goes to stage 1 takes its part there."""
-    layers = (Layers(forward=1, backward_input=1, backward_weight=1, count=8),)
+    """Stage 0 alone fuses at a gain; a layer that goes to stage 1 takes its part there."""
+    layers = (LayerTimes(forward=1, backward_input=1, backward_weight=1, count=8),)
     stages = (
         stage(forward=6, backward_input=6, backward_weight=6, fused_backward=9),
         stage(forward=2, backward_input=2, backward_weight=2),
     )
     given = problem(stages, layers=layers, layer_split=(6, 2))
-    assert [layer.whole_backward for layer in layers_of(given)] == pytest.approx(
+    assert [layer.whole_backward for layer in list_layers(given)] == pytest.approx(
         [1.5] * 6 + [2.0] * 2
     )
-    new, _ = split_anew(given, (4, 4), [1.0] * 2, sized=False)
+    new, _ = apply_layer_split(given, (4, 4), [1.0] * 2, sized=False)
     assert [each.fused_backward for each in new] == pytest.approx([6, 7])
-    back, _ = split_anew(given, (6, 2), [1.0] * 2, sized=False)
+    back, _ = apply_layer_split(given, (6, 2), [1.0] * 2, sized=False)
     assert back[1].fused_backward is None
 
 
 def test_layers_that_say_more_than_their_stage_share_what_it_has() -> None:
-    layers = (Layers(forward=1e12, backward_input=1e12, backward_weight=1e12, count=2),)
+    layers = (LayerTimes(forward=1e12, backward_input=1e12, backward_weight=1e12, count=2),)
     tiny = stage(backward_input=1e-300, backward_weight=0, fused_backward=1e12)
     given = problem((tiny, tiny), layers=layers, layer_split=(1, 1), policy="1f1b")
-    assert [layer.fused_backward for layer in layers_of(given)] == [1e12, 1e12]
-    assert advise(given).options
+    assert [layer.fused_backward for layer in list_layers(given)] == [1e12, 1e12]
+    assert compare_changes(given).options
 
 
 def test_even_stages_have_even_fused_backwards() -> None:
     stages = (stage(fused_backward=40), stage(fused_backward=18), stage(), stage())
-    assert [each.fused_backward for each in evened(stages)] == [24.5] * 4
-    assert all(each.fused_backward is None for each in evened((stage(), stage())))
+    assert [each.fused_backward for each in even_out_stages(stages)] == [24.5] * 4
+    assert all(each.fused_backward is None for each in even_out_stages((stage(), stage())))
     (option,) = found(problem(stages, policy="1f1b"), "split")
     assert option.change == "even stages (slowest is 1.45× the mean)"
     assert option.makespan == 15 * 34.5 and option.gain > 0.2
@@ -137,13 +146,13 @@ def test_even_stages_have_even_fused_backwards() -> None:
     [("gpipe", 26), ("1f1b", 26), ("pipemorph", 26), ("zero-bubble", 30)],
 )
 def test_a_stage_works_as_its_policy_runs_it(policy: str, expected: float) -> None:
-    assert work(FULL, Policy(policy)) == expected
+    assert compute_stage_work(FULL, Policy(policy)) == expected
     slow = FULL.model_copy(update={"fused_backward": 30})
-    assert work(slow, Policy.ONE_F_ONE_B) == 40
-    assert work(slow, Policy.PIPEMORPH) == 30
+    assert compute_stage_work(slow, Policy.ONE_F_ONE_B) == 40
+    assert compute_stage_work(slow, Policy.PIPEMORPH) == 30
 
 
-def test_more_than_can_be_planned_is_said_in_words(
+def test_more_than_can_be_planned_is_reported_in_words(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipemorph.planning.problem.MAX_CELLS", 4 * 30)

@@ -10,20 +10,23 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.planning import Link, Problem, StageTimes
-from pipemorph.replay.contenders import Change, Replay, Trained
-from pipemorph.replay.page import render_page
-from pipemorph.replay.trace import LinkTrace, parse_trace
+from pipemorph.replay.baselines import ReplayedChange, ReplayResult, TrainingRun
+from pipemorph.replay.link_trace import LinkTrace, parse_trace
+from pipemorph.replay.replay_page import render_replay_page
 
 ENDED = "link 1 is down in iteration 2: no other route"
-FOUND = Replay(
+FOUND = ReplayResult(
     4,
     {
-        "1f1b": Trained((0.5, 0.5), ENDED),
-        "static": Trained((0.4, 0.4, 0.8, 0.8)),
-        "adaptive": Trained((0.4, 0.4, 0.8, 0.5)),
-        "oracle": Trained((0.4, 0.4, 0.4, 0.4)),
+        "1f1b": TrainingRun((0.5, 0.5), ENDED),
+        "static": TrainingRun((0.4, 0.4, 0.8, 0.8)),
+        "adaptive": TrainingRun((0.4, 0.4, 0.8, 0.5)),
+        "oracle": TrainingRun((0.4, 0.4, 0.4, 0.4)),
     },
-    [Change(3, "link 1 is slow", 0.3, None), Change(None, "<b>late</b>", 0.1, None)],
+    [
+        ReplayedChange(3, "link 1 is slow", 0.3, None),
+        ReplayedChange(None, "<b>late</b>", 0.1, None),
+    ],
 )
 
 
@@ -44,8 +47,8 @@ FAULT = trace_of(
 
 
 def test_contenders_steps_and_changes() -> None:
-    data = data_of(render_page(FOUND, FAULT, "a trace"))
-    assert [each["name"] for each in data["contenders"]] == list(FOUND.trained)
+    data = data_of(render_replay_page(FOUND, FAULT, "a trace"))
+    assert [each["name"] for each in data["contenders"]] == list(FOUND.runs)
     ended, static, adaptive, oracle = data["contenders"]
     assert ended == {
         "name": "1f1b",
@@ -67,37 +70,39 @@ def test_contenders_steps_and_changes() -> None:
     ]
 
 
-def test_the_story_says_what_happened_what_was_done_and_what_it_saved() -> None:
-    assert data_of(render_page(FOUND, FAULT, "a trace"))["story"] == [
+def test_the_explanation_names_the_fault_the_change_and_its_gain() -> None:
+    assert data_of(render_replay_page(FOUND, FAULT, "a trace"))["story"] == [
         "link 0 (stage 0 to 1): jitter 5 ms from iteration 2 to 3.",
         "link 1 (stage 1 to 2): down, +20 ms from iteration 2 to the end.",
         "link 2 (stage 2 to 3): 2.5 Gb/s from iteration 3 to the end.",
         "PipeMorph (adaptive) changed its plan 1 time and took 2.1 s: 13% less than the 2.4 s"
         " without any change (static).",
-        "That is 38% of what can be saved by knowing everything before (oracle).",
+        "That is 38% of what the oracle saves, which has read the trace.",
     ]
 
 
 @pytest.mark.parametrize(
-    ("trained", "told"),
+    ("trained", "expected"),
     [
-        ({"static": Trained((0.5,), ENDED)}, "took 2.1 s; without any change (static) it would"
+        ({"static": TrainingRun((0.5,), ENDED)}, "took 2.1 s; without any change (static) it would"
          f" have ended: {ENDED}."),
-        ({"adaptive": Trained((0.5,), ENDED)}, f"and ended: {ENDED}"),
-        ({"adaptive": Trained((0.6,) * 4)}, "took 2.4 s, as much as the 2.4 s without any"),
-        ({"adaptive": Trained((0.9,) * 4)}, "took 3.6 s: 50% more than the 2.4 s without any"),
+        ({"adaptive": TrainingRun((0.5,), ENDED)}, f"and ended: {ENDED}"),
+        ({"adaptive": TrainingRun((0.6,) * 4)}, "took 2.4 s, as much as the 2.4 s without any"),
+        ({"adaptive": TrainingRun((0.9,) * 4)}, "took 3.6 s: 50% more than the 2.4 s without any"),
     ],
 )  # fmt: skip
-def test_the_story_of_who_does_not_save(trained: dict[str, Trained], told: str) -> None:
-    found = Replay(4, FOUND.trained | trained, FOUND.changes)
-    story = data_of(render_page(found, FAULT, "a trace"))["story"]
-    assert told in story[3]
-    well = data_of(render_page(found, trace_of('{"at_iteration": 0, "links": {}}'), "a trace"))
-    assert well["story"][0] == "All links are well all the time."
+def test_the_explanation_without_a_gain(trained: dict[str, TrainingRun], expected: str) -> None:
+    found = ReplayResult(4, FOUND.runs | trained, FOUND.changes)
+    story = data_of(render_replay_page(found, FAULT, "a trace"))["story"]
+    assert expected in story[3]
+    well = data_of(
+        render_replay_page(found, trace_of('{"at_iteration": 0, "links": {}}'), "a trace")
+    )
+    assert well["story"][0] == "All links are healthy all the time."
 
 
 def test_a_lane_per_link_that_is_not_always_well() -> None:
-    data = data_of(render_page(FOUND, FAULT, "a trace"))
+    data = data_of(render_replay_page(FOUND, FAULT, "a trace"))
     assert data["lanes"] == [
         {
             "name": "link 0 (stage 0 to 1)",
@@ -121,7 +126,7 @@ def test_seconds_are_placed_by_the_adaptive_contender() -> None:
         '{"at_seconds": 1.2, "links": {}}',
         '{"at_seconds": 9, "links": {"1": {"delay_ms": 5}}}',
     )
-    (lane,) = data_of(render_page(FOUND, trace, "a trace"))["lanes"]
+    (lane,) = data_of(render_replay_page(FOUND, trace, "a trace"))["lanes"]
     assert [(each["begin"], each["end"]) for each in lane["spans"]] == [(1.5, 2.5)]
 
 
@@ -131,7 +136,7 @@ def test_replicas_stages_and_reductions_have_lanes() -> None:
         ' "reductions": {"2": {"delay_ms": 90}},'
         ' "stages": {"1": {"slowdown": 2, "pause_ms": 5}, "0": {}}}'
     )
-    lanes = data_of(render_page(FOUND, trace_of(line, replicas=2), "a trace", 2))["lanes"]
+    lanes = data_of(render_replay_page(FOUND, trace_of(line, replicas=2), "a trace", 2))["lanes"]
     assert [lane["name"] for lane in lanes] == [
         "link 1 (stage 1 to 2, replica 1)", "stage 0", "stage 1", "reduction of stage 2",
     ]  # fmt: skip
@@ -141,7 +146,7 @@ def test_replicas_stages_and_reductions_have_lanes() -> None:
 
 
 def test_it_loads_nothing_and_no_text_becomes_markup() -> None:
-    page = render_page(FOUND, FAULT, "</script><i>x<!--")
+    page = render_replay_page(FOUND, FAULT, "</script><i>x<!--")
     assert page.count("</script>") == 2
     assert "<i>x" not in page and "<b>late" not in page and "<!--" not in page
     assert data_of(page)["title"] == "</script><i>x<!--"

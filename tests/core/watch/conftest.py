@@ -1,4 +1,4 @@
-"""The fixture that gives tests a real browser; docs/testbeds.md says what it needs."""
+"""The fixture that gives tests a real browser; docs/testbeds.md lists its needs."""
 
 from __future__ import annotations
 

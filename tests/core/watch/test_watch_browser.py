@@ -18,14 +18,18 @@ from browser import Browser
 from matplotlib.image import imread
 from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, watched
 
+from pipemorph.local.live_page import LivePageServer, open_page_listener
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.local.watch import WatchServer, listen
-from pipemorph.replay.contenders import Change, Replay, Trained
-from pipemorph.replay.page import render_page as render_replay
-from pipemorph.replay.trace import parse_trace
-from pipemorph.watch.build import StageTrace, watch_view, worst_column
-from pipemorph.watch.document import WatchView
-from pipemorph.watch.documents import render_page
+from pipemorph.replay.baselines import ReplayedChange, ReplayResult, TrainingRun
+from pipemorph.replay.link_trace import parse_trace
+from pipemorph.replay.replay_page import render_replay_page as render_replay
+from pipemorph.views.live_page.document_cache import render_live_page
+from pipemorph.views.live_page.page_builder import (
+    StageTrace,
+    build_page_document,
+    find_slowest_column,
+)
+from pipemorph.views.live_page.page_document import PageDocument
 
 pytestmark = pytest.mark.full
 
@@ -64,17 +68,17 @@ class Sight:
 
     def document(
         self, column: int | None, iteration: int | None, number: int, live: bool
-    ) -> WatchView:
+    ) -> PageDocument:
         self.begun = min(self.begun + 1, len(self.known.samples))
         if column is None:
-            column = worst_column(self.known)
+            column = find_slowest_column(self.known)
         if iteration is None:
             iteration = self.known.samples[self.begun - 1].index
         if self.index is not None:
-            self.index.update(self.folder)
-            newest = self.index.iterations()[-1]
-            found = self.index.read([newest])[newest]
-            return watch_view(self.known, found, column=column, number=number, live=live)
+            self.index.index_new_lines(self.folder)
+            newest = self.index.list_iterations()[-1]
+            found = self.index.read_iterations([newest])[newest]
+            return build_page_document(self.known, found, column=column, number=number, live=live)
         version = self.known.samples[iteration].plan_version
         traces = [
             StageTrace(each.rank, each.stage, column, iteration, version, each.ops)
@@ -82,13 +86,13 @@ class Sight:
             if each.replica == column
         ]
         known = replace(self.known, available=self.known.available[: self.begun])
-        return watch_view(known, traces, column=column, number=number, live=live)
+        return build_page_document(known, traces, column=column, number=number, live=live)
 
 
 def page_of(folder: Path, case: Case, stages: int = 4, microbatches: int = 12) -> str:
     known, traces = watched(stages, microbatches, case)
     path = folder / "page.html"
-    path.write_text(render_page(watch_view(known, traces, column=0, live=False)))
+    path.write_text(render_live_page(build_page_document(known, traces, column=0, live=False)))
     return path.as_uri()
 
 
@@ -133,112 +137,126 @@ def test_keys_go_through_iterations_and_changes(browser: Browser, tmp_path: Path
 def test_it_follows_a_run_until_it_ends(browser: Browser) -> None:
     sight = Sight(4, 12)
     number = "document.getElementById('now').textContent"
-    with listen(0) as listener, WatchServer(sight.document, listener) as server:
+    with open_page_listener(0) as listener, LivePageServer(sight.document, listener) as server:
         browser.look(server.url)
         first = browser.eval(number)
         browser.until(f"{number} !== {first!r}")
-        # Paused, it stays as it is, and asks for nothing.
+        # A paused page stays as it is, and sends no requests.
         browser.press(" ")
-        browser.until("document.getElementById('pause').textContent === 'go on'")
-        asked = sight.begun
+        browser.until("document.getElementById('pause').textContent === 'resume'")
+        begun = sight.begun
         held = browser.eval(f"new Promise(done => setTimeout(() => done({number}), 2500))")
-        assert sight.begun == asked and held == browser.eval(number)
+        assert sight.begun == begun and held == browser.eval(number)
         browser.press("ArrowLeft")
         browser.until(f"{number} !== {held!r}")
-        # While the run has no time for it, an older iteration is asked for again.
-        left, server.documents.budget.left = server.documents.budget.left, -1.0
+        # While the run has no time for it, an older iteration is requested again.
+        seconds, server.documents.budget.seconds_remaining = (
+            server.documents.budget.seconds_remaining,
+            -1.0,
+        )
         wanted = browser.eval("shown()") - 3
-        browser.eval(f"void look({wanted})")
+        browser.eval(f"void goTo({wanted})")
         browser.until(f"{number}.includes('are being fetched')")
-        server.documents.budget.left = left
+        server.documents.budget.seconds_remaining = seconds
         browser.until(f"shot.measured.iteration === {wanted}")
         browser.press("End")
         browser.press(" ")
         browser.until("document.getElementById('pause').textContent === 'pause'")
-        server.finish()
+        server.announce_end()
         browser.until("document.getElementById('pause').textContent === 'not live'")
         assert all(url.startswith(server.url) for url in browser.requests)
 
 
-def test_it_says_when_pictures_come_less_often(browser: Browser) -> None:
-    """Those of a large job cost more than looking may."""
+def test_it_shows_that_pictures_come_less_often(browser: Browser) -> None:
+    """Pictures of a large job cost more than the viewers' budget."""
     paced = "document.getElementById('paced')"
-    with listen(0) as listener, WatchServer(Sight(4, 12).document, listener) as server:
+    with (
+        open_page_listener(0) as listener,
+        LivePageServer(Sight(4, 12).document, listener) as server,
+    ):
         browser.look(server.url)
-        browser.until("live && !asking")
+        browser.until("live && !fetching")
         assert browser.eval(f"{paced}.hidden")
         budget = server.documents.budget
-        left, budget.left = budget.left, -2.0
+        seconds, budget.seconds_remaining = budget.seconds_remaining, -2.0
         browser.until(f"!{paced}.hidden")
-        told = browser.eval(f"{paced}.textContent")
-        assert "as of" in told and "5% of a core" in told
+        text = browser.eval(f"{paced}.textContent")
+        assert "as of" in text and "5% of a core" in text
         # An older iteration has to wait as well.
-        browser.eval("void look(shown() - 3)")
+        browser.eval("void goTo(shown() - 3)")
         browser.until("document.getElementById('now').textContent.includes('5% of a core')")
-        budget.left = left
+        budget.seconds_remaining = seconds
         browser.until(f"{paced}.hidden")
     browser.errors.clear()
 
 
-def test_who_does_not_look_is_told_the_last_word(browser: Browser) -> None:
-    """A hidden page asks for nothing while the run goes on, and the run is gone afterwards."""
+def test_a_page_in_the_background_receives_the_last_state(browser: Browser) -> None:
+    """A hidden page sends no requests while the run goes on, and the run is gone afterwards."""
     sight = Sight(4, 12)
-    with listen(0) as listener, WatchServer(sight.document, listener) as server:
+    with open_page_listener(0) as listener, LivePageServer(sight.document, listener) as server:
         browser.look(server.url)
         browser.eval("Object.defineProperty(document, 'hidden', { get: () => true })")
         browser.eval("void document.dispatchEvent(new Event('visibilitychange'))")
-        browser.until("waitingForEnd && !asking")
+        browser.until("waitingForEnd && !fetching")
         begun = sight.begun
         browser.eval("new Promise(done => setTimeout(done, 1500))")
         assert sight.begun == begun
-        server.finish()
+        server.announce_end()
     browser.until("!live && view.number > 0 && !view.live")
     assert "The run is over" in browser.eval("document.getElementById('gone').textContent")
 
 
-@pytest.mark.parametrize(("pending", "told"), [(True, "not in force yet"), (False, "never in")])
+@pytest.mark.parametrize(("pending", "text"), [(True, "not in force yet"), (False, "never in")])
 def test_a_plan_that_was_never_in_force_is_not_about_to_come(
-    browser: Browser, tmp_path: Path, pending: bool, told: str
+    browser: Browser, tmp_path: Path, pending: bool, text: str
 ) -> None:
     known, traces = watched(4, 12)
     change = known.changes[0].model_copy(update={"applied_at_iteration": None})
     versions = {"applied_plan_version": 0, "wanted_plan_version": int(pending)}
     training = known.status.training.model_copy(update=versions)
     status = known.status.model_copy(update={"training": training})
-    view = watch_view(replace(known, changes=[change], status=status), traces, column=0, live=False)
+    view = build_page_document(
+        replace(known, changes=[change], status=status), traces, column=0, live=False
+    )
     path = tmp_path / "page.html"
-    path.write_text(render_page(view))
+    path.write_text(render_live_page(view))
     browser.look(path.as_uri())
-    assert told in browser.eval("document.getElementById('changes').textContent")
+    assert text in browser.eval("document.getElementById('changes').textContent")
 
 
-def test_a_run_that_is_gone_is_said(browser: Browser) -> None:
-    with listen(0) as listener, WatchServer(Sight(4, 12).document, listener) as server:
+def test_a_run_that_is_gone_is_shown(browser: Browser) -> None:
+    with (
+        open_page_listener(0) as listener,
+        LivePageServer(Sight(4, 12).document, listener) as server,
+    ):
         browser.look(server.url)
     browser.until("!document.getElementById('gone').hidden")
-    told = browser.eval("document.getElementById('gone').textContent")
-    assert all(each in told for each in ("does not answer", "next try", "reload", "report.json"))
-    # It asks ever less often, and at once when somebody looks again.
+    text = browser.eval("document.getElementById('gone').textContent")
+    assert all(each in text for each in ("does not answer", "next try", "reload", "report.json"))
+    # Requests become rarer, and one is sent at once when the page is shown again.
     browser.until("failed >= 3")
     assert browser.eval("live && nextPoll > performance.now() + 1000")
     browser.eval("void document.dispatchEvent(new Event('visibilitychange'))")
     browser.until("failed >= 4")
-    browser.errors.clear()  # Those connections.
+    browser.errors.clear()  # Errors of the lost connections.
 
 
-def test_what_it_saves_is_the_same_page_without_the_run(browser: Browser, tmp_path: Path) -> None:
-    with listen(0) as listener, WatchServer(Sight(4, 12).document, listener) as server:
+def test_the_saved_page_equals_the_page_without_the_run(browser: Browser, tmp_path: Path) -> None:
+    with (
+        open_page_listener(0) as listener,
+        LivePageServer(Sight(4, 12).document, listener) as server,
+    ):
         browser.look(server.url)
         browser.press(" ")
         text = browser.eval("pageText()")
-        told = browser.eval("document.getElementById('story').textContent")
+        reason = browser.eval("document.getElementById('story').textContent")
     browser.look("about:blank")
     browser.errors.clear()
     browser.requests.clear()
     saved = tmp_path / "saved.html"
     saved.write_text(text)
     browser.look(saved.as_uri())
-    assert browser.eval("document.getElementById('story').textContent") == told
+    assert browser.eval("document.getElementById('story').textContent") == reason
     assert browser.eval("document.getElementById('pause').textContent") == "not live"
     assert browser.eval(INK) > 0.2
     assert browser.eval("pageText()") == text and len(browser.requests) == 1
@@ -257,10 +275,10 @@ def test_the_button_saves_an_svg(browser: Browser, tmp_path: Path, dark: bool, w
     assert root.tag.endswith("svg") and float(root.attrib["height"]) > 300
     texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
     words = " ".join(node.text or "" for node in texts)
-    for told in ("iteration 39", "+60 ms", "F forward", "idle, link", "saved"):
-        assert told in words, told
+    for text in ("iteration 39", "+60 ms", "F forward", "idle, link", "saved"):
+        assert text in words, text
     browser.look(saved.as_uri(), width=width)
-    # Nothing is cut off at its right edge, however narrow the page was.
+    # The picture is whole at its right edge, however narrow the page was.
     right = browser.eval(
         "Math.max(...[...document.querySelectorAll('text')]"
         ".map(each => each.getBoundingClientRect().right))"
@@ -279,23 +297,23 @@ def test_the_button_saves_a_png(browser: Browser, tmp_path: Path, dark: bool) ->
     assert (pixels[..., 3] == 255).all(), "seen on any background"
     back = (20, 24, 29) if dark else (255, 255, 255)
     assert tuple(pixels[-1, -1, :3]) == back
-    # The same as the SVG, which the tests above read: ops of each kind, in its colour.
+    # The PNG equals the SVG, which the tests above read: ops of each kind, in its colour.
     drawn = {tuple(colour) for colour in numpy.unique(pixels[..., :3].reshape(-1, 3), axis=0)}
     for fill in browser.eval("kindEntries().map(each => each[0])"):
         assert tuple(int(fill[i : i + 2], 16) for i in (1, 3, 5)) in drawn, fill
 
 
-def test_a_picture_that_cannot_be_made_is_said(browser: Browser, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_made_is_reported(browser: Browser, tmp_path: Path) -> None:
     browser.look(page_of(tmp_path, "failed"))
     browser.eval("void (HTMLCanvasElement.prototype.toBlob = done => done(null))")
     browser.click("#png")
-    told = browser.until("document.getElementById('gone').textContent")
-    assert "makes no PNG of" in told and "save SVG" in told
+    text = browser.until("document.getElementById('gone').textContent")
+    assert "makes no PNG of" in text and "save SVG" in text
 
 
 @pytest.mark.times
 def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) -> None:
-    """64 stages × 256 microbatches: within 1 s of the request something is there, and within two
+    """Page of 64 stages × 256 microbatches: something within 1 s of the request, and within two
     the picture, for which the ranks' traces are read and the plan of the start is simulated."""
     sight = Sight(*LARGEST)
     for trace in sight.traces:
@@ -308,7 +326,7 @@ def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) ->
         text = json.dumps(line) + "\n"
         (tmp_path / f"ops-rank{trace.rank}.jsonl").write_text(20 * text)
     sight.index, sight.folder = TraceIndex(), tmp_path
-    with listen(0) as listener, WatchServer(sight.document, listener) as server:
+    with open_page_listener(0) as listener, LivePageServer(sight.document, listener) as server:
         browser.look(server.url)
         drawn = browser.until("(performance.getEntriesByName('drawn')[0] || {}).startTime")
         assert browser.eval(INK) > 0.2
@@ -319,33 +337,33 @@ def test_the_first_paint_of_the_largest_job(browser: Browser, tmp_path: Path) ->
 
 
 def test_another_pipeline_of_many_is_chosen(browser: Browser) -> None:
-    """64 stages × 64 replicas: it begins with the one of the slow link, by which all are late."""
+    """Page of 64 stages × 64 replicas: it begins with the one of the slow link."""
     sight = Sight(64, 64, replicas=64)
-    with listen(0) as listener, WatchServer(sight.document, listener) as server:
+    with open_page_listener(0) as listener, LivePageServer(sight.document, listener) as server:
         browser.look(server.url)
         assert browser.eval("document.getElementById('column').options.length") == 64
         assert browser.eval("[shot.column, shot.columns[shot.column]]") == [32, "replica 32"]
         assert "replica 32" in browser.eval("document.getElementById('story').textContent")
-        slow, told = browser.eval("[shot.measured.span_us, shot.alternative.seconds]")
+        slow, seconds = browser.eval("[shot.measured.span_us, shot.alternative.seconds]")
         browser.eval("document.getElementById('column').focus()")
         browser.press("ArrowDown")
         browser.until("shot.column === 33")
         assert browser.eval("shot.measured.rows.length") == 64 and browser.eval(INK) > 0.2
         assert browser.eval("shot.measured.span_us") < slow
-        # What all would take under the plan of the start, whichever of them is drawn.
-        assert browser.eval("shot.alternative.seconds") == pytest.approx(told, rel=0.05)
-        # What comes later is of that pipeline, too.
+        # Time of all under the plan of the start, whichever of them is drawn.
+        assert browser.eval("shot.alternative.seconds") == pytest.approx(seconds, rel=0.05)
+        # Later documents are of that pipeline, too.
         number = browser.eval("view.number")
         browser.until(f"view.number > {number} && view.column === 33 && shot.column === 33")
         assert browser.eval("document.documentElement.scrollWidth") == 1200
 
 
 def replay_page(folder: Path) -> str:
-    trained = {name: Trained((0.4,) * 40) for name in ("static", "adaptive", "oracle")}
-    trained["1f1b"] = Trained((0.5,) * 20, "link 2 is down")
+    trained = {name: TrainingRun((0.4,) * 40) for name in ("static", "adaptive", "oracle")}
+    trained["1f1b"] = TrainingRun((0.5,) * 20, "link 2 is down")
     changes = [
-        Change(3, "link 1 is slow by 20 ms " * 5, 0.3, 0.29),
-        Change(21, "a link recovered", 0.1, None),
+        ReplayedChange(3, "link 1 is slow by 20 ms " * 5, 0.3, 0.29),
+        ReplayedChange(21, "a link recovered", 0.1, None),
     ]
     lines = (
         '{"at_iteration": 2, "links": {"0": {"delay_ms": 20}, "1": {"gbps": 2.5}}}',
@@ -353,7 +371,7 @@ def replay_page(folder: Path) -> str:
     )
     trace = parse_trace("\n".join(lines), 3, replicas=1)
     path = folder / "replay.html"
-    path.write_text(render_replay(Replay(40, trained, changes), trace, "a trace"))
+    path.write_text(render_replay(ReplayResult(40, trained, changes), trace, "a trace"))
     return path.as_uri()
 
 
@@ -385,8 +403,8 @@ CONTRASTS = """(() => {
     tell("line", node.getAttribute("stroke"), style(node).stroke, back, 3);
   return found;
 })()"""
-"""Of each text that is shown its contrast with what is behind it, and of each line that with the
-page: kind, text, and how many times as much as WCAG 2.1 asks for at least."""
+"""Contrasts of each text that is shown with its background, and of each line with that of the page:
+kind, text, and the multiple of the minimum of WCAG 2.1."""
 
 
 @pytest.mark.parametrize("width", [390, 1200])
@@ -394,7 +412,7 @@ page: kind, text, and how many times as much as WCAG 2.1 asks for at least."""
 def test_the_page_of_a_replay_can_be_read(
     browser: Browser, tmp_path: Path, dark: bool, width: int
 ) -> None:
-    """By day and by night, at a desk and on a phone."""
+    """The page is read by day and by night, at a desk and on a phone."""
     browser.look(replay_page(tmp_path), width=width, height=844, dark=dark)
     assert browser.eval("document.documentElement.scrollWidth") == width
     back = browser.eval("getComputedStyle(document.body).backgroundColor")
@@ -445,8 +463,8 @@ def test_a_real_run_is_watched(browser: Browser, tmp_path: Path) -> None:
     url = next(line for line in host.stdout if line.startswith("watch: ")).split()[1]
     browser.look(url)
     story = "document.getElementById('story').textContent"
-    for told in ("link 6 (stage 6 to 7) is late by up to", "plan 1 from iteration"):
-        browser.until(f"{story}.includes({told!r})")
+    for sentence in ("link 6 (stage 6 to 7) is late by up to", "plan 1 from iteration"):
+        browser.until(f"{story}.includes({sentence!r})")
     browser.until("shot.alternative && shot.alternative.span_us > 1.3 * shot.measured.span_us")
     browser.until(f"{story}.includes('link 6 (stage 6 to 7) was late by up to')")
     browser.until("view.status.state === 'Complete' && !live")
@@ -468,10 +486,10 @@ def test_every_view_can_be_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_ten_who_look_cost_five_per_cent_of_a_core() -> None:
-    """Of the largest job, for a minute, each asking every second."""
+def test_ten_viewers_cost_five_per_cent_of_a_core() -> None:
+    """Viewers of the largest job send a request each every second for a minute."""
     sight = Sight(*LARGEST)
-    with listen(0) as listener, WatchServer(sight.document, listener) as server:
+    with open_page_listener(0) as listener, LivePageServer(sight.document, listener) as server:
         began, cpu = time.monotonic(), time.process_time()
         while time.monotonic() - began < 60:
             for viewer in range(10):

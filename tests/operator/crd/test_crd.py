@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipemorph.api.spec import JobSpec
+from pipemorph.spec.job_spec import JobSpec
 from pipemorph_operator.crd.descriptions import DESCRIPTIONS
-from pipemorph_operator.crd.generate import files, job_definition, structural
+from pipemorph_operator.crd.generate import build_job_definition, render_files, to_structural_schema
 from pipemorph_operator.crd.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +22,7 @@ Node = dict[str, Any]
 
 
 def schema() -> Node:
-    return schema_of(job_definition())
+    return schema_of(build_job_definition())
 
 
 def schema_of(definition: Node) -> Node:
@@ -43,12 +43,12 @@ def walk(node: Node, path: str) -> Iterator[tuple[str, Node]]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_checked_in_copies_are_what_the_models_say(folder: str) -> None:
     found = {each.name: each.read_text() for each in (ROOT / folder).glob("*.yaml")}
-    assert found == files(), f"{folder} is old: python -m pipemorph_operator.crd {folder}"
+    assert found == render_files(), f"{folder} is old: python -m pipemorph_operator.crd {folder}"
 
 
 def test_rendered_files_are_the_definitions() -> None:
-    found = [yaml.safe_load(text) for text in files().values()]
-    assert found == [job_definition()]
+    found = [yaml.safe_load(text) for text in render_files().values()]
+    assert found == [build_job_definition()]
 
 
 def test_every_node_is_structural_bounded_and_described() -> None:
@@ -60,9 +60,9 @@ def test_every_node_is_structural_bounded_and_described() -> None:
         assert node.get("additionalProperties") is not False, path
         if node.get("type") == "array":
             assert "maxItems" in node, path
-        # A list is one value to Argo CD and to server-side apply: what is added to it is a change.
+        # A list is one value to Argo CD and to server-side apply: an added item is a change.
         assert "[]" not in path or "default" not in node, path
-        # The API server allows no word on metadata: it has its own.
+        # The API server allows no description of metadata: it has its own.
         if path != "metadata" and not path.endswith(("[]", ".*")):
             assert node.get("description"), f"{path} has no description for kubectl explain"
 
@@ -72,7 +72,7 @@ def test_rules_and_texts_stand_at_fields_that_exist() -> None:
     assert set(RULES) <= set(nodes), set(RULES) - set(nodes)
     assert set(DESCRIPTIONS) <= set(nodes), set(DESCRIPTIONS) - set(nodes)
     for path, rules in RULES.items():
-        assert nodes[path]["x-kubernetes-validations"] == [rule.dump() for rule in rules]
+        assert nodes[path]["x-kubernetes-validations"] == [rule.to_schema() for rule in rules]
         for rule in rules:
             below = f"{path}{rule.field_path}"
             assert below in nodes, f"rule at {path}: {below} does not exist"
@@ -94,12 +94,11 @@ def test_rules_and_texts_stand_at_fields_that_exist() -> None:
     ids=["fewer replicas", "relayout"],
 )
 def test_what_does_not_go_with_it_is_refused_at_admission(unless: str, fields: str) -> None:
-    """By the fields that the model refuses: most may be edited, and a job that the model refuses
-    is served by nobody."""
+    """Fields that the model refuses: most can be edited, and a refused job is not served."""
     found = {
-        rule.field_path: rule.rule.removeprefix(unless)
+        rule.field_path: rule.expression.removeprefix(unless)
         for rule in RULES["spec"]
-        if rule.rule.startswith(unless)
+        if rule.expression.startswith(unless)
     }
     assert set(found) == {f".{field}" for field in fields.split()}
     nodes = dict(walk(schema(), ""))
@@ -124,7 +123,7 @@ def test_every_field_of_the_spec_is_there() -> None:
 
 
 def test_conditions_are_a_map_by_type() -> None:
-    """Two processes own conditions of different types: they must not replace each other's."""
+    """Conditions of different types have two owners, which must not replace each other's."""
     conditions = dict(walk(schema(), ""))["status.conditions"]
     assert conditions["x-kubernetes-list-type"] == "map"
     assert conditions["x-kubernetes-list-map-keys"] == ["type"]
@@ -132,17 +131,17 @@ def test_conditions_are_a_map_by_type() -> None:
 
 def test_a_list_without_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="the list has no maxItems"):
-        structural({"type": "array", "items": {"type": "string"}}, {}, "spec.x")
+        to_structural_schema({"type": "array", "items": {"type": "string"}}, {}, "spec.x")
 
 
 def test_a_union_that_no_structural_schema_can_say_is_refused() -> None:
     node = {"anyOf": [{"type": "string"}, {"type": "object"}]}
     with pytest.raises(ValueError, match="only integer-or-list"):
-        structural(node, {}, "spec.x")
+        to_structural_schema(node, {}, "spec.x")
 
 
 def test_printer_columns_and_short_names() -> None:
-    spec = job_definition()["spec"]
+    spec = build_job_definition()["spec"]
     columns = [
         c["name"] for c in spec["versions"][0]["additionalPrinterColumns"] if "priority" not in c
     ]

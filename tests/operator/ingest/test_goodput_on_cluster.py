@@ -9,9 +9,9 @@ from typing import Any
 from operator_status import KEY, Shared
 from test_recoveries_on_cluster import progress
 
-from pipemorph.api.status import JobStatus, UsefulTime
-from pipemorph_operator.cluster.job import operator_part
-from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph.spec.job_status import JobStatus, UsefulTime
+from pipemorph_operator.ingest.job_store import ClusterJobStore
+from pipemorph_operator.kube.job_object import read_operator_status
 
 BEGAN = 1767323400.0
 """2026-01-02T03:10:00Z"""
@@ -21,14 +21,14 @@ def status(api: Shared) -> JobStatus:
     return JobStatus.model_validate(api.job["status"])
 
 
-def write(api: Shared, store: ClusterStore) -> None:
+def write(api: Shared, store: ClusterJobStore) -> None:
     asyncio.run(store.persist_generations(*KEY))
 
 
-def an_ingest(api: Shared, now: list[float]) -> ClusterStore:
+def an_ingest(api: Shared, now: list[float]) -> ClusterJobStore:
     cluster: Any = api
-    store = ClusterStore(cluster, clock=lambda: now[0])
-    store.changed(KEY, copy.deepcopy(api.job))
+    store = ClusterJobStore(cluster, clock=lambda: now[0])
+    store.process_change(KEY, copy.deepcopy(api.job))
     return store
 
 
@@ -51,7 +51,7 @@ def test_the_time_of_iterations_over_that_since_the_start_and_the_next_ingest_co
     progress(other, 2, 3)
     write(api, other)
     assert status(api).goodput == 0.2
-    own = operator_part(api.job)
+    own = read_operator_status(api.job)
     assert own.goodput is None and own.useful_time is None, "each writer has its own fields"
 
 
@@ -63,11 +63,11 @@ def test_the_time_in_which_it_is_suspended_does_not_count() -> None:
     del api.job["status"]["startTime"]
     api.job["status"] |= {"ranSeconds": 2}
     now[0] += 1000.0
-    store.changed(KEY, copy.deepcopy(api.job))
+    store.process_change(KEY, copy.deepcopy(api.job))
     write(api, store)
     assert status(api).goodput == 0.1
     api.job["status"] |= {"startTime": "2026-01-02T04:10:00Z", "attempt": 1}
-    store.changed(KEY, copy.deepcopy(api.job))
+    store.process_change(KEY, copy.deepcopy(api.job))
     now[0] = BEGAN + 3602.0
     progress(store, 2, 3, attempt=1)
     write(api, store)

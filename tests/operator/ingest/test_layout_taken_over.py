@@ -1,9 +1,9 @@
-"""Another ingest goes on where one that moved layers was killed: whatever it had written and told.
-No cluster."""
+"""Takeover from an ingest that was killed as it moved layers, at any write. No cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from itertools import permutations
 from typing import Any
@@ -13,8 +13,8 @@ from moving_job import EVEN, FIRST, LOSS, MOVED, RESUMED, Ingest, an_api, layout
 from operator_status import KEY, hear, known, tell
 
 from pipemorph.control.snapshot import Snapshot
-from pipemorph.ingest import GenerationDesk, generations
-from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph.ingest import RestartHandler, restart_handler
+from pipemorph_operator.kube.client import KubeApiError
 
 
 class Pods:
@@ -23,24 +23,24 @@ class Pods:
 
     def __init__(self, ingest: Ingest) -> None:
         self.known = dict.fromkeys(range(4), 0)
-        """By pod, the generation that it has begun."""
+        """Generation that each pod has begun."""
         self.began: dict[int, tuple[Any, Any]] = {}
         """The layers of each, and those before."""
-        self._left = {
+        self._departed = {
             "left_for": MOVED.model_dump(),
             "finished": ingest.done,
             "reached": ingest.done,
         }
 
-    async def tell(self, desk: GenerationDesk, pod: int) -> None:
-        """One that has no ranks asks what to begin."""
+    async def tell(self, desk: RestartHandler, pod: int) -> None:
+        """Request what to begin, as a launcher that has no ranks."""
         if self.known[pod] > 0:
             return
-        told = await tell(desk, pod, launcher=f"of {pod}", **self._left)
-        if told["generation"] > 0 and not told["over"]:
-            self.known[pod] = told["generation"]
-            what = layouts(told)[1:]
-            assert self.began.setdefault(told["generation"], what) == what
+        answer = await tell(desk, pod, launcher=f"of {pod}", **self._departed)
+        if answer["generation"] > 0 and not answer["over"]:
+            self.known[pod] = answer["generation"]
+            what = layouts(answer)[1:]
+            assert self.began.setdefault(answer["generation"], what) == what
 
 
 EACH_FIRST = [(0, 1, 2, 3), (1, 3, 0, 2), (2, 0, 3, 1), (3, 2, 1, 0)]
@@ -57,19 +57,19 @@ ORDERS = [
 async def test_an_ingest_that_dies_between_writing_and_telling_of_layers_costs_nothing(
     dies: str, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever pods it has told, and in whatever order they ask the next one: all begin the same
-    generation with the same layers, and no failure is counted."""
-    monkeypatch.setattr(generations, "PERSIST_SECONDS", 0.005)
+    """Pods have the answer of either ingest, and request it of the next one in any order: all begin
+    the same generation with the same layers, and no failure is counted."""
+    monkeypatch.setattr(restart_handler, "PERSIST_SECONDS", 0.005)
     api = an_api()
     first = await Ingest(api).begin()
     await first.looks(1, 1, 1, 1)
     await first.looks(1, 1.5, 1, 1, times=6)
-    assert first.asked == MOVED
+    assert first.requested_layout == MOVED
     pods, apply = Pods(first), api.apply
 
     async def stuck(*args: Any, **kwargs: Any) -> Any:
         if dies == "refused":
-            raise ApiRefused(503, "ServiceUnavailable", "try again")
+            raise KubeApiError(503, "ServiceUnavailable", "try again")
         if dies == "after the write":
             await apply(*args, **kwargs)
         await asyncio.Event().wait()
@@ -79,7 +79,7 @@ async def test_an_ingest_that_dies_between_writing_and_telling_of_layers_costs_n
     again = int(dies[-1]) if "telling" in dies else 4
     for pod in (*order, *order[:again]):
         await pods.tell(first.desk, pod)
-    generation = first.store.generations(*KEY)
+    generation = first.store.find_generations(*KEY)
     assert generation is not None and generation.layout == MOVED
     assert (set(pods.known.values()) == {0}) is ("telling" not in dies)
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -113,7 +113,7 @@ async def test_an_ingest_that_takes_over_does_not_try_again_what_was_refused(ref
     await known(second.store, api.job)
     await second.looks(1, 1, 1, 1, times=3)
     await second.looks(1, 1.5, 1, 1, times=6)
-    assert (second.asked == MOVED) is not refused
+    assert (second.requested_layout == MOVED) is not refused
 
 
 async def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() -> None:
@@ -126,29 +126,32 @@ async def test_an_ingest_that_takes_over_expects_the_new_parts_and_decides_on() 
     other = Ingest(api, first.done)
     await known(other.store, api.job)
     assert other.controller.layers == MOVED.layers
-    # What stages do beside their layers is in the snapshot.
+    # The overhead of stages is in the snapshot.
     hear(other.store, snapshot="held")
-    other.controller.hand_in(0, Snapshot.read(first.controller.snapshot()), time.time())
+    other.controller.adopt_plan(
+        0, Snapshot.parse_snapshot(first.controller.take_snapshot()), time.time()
+    )
     # The device is well again.
     await other.looks(1.25, 0.75, 1, 1, times=6)
-    assert other.asked == EVEN
-    told = await other.gone(1, left_for=EVEN, finished=other.done, reached=other.done)
-    assert layouts(told) == (2, FIRST, MOVED)
+    assert other.requested_layout == EVEN
+    answer = await other.gone(1, left_for=EVEN, finished=other.done, reached=other.done)
+    assert layouts(answer) == (2, FIRST, MOVED)
     assert other.controller.layers == ()
 
 
-async def test_an_ingest_that_takes_over_on_trial_goes_back() -> None:
+async def test_an_ingest_that_takes_over_on_trial_goes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="pipemorph.ingest")
     api = an_api()
     first = await Ingest(api).begin()
     await first.moves()
     other = Ingest(api, first.done)
     await known(other.store, api.job)
     assert other.controller.layers == MOVED.layers
-    told = await other.gone(1, loss=LOSS, finished=other.done)
-    assert layouts(told) == (2, FIRST, None)
+    answer = await other.gone(1, loss=LOSS, finished=other.done)
+    assert layouts(answer) == (2, FIRST, None)
     assert other.controller.layers == ()
     await other.looks(1, 1.5, 1, 1, times=6)
-    moving = other.store.moving(*KEY)
-    assert moving is not None and moving.moves is not None
-    # Nothing is proposed that generations would refuse.
-    assert other.asked != MOVED and "lack a pod" not in moving.moves.told
+    # No proposal is one that generations would refuse.
+    assert other.requested_layout != MOVED and "layout not changed" not in caplog.text

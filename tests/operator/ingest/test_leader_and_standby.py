@@ -1,5 +1,4 @@
-"""Two ingests in one process on one API server: one leads, and the other one takes over, however
-the first one ends."""
+"""Leader and standby: ingests in one process; the standby takes over, however the leader ends."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from operator_objects import body
 from waiting import until_async
 
 from pipemorph.ingest import IngestServer, PlannerPool
-from pipemorph_operator.cluster.client import path
 from pipemorph_operator.ingest import __main__ as ingest
+from pipemorph_operator.kube.client import build_path
 from pipemorph_operator.names import LABEL_LEADER
 
 KEY = ("team", "gpt")
@@ -26,15 +25,14 @@ Object = dict[str, Any]
 
 
 class Api(Leases):
-    """Leases, pods of the ingest and one job, and a client of them that writes only what its permit
-    allows."""
+    """Leases, pods of the ingest and a job, and a client that writes only by its permit."""
 
     _permit = None
 
     def __init__(self, *pods: str) -> None:
         super().__init__()
         self.changes: set[asyncio.Queue[Object]] = set()
-        """Of each watch, what it has not seen yet."""
+        """Unseen changes of each watch."""
         self.history: list[str] = []
         """Writes of labels and of the Lease's holder."""
         for name in pods:
@@ -48,7 +46,7 @@ class Api(Leases):
             leads = LABEL_LEADER in made["metadata"]["labels"]
             self.history.append(f"{name} {'has' if leads else 'has no'} label")
         elif "/leases/" in url:
-            said = f"{made['spec']['holderIdentity'] or 'nobody'} has the Lease"
+            said = f"{made['spec']['holderIdentity'] or 'none'} has the Lease"
             self.history += [] if self.history[-1:] == [said] else [said]
         elif "/pipemorphjobs/" in url:
             for each in self.changes:
@@ -60,7 +58,7 @@ class Api(Leases):
             self._permit()
         await super().arrives(verb, url)
 
-    async def pages(self, url: str, **_: Any) -> AsyncIterator[Object]:
+    async def list_pages(self, url: str, **_: Any) -> AsyncIterator[Object]:
         items = await self.list(url)
         yield {"metadata": {"resourceVersion": "1"}, "items": items}
 
@@ -82,7 +80,7 @@ class Ingest:
     def __init__(self, api: Api, pod: str, made: list[IngestServer]) -> None:
         self.client = api.another()
         self.stop = asyncio.Event()
-        options = ingest.parser().parse_args([
+        options = ingest.build_parser().parse_args([
             "--lease=system/ingest", "--lease-seconds=1", f"--identity={pod}",
             "--pods=app.kubernetes.io/component=ingest", "--plain-http", "--host=127.0.0.1",
             "--port=0", "--metrics-port=0", "--planners=1",
@@ -95,7 +93,7 @@ class Ingest:
         return self._made[self._number]
 
     async def serves(self) -> int:
-        """The status of an answer to a stranger."""
+        """Status code of the answer to a report without a token."""
         await until_async(lambda: len(self._made) > self._number, "a server")
         await until_async(lambda: self.server._acceptor is not None, "a socket")
         async with (
@@ -105,10 +103,10 @@ class Ingest:
             return answer.status
 
     def tracks(self) -> bool:
-        return self.server.handler._store.lookup(*KEY) is not None
+        return self.server.handler._store.find_job(*KEY) is not None
 
     async def kill(self) -> None:
-        """End it as SIGKILL does: nothing that it still does reaches the API server."""
+        """End it as SIGKILL does: none of its later writes reaches the API server."""
         self.client.away = True
         self.running.cancel()
         await asyncio.wait([self.running])
@@ -128,8 +126,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[IngestServer]:
         pass
 
     monkeypatch.setattr(ingest, "IngestServer", Recorded)
-    monkeypatch.setattr(PlannerPool, "warm_up", nothing)
-    monkeypatch.setattr(ingest.heap, "freeze", nothing)  # It is for the whole process.
+    monkeypatch.setattr(PlannerPool, "start_workers", nothing)
+    monkeypatch.setattr(
+        ingest.garbage_collection, "freeze_periodically", nothing
+    )  # Freezing is for the whole process.
     return found
 
 
@@ -143,16 +143,16 @@ async def test_one_leads_and_the_other_takes_over_however_the_leader_ends(
     assert await second.serves() == 503
     assert await first.serves() == 401 and first.tracks()
     # The job changes: the standby follows, and tracks nothing.
-    api.put(api.objects[path("PipeMorphJob", *KEY)] | {"status": {"attempt": 1}})
+    api.put(api.objects[build_path("PipeMorphJob", *KEY)] | {"status": {"attempt": 1}})
     assert await second.serves() == 503 and not second.tracks()
 
-    # It is killed, with its label on, and its container starts again in its pod.
+    # The leader is killed, with its label on, and its container starts again in its pod.
     await first.kill()
     assert api.labelled() == ["a"] and api.holders() == {"ingest": "a"}
     await until_async(lambda: api.labelled() == ["b"], "the second to lead")
     assert await second.serves() == 401
     await until_async(second.tracks, "the job")
-    controller = second.server.handler._store.lookup(*KEY)
+    controller = second.server.handler._store.find_job(*KEY)
     assert controller is not None and controller.attempt == 1
     again = Ingest(api, "a", made)
     assert await again.serves() == 503
@@ -163,7 +163,7 @@ async def test_one_leads_and_the_other_takes_over_however_the_leader_ends(
     await until_async(lambda: api.labelled() == ["a"], "the first to lead again")
     await second.running
     assert api.history == [
-        "b has no label", "nobody has the Lease", "a has the Lease", "a has label"
+        "b has no label", "none has the Lease", "a has the Lease", "a has label"
     ]  # fmt: skip
     assert await again.serves() == 401
 
@@ -176,7 +176,7 @@ async def test_one_leads_and_the_other_takes_over_however_the_leader_ends(
     again.client.away = True
     other = Ingest(api, "b", made)
     await until_async(lambda: api.labelled() == ["b"], "the other to lead")
-    # What it could do without the API server it still does: it cannot know.
+    # Work that needs no API server goes on: the former leader cannot know.
     assert await again.serves() == 401
     again.client.away = False
     await again.running

@@ -1,4 +1,4 @@
-"""What keeps a thousand jobs cheap: few writes, few turns, small connections."""
+"""Costs of a thousand jobs: few writes, few turns, small connections."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from observing import trained
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.control.first_plan import initial_schedule
+from pipemorph.control.first_plan import make_initial_schedule
 from pipemorph.ingest.connections import TLS_READ_BYTES
 from pipemorph.planning import Schedule
-from pipemorph.wire import LinkHealthReport
-from pipemorph_operator.ingest import heap
+from pipemorph.protocol import LinkHealthReport
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph_operator.ingest import garbage_collection
+from pipemorph_operator.ingest.job_store import ClusterJobStore
+from pipemorph_operator.ingest.status.status_writer import MAX_WRITES
 from pipemorph_operator.ingest.status.write_schedule import (
     DECIDING_SECONDS,
     FLOOR_SECONDS,
     PROGRESS_SECONDS,
 )
-from pipemorph_operator.ingest.status.writer import MOST_WRITES
-from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.reconcile.watches import Watched
+from pipemorph_operator.reconcile.job_watch import WatchedJobs
 
 KEY = ("default", "gpt")
 BODY: dict[str, Any] = {
@@ -76,10 +76,10 @@ def changed(*way: str | int, to: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -> None:
-    watched = Watched()
-    assert watched.delivered(KEY, None, BODY)
-    assert not watched.delivered(KEY, "MODIFIED", BODY)
-    assert not watched.delivered(KEY, "MODIFIED", body)
+    watched = WatchedJobs()
+    assert watched.process_event(KEY, None, BODY)
+    assert not watched.process_event(KEY, "MODIFIED", BODY)
+    assert not watched.process_event(KEY, "MODIFIED", body)
 
 
 @pytest.mark.parametrize(
@@ -97,26 +97,28 @@ def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -
     ids=["spec", "labels", "deleted", "ready", "Running", "trained", "no reports", "slow"],
 )
 def test_whatever_a_decision_rests_on_costs_one(body: dict[str, Any]) -> None:
-    watched = Watched()
-    watched.delivered(KEY, "ADDED", BODY)
-    assert watched.delivered(KEY, "MODIFIED", body)
-    assert not watched.delivered(KEY, "MODIFIED", body)
+    watched = WatchedJobs()
+    watched.process_event(KEY, "ADDED", BODY)
+    assert watched.process_event(KEY, "MODIFIED", body)
+    assert not watched.process_event(KEY, "MODIFIED", body)
 
 
-def test_a_slow_link_costs_one_turn_however_it_is_told() -> None:
+def test_a_slow_link_costs_one_turn_however_it_is_reported() -> None:
     slow = changed("status", "training", "slowLinks", to=[{"link": 1, "replica": 0}])
     noted = copy.deepcopy(slow)
     noted["status"]["attemptNodes"]["links"].append({"link": 1, "replica": 0, "nodes": ["b", "c"]})
-    watched = Watched()
-    watched.delivered(KEY, "ADDED", BODY)
-    turns = [watched.delivered(KEY, "MODIFIED", body) for body in (slow, slow, noted, BODY, slow)]
+    watched = WatchedJobs()
+    watched.process_event(KEY, "ADDED", BODY)
+    turns = [
+        watched.process_event(KEY, "MODIFIED", body) for body in (slow, slow, noted, BODY, slow)
+    ]
     assert turns == [True, False, False, False, True]
 
 
 def test_a_list_and_a_deletion_always_cost_a_turn() -> None:
-    watched = Watched()
+    watched = WatchedJobs()
     for kind in (None, "ADDED", None, "DELETED", "ADDED"):
-        assert watched.delivered(KEY, kind, BODY)
+        assert watched.process_event(KEY, kind, BODY)
 
 
 def test_asyncio_still_calls_the_size_of_its_read_buffer_that() -> None:
@@ -125,7 +127,7 @@ def test_asyncio_still_calls_the_size_of_its_read_buffer_that() -> None:
 
 
 class SlowApi:
-    """An API server that answers when the test says so."""
+    """API server that answers when the test lets it."""
 
     def __init__(self) -> None:
         self.applied: list[str] = []
@@ -144,11 +146,9 @@ class SlowApi:
         return obj
 
 
-async def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_first() -> (
-    None
-):
+async def test_a_slow_api_server_gets_few_requests_at_a_time_and_directives_first() -> None:
     api: Any = SlowApi()
-    store = ClusterStore(api, clock=lambda: 1000.0)
+    store = ClusterJobStore(api, clock=lambda: 1000.0)
     op = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
     for i in range(100):
         spec = {
@@ -158,30 +158,30 @@ async def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_direc
         }
         metadata = {"name": f"j{i}", "namespace": "d", "uid": f"u{i}", "generation": 1}
         job = {"metadata": metadata, "spec": spec, "status": {"attempt": 0}}
-        store.changed(("d", f"j{i}"), job)
-    persisted = [asyncio.create_task(store.persist("d", f"j{i}")) for i in range(30)]
+        store.process_change(("d", f"j{i}"), job)
+    persisted = [asyncio.create_task(store.persist_status("d", f"j{i}")) for i in range(30)]
     await asyncio.sleep(0)
     for i in range(30, 100):
-        await asyncio.wait_for(store.look(("d", f"j{i}")), 5)
+        await asyncio.wait_for(store.write_status_if_due(("d", f"j{i}")), 5)
     api.go.set()
     await asyncio.gather(*persisted)
     assert sorted(api.applied) == sorted(f"j{i}" for i in range(30)), "progress held them up"
-    assert api.most == MOST_WRITES
-    await store.look(("d", "j50"))
+    assert api.most == MAX_WRITES
+    await store.write_status_if_due(("d", "j50"))
     assert api.applied[-1] == "j50", "what waited is written when there is room"
 
 
 async def test_what_may_wait_takes_half_of_the_writes_at_a_time() -> None:
     api: Any = SlowApi()
-    store = ClusterStore(api, clock=lambda: 1000.0)
+    store = ClusterJobStore(api, clock=lambda: 1000.0)
     keys = [("d", f"j{i}") for i in range(30)]
     for _, name in keys:
         metadata = {"name": name, "namespace": "d", "uid": name, "generation": 1}
-        store.changed(("d", name), JOB | {"metadata": metadata})
-    looks = [asyncio.create_task(store.look(key)) for key in keys]
+        store.process_change(("d", name), JOB | {"metadata": metadata})
+    looks = [asyncio.create_task(store.write_status_if_due(key)) for key in keys]
     for _ in range(5):
         await asyncio.sleep(0)
-    assert api.now == MOST_WRITES // 2
+    assert api.now == MAX_WRITES // 2
     api.go.set()
     await asyncio.wait_for(asyncio.gather(*looks), 5)
 
@@ -210,34 +210,34 @@ async def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once(
     api: Any = SlowApi()
     api.go.set()
     now = 1000.0
-    store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
-    store.changed(KEY, JOB)
-    controller: Any = store.lookup(*KEY)
+    store = ClusterJobStore(api, clock=lambda: now, monotonic=lambda: now)
+    store.process_change(KEY, JOB)
+    controller: Any = store.find_job(*KEY)
     views = 0
 
-    def view(at: float, seen: Any = controller.view) -> Any:
+    def view(at: float, seen: Any = controller.get_job_view) -> Any:
         nonlocal views
         views += 1
         return seen(at)
 
-    controller.view = view
+    controller.get_job_view = view
     rows = [{"link": 0, "health": "healthy", "wire_time": 0.001, "confidence": 1.0}]
-    controller.report(reported(1, links=rows), now)
-    await store.look(KEY)
-    await store.look(KEY)
+    controller.process_report(reported(1, links=rows), now)
+    await store.write_status_if_due(KEY)
+    await store.write_status_if_due(KEY)
     assert len(api.applied) == 1
     views = 0
     for beat in range(2, 5):
         now += 1
-        controller.report(reported(beat), now)
-        await store.look(KEY)
+        controller.process_report(reported(beat), now)
+        await store.write_status_if_due(KEY)
     assert (views, len(api.applied)) == (0, 1)
     now += FLOOR_SECONDS
-    await store.look(KEY)
+    await store.write_status_if_due(KEY)
     assert (views, len(api.applied)) == (1, 1), "for the metrics alone"
     now += PROGRESS_SECONDS - FLOOR_SECONDS
-    controller.report(reported(5), now)
-    await store.look(KEY)
+    controller.process_report(reported(5), now)
+    await store.write_status_if_due(KEY)
     assert len(api.applied) == 2, "progress is written now and then"
     now += PROGRESS_SECONDS
     slow = {
@@ -248,66 +248,66 @@ async def test_a_heartbeat_costs_no_look_at_the_job_and_news_is_written_at_once(
         "delay": 0.05,
         "wire_time": 0.051,
     }
-    controller.report(reported(6, directions=[slow]), now)
-    await store.look(KEY)
+    controller.process_report(reported(6, directions=[slow]), now)
+    await store.write_status_if_due(KEY)
     assert len(api.applied) == 2, "the directive for it is written with it"
     now += DECIDING_SECONDS
-    await store.look(KEY)
+    await store.write_status_if_due(KEY)
     assert len(api.applied) == 3, "but it does not wait for ever"
     now += FLOOR_SECONDS - 1
-    controller.report(reported(7, applied_plan_version=1, observed_plan_version=1), now)
-    await store.look(KEY)
+    controller.process_report(reported(7, applied_plan_version=1, observed_plan_version=1), now)
+    await store.write_status_if_due(KEY)
     assert len(api.applied) == 3, "what follows at once is written with it"
     now += 1
-    await store.look(KEY)
+    await store.write_status_if_due(KEY)
     assert len(api.applied) == 4
     now += 60
-    await store.look(KEY)
+    await store.write_status_if_due(KEY)
     assert len(api.applied) == 5, "an agent that is silent is noticed"
 
 
 class LaterPlan:
-    """A planner of first plans that answers when the test says so."""
+    """Planner of first plans that answers when the test lets it."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
 
     async def __call__(self, spec: JobSpec) -> Schedule:
         await self.go.wait()
-        return initial_schedule(spec)
+        return make_initial_schedule(spec)
 
 
 async def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_planned() -> None:
     api: Any = SlowApi()
     first = LaterPlan()
-    store = ClusterStore(api, first_plan=first)
+    store = ClusterJobStore(api, first_plan=first)
     large = copy.deepcopy(JOB)
     large["metadata"]["name"] = "large"
     large["spec"]["parallelism"]["stages"] = 64
     large["spec"]["schedule"] = {"microbatches": 72}
     waiting = {
-        name: asyncio.create_task(store.arrival("default", name))
+        name: asyncio.create_task(store.wait_for_job("default", name))
         for name in ("gpt", "large", "none")
     }
     await asyncio.sleep(0)
     assert not any(each.done() for each in waiting.values())
-    store.changed(KEY, JOB)
+    store.process_change(KEY, JOB)
     await asyncio.wait_for(waiting["gpt"], 5)
-    store.changed(("default", "large"), large)
-    store.listed()
+    store.process_change(("default", "large"), large)
+    store.mark_all_listed()
     await asyncio.wait_for(waiting["none"], 5)
-    late = asyncio.create_task(store.arrival("default", "large"))
+    late = asyncio.create_task(store.wait_for_job("default", "large"))
     await asyncio.sleep(0)
     assert not (waiting["large"].done() or late.done())
-    assert store.expected("default", "large") is None
+    assert store.find_token_requirements("default", "large") is None
     first.go.set()
     await asyncio.wait_for(asyncio.gather(waiting["large"], late), 5)
-    assert store.expected("default", "large") is not None
-    await asyncio.wait_for(store.arrival("default", "another"), 5)
+    assert store.find_token_requirements("default", "large") is not None
+    await asyncio.wait_for(store.wait_for_job("default", "another"), 5)
 
 
 def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(garbage_collection, "CHECK_SECONDS", 0.0)
     count, more, collected = 1000, 0, 0
 
     def collect(generation: int = 2, collecting: Any = gc.collect) -> int:
@@ -328,7 +328,7 @@ def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPat
 
     async def run() -> None:
         nonlocal count, more
-        task = asyncio.create_task(heap.freeze(jobs))
+        task = asyncio.create_task(garbage_collection.freeze_periodically(jobs))
         more = 200
         await turns(task)
         assert collected == 0, "jobs are still being read"
@@ -345,7 +345,7 @@ def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPat
         frozen = gc.get_freeze_count()
         await turns(task)
         assert gc.get_freeze_count() < frozen + len(stays)
-        monkeypatch.setattr(heap, "STAYED_SECONDS", -1.0)
+        monkeypatch.setattr(garbage_collection, "FREEZE_SECONDS", -1.0)
         await turns(task)
         assert collected == 2
         assert gc.get_freeze_count() >= frozen + len(stays), "what has come since stays, too"

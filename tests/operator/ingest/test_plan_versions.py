@@ -1,5 +1,5 @@
-"""No version is ever two plans, and no plan is lost, whenever an ingest is killed: in one process,
-at every write. tests/cluster does it with real ones."""
+"""Plan versions: none is ever two plans, and no plan is lost, whenever an ingest is killed: in one
+process, at every write. tests/cluster does it with real ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gate import examples
 from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Host, Ranks, ranks
 
 from pipemorph.control import initial_plan
-from pipemorph.control.decide.state import PlanVersions
-from pipemorph.control.observed.reports import Superseded
-from pipemorph.control.snapshot import pack
-from pipemorph.wire import DirectiveEnvelope
+from pipemorph.control.decide.decision_state import PlanVersions
+from pipemorph.control.job_state.reports import SupersededIngest
+from pipemorph.control.snapshot import pack_snapshot
+from pipemorph.protocol import DirectiveEnvelope
 
 
 def undisturbed_writes() -> int:
@@ -28,7 +28,7 @@ def undisturbed_writes() -> int:
 
 
 WRITES = range(5)
-"""Of one ingest, from the first status to the third directive and its figures."""
+"""Writes of an ingest, from the first status to the third directive and its figures."""
 
 
 def test_there_are_as_many_transitions_as_kills() -> None:
@@ -39,7 +39,7 @@ def test_there_are_as_many_transitions_as_kills() -> None:
     ("write", "got_through", "loses_reply"), [*product(WRITES, [False, True], [False, True])]
 )
 def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -> None:
-    """A directive is served before its write: the ranks may run it, or nobody has seen it."""
+    """A directive is served before its write: the ranks may run it, or have never seen it."""
     with ranks() as job:
         job.loses_replies = loses_reply
         host = job.host(write, got_through=got_through)
@@ -47,9 +47,9 @@ def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -
         def restarted() -> None:
             nonlocal host
             if host.dead:
-                kept = job.observed
+                before = job.observed
                 host = job.host()
-                assert job.observed == kept
+                assert job.observed == before
 
         job.run(4)
         for delays in TURNS:
@@ -59,7 +59,7 @@ def test_killed_at_any_write(write: int, got_through: bool, loses_reply: bool) -
         restarted()
         job.run(12)
         controller = job.hosts[0].controller
-        assert job.plan.warmup == controller.wanted.warmup
+        assert job.plan.warmup == controller.wanted_plan.warmup
         versions = [record.plan_version for record in controller.records]
         assert versions == sorted(set(versions)) and versions[-1] == job.observed
         assert all(record.saved > 0 for record in controller.records)
@@ -85,7 +85,7 @@ def test_killed_again_and_again(seed: int) -> None:
         host = job.host()
         job.run(4)
         job.adapts([0.1, 0.1, 0.1])
-        assert job.plan == host.controller.wanted
+        assert job.plan == host.controller.wanted_plan
 
 
 def test_an_ingest_that_restarts_goes_on_from_the_snapshot_of_the_agent() -> None:
@@ -100,15 +100,15 @@ def test_an_ingest_that_restarts_goes_on_from_the_snapshot_of_the_agent() -> Non
         job.run(2)
         controller = job.host().controller
         job.run(8)
-        assert job.observed == controller.wanted.version == 1, "a needless change"
+        assert job.observed == controller.wanted_plan.version == 1, "a needless change"
         assert [r.reason for r in controller.records] == [r.reason for r in before.records]
-        assert controller.worth.seconds > before.worth.seconds > 0
-        assert controller.profiled_at == before.profiled_at
+        assert controller.saved_time.seconds > before.saved_time.seconds > 0
+        assert controller.last_profiled_iteration == before.last_profiled_iteration
         assert "the ranks run plan v1" in controller.decisions[0].reason
         training = job.api.job["status"]["training"]
         assert training["wantedPlanVersion"] == training["appliedPlanVersion"] == 1
         assert training["lastAdaptation"]["reason"] == before.records[-1].reason
-        # It knows what the plan is for.
+        # The ingest knows the reason of the plan.
         job.adapts([0.0, 0.0, 0.0])
         assert job.observed == 2
         assert (job.plan.warmup, job.plan.routes) == (first.warmup, first.routes)
@@ -140,11 +140,11 @@ def test_if_agent_and_ingest_are_lost_the_initial_plan_runs_and_totals_go_on() -
             2,
             True,
         )
-        assert host.controller.changes == 2
+        assert host.controller.change_count == 2
 
 
 def test_an_agent_that_starts_again_with_its_ingest_is_given_a_plan_above_its_ranks() -> None:
-    """The ranks run a plan that nobody knows. They would run it when the link is well."""
+    """The ranks run a plan that neither process knows. They would run it when the link is well."""
     with ranks() as job:
         host = job.host()
         job.run(4)
@@ -161,7 +161,7 @@ def test_an_agent_that_starts_again_with_its_ingest_is_given_a_plan_above_its_ra
 def test_with_the_api_server_away_jobs_adapt_all_the_same(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("pipemorph.ingest.handler.PERSIST_RETRY_SECONDS", 0.0)
     with ranks() as job:
         host = job.host()
         job.run(4)
@@ -188,7 +188,7 @@ def test_with_the_api_server_away_jobs_adapt_all_the_same(
     ids=["equal", "reset", "growing"],
 )
 def test_hosts_one_after_the_other(terms: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Each leads in a higher term than those before, and begins above their versions."""
+    """Hosts lead in a higher term than those before, and begin above their versions."""
     with ranks() as job:
         hosts: list[Host] = []
         seen = []
@@ -199,13 +199,13 @@ def test_hosts_one_after_the_other(terms: tuple[int, ...], expected: tuple[int, 
             job.run(2)
             seen.append(hosts[-1].controller.term)
         assert seen == list(expected)
-        assert [*job.plans] == [*range(1, job.observed + 1)], "one was asked for and is missing"
+        assert [*job.plans] == [*range(1, job.observed + 1)], "a requested one is missing"
         # The ranks reach one that leads no more.
-        observed, sequence = job.observed, hosts[0].controller._observed.sequence
+        observed, sequence = job.observed, hosts[0].controller._job_state.sequence
         last, job.hosts = job.hosts, [hosts[0]]
         job.delays = list(SLOW)
         job.run(4)
-        assert hosts[0].controller._observed.sequence <= sequence, "it has taken a report"
+        assert hosts[0].controller._job_state.sequence <= sequence, "it has taken a report"
         assert (job.observed, job.refused > 0) == (observed, True)
         job.hosts = last
         job.adapts()
@@ -217,7 +217,7 @@ def test_an_answer_of_a_lower_term_changes_nothing() -> None:
         old = job.host(term=3)
         job.run(4)
         job.adapts(SLOW)
-        stale = DirectiveEnvelope(term=3, directive=old.controller.directive(), snapshot="x")
+        stale = DirectiveEnvelope(term=3, directive=old.controller.get_directive(), snapshot="x")
         new = job.host(term=4)
         job.run(4)
         assert job.term == new.controller.term == 4
@@ -233,8 +233,8 @@ def crossing(job: Ranks) -> Host:
     job.run(8)
     second = job.host(term=1)
     job.run(4)
-    assert second.controller.wanted == job.plan
-    # Its answers are lost from now on; so the agent has not seen what it makes.
+    assert second.controller.wanted_plan == job.plan
+    # Answers are lost from now on, so the agent has not seen its new plans.
     job.delays, job.drops = list(SLOWER), 1.0
     while second.controller.plan_version < 2:
         job.step()
@@ -248,7 +248,7 @@ def test_the_plan_that_reached_the_ranks_keeps_its_version(confirmed: bool) -> N
         second = crossing(job)
         job.hand_in_gets = {200, 422}
         assert job.newest is not None and job.newest.record is not None
-        # As the first one has made it, at another time.
+        # The plan of the first one, made at another time.
         other = job.newest
         plan = other.plan.model_copy(update={"version": 2})
         record = other.record.model_copy(update={"plan_version": 2})  # type: ignore[union-attr]
@@ -256,12 +256,12 @@ def test_the_plan_that_reached_the_ranks_keeps_its_version(confirmed: bool) -> N
         assert job.takes(
             DirectiveEnvelope(term=job.term or 0, directive=other.model_copy(update=update))
         )
-        job.plan, job.prepared = plan.plan(), None
+        job.plan, job.prepared = plan.to_plan(), None
         if not confirmed:
             job.restart_agent()
         job.adapts()
         assert job.observed == 3, "the second one has given its plan another version"
-        assert second.controller.wanted == job.plan
+        assert second.controller.wanted_plan == job.plan
         assert [r.plan_version for r in second.controller.records][-2:] == [1, 3]
 
 
@@ -286,7 +286,7 @@ def test_two_ingests_at_a_time_give_no_version_to_two_plans(seed: int) -> None:
         job.run(12)
         job.adapts([0.1, 0.1, 0.1])
         job.run(4)
-        assert leads.controller.wanted == job.plan
+        assert leads.controller.wanted_plan == job.plan
         assert job.observed <= len(job.plans) + 8, "versions grow without plans"
 
 
@@ -307,7 +307,7 @@ def test_a_late_write_of_another_ingest_takes_no_version_back() -> None:
             job.loop.run_until_complete(asyncio.sleep(0))
         control = job.api.control()
         assert control is not None and control.plan_version == 2
-        assert second.store.lookup(*KEY) is not None
+        assert second.store.find_job(*KEY) is not None
         job.adapts(TURNS[2])
         assert job.observed == 3
 
@@ -320,22 +320,24 @@ def test_a_bad_snapshot_is_refused_and_the_ingest_goes_on_with_what_it_knows(
         job.run(4)
         job.adapts(SLOW)
         host = job.host()
-        job.snapshot, job.hand_in_gets = pack({"attempt": 0}), {422}
+        job.snapshot, job.hand_in_gets = pack_snapshot({"attempt": 0}), {422}
         job.adapts(SLOWER)
         assert (
             "refused the snapshot of the job's agent: snapshot.plan_version: Field" in caplog.text
         )
         assert job.observed == 2 == host.controller.plan_version
-        assert host.controller.changes == 2, "totals go on from status"
+        assert host.controller.change_count == 2, "totals go on from status"
 
 
 def test_terms_of_one_host() -> None:
-    """The first report says whether there was another host; the next ones are of this host."""
+    """The first report shows whether there was another host; the next ones are of this host."""
     new, after = PlanVersions(4), PlanVersions(4)
-    new.meet(None)
-    new.meet(4)
-    after.meet(4)
-    after.meet(5)
+    new.record_reported_term(None)
+    new.record_reported_term(4)
+    after.record_reported_term(4)
+    after.record_reported_term(5)
     assert (new.term, after.term) == (4, 5)
-    with pytest.raises(Superseded, match="an ingest of term 5 controls this job; this one has 4"):
-        new.meet(5)
+    with pytest.raises(
+        SupersededIngest, match="an ingest of term 5 controls this job; this one has term 4"
+    ):
+        new.record_reported_term(5)

@@ -11,14 +11,19 @@ from operator_objects import body
 from operator_status import StatusWrites, spec_of
 from prometheus_client import REGISTRY
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import JobStatus
-from pipemorph.api.status_links import MAX_SICK_PORTS
 from pipemorph.control import JobController
-from pipemorph.status.summary import MESSAGE_LENGTH, Source, judge, summarize
-from pipemorph.wire import RailSample, TransportSample
-from pipemorph_operator.ingest.status.write_schedule import key_state
-from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph.protocol import RailSample, TransportSample
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.job_status import JobStatus
+from pipemorph.spec.status_links import MAX_FAULTY_PORTS
+from pipemorph.views.status.summary import (
+    MESSAGE_LENGTH,
+    StatusInput,
+    summarize_training,
+    update_conditions,
+)
+from pipemorph_operator.ingest.job_store import ClusterJobStore
+from pipemorph_operator.ingest.status.write_schedule import build_key_state
 
 QUIET = {"link_downed": 0, "symbol_error": 0}
 
@@ -42,7 +47,11 @@ def verdict(of: JobSpec, *reports: dict[str, Any], now: float = 100.0) -> tuple[
     controller = JobController(of)
     for i, fields in enumerate(reports):
         tell(controller, 90.0 + i, iteration=3, **fields)
-    (found,) = [c for c in judge(Source(controller, 95.0, 1), [], now) if c.type == "RailsHealthy"]
+    (found,) = [
+        c
+        for c in update_conditions(StatusInput(controller, 95.0, 1), [], now)
+        if c.type == "RailsHealthy"
+    ]
     return found.status, found.reason, found.message
 
 
@@ -118,7 +127,7 @@ def test_the_condition(
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "settings",
     [
         {"transport": {"engine": "rdma"}},
         {"transport": {"engine": "rdma", "require": "rdma"}},
@@ -126,8 +135,8 @@ def test_the_condition(
     ],
     ids=["engine", "require", "placement"],
 )
-def test_a_job_that_asks_for_rdma_and_has_none_is_not_well(asked: dict[str, Any]) -> None:
-    status, reason, message = verdict(spec_of(**asked), {"ports": 0})
+def test_a_job_that_asks_for_rdma_and_has_none_is_not_well(settings: dict[str, Any]) -> None:
+    status, reason, message = verdict(spec_of(**settings), {"ports": 0})
     assert (status, reason) == ("False", "NoRdmaDevices")
     assert "device plugin" in message
 
@@ -144,12 +153,12 @@ def test_stale_reports_and_an_ended_job_are_unknown() -> None:
     assert verdict(spec_of(), first, now=200.0)[:2] == ("Unknown", "ReportsStale")
     controller = JobController(spec_of())
     tell(controller, 90.0, transports=[FELL], **first)
-    ended = Source(controller, 90.0, 1, ended=True)
-    (found,) = [c for c in judge(ended, [], 91.0) if c.type == "RailsHealthy"]
+    ended = StatusInput(controller, 90.0, 1, is_over=True)
+    (found,) = [c for c in update_conditions(ended, [], 91.0) if c.type == "RailsHealthy"]
     assert (found.status, found.reason) == ("Unknown", "JobFinished")
-    told = summarize(ended, 91.0)
-    assert (told.rails, told.fallen_links, told.fallen_link_count) == (None, [], 0)
-    assert told.link_fallbacks == 1
+    status = summarize_training(ended, 91.0)
+    assert (status.rails, status.fallen_links, status.fallen_link_count) == (None, [], 0)
+    assert status.link_fallbacks == 1
 
 
 def test_messages_and_lists_are_bounded() -> None:
@@ -164,45 +173,45 @@ def test_messages_and_lists_are_bounded() -> None:
     assert len(message) == MESSAGE_LENGTH
     controller = JobController(spec_of())
     tell(controller, 90.0, ports=100, rails=many)
-    told = summarize(Source(controller, 90.0, 1), 91.0)
-    assert (told.rails.sick_count, len(told.rails.sick_ports)) == (100, MAX_SICK_PORTS)
+    brief = summarize_training(StatusInput(controller, 90.0, 1), 91.0)
+    assert (brief.rails.faulty_count, len(brief.rails.faulty_ports)) == (100, MAX_FAULTY_PORTS)
 
 
 def test_status_as_the_crd_has_it() -> None:
     controller = JobController(spec_of())
     tell(controller, 90.0, ports=2, rails=[rail(0), DOWN], transports=[FELL])
-    summary = summarize(Source(controller, 90.0, 1), 91.0)
-    told = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)
-    assert told["training"]["rails"] == {
-        "ports": 2, "expectedPorts": 2, "sickCount": 1, "congestedCount": 0,
+    summary = summarize_training(StatusInput(controller, 90.0, 1), 91.0)
+    written = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert written["training"]["rails"] == {
+        "ports": 2, "expectedPorts": 2, "faultyCount": 1, "congestedCount": 0,
         "unavailableCount": 0,
-        "sickPorts": [
+        "faultyPorts": [
             {
                 "stage": 1, "replica": 0, "device": "mlx5_0", "port": 1, "state": "DOWN",
                 "message": "is DOWN",
             }
         ],
     }  # fmt: skip
-    assert told["training"]["fallenLinks"] == [
+    assert written["training"]["fallenLinks"] == [
         {
             "name": "link 1 (stage 1 to 2)", "link": 1, "replica": 0, "direction": "forward",
             "agreed": "rdma",
             "transport": "tcp", "fallbacks": 1, "message": "mlx5_0 port 1: port error",
         }
     ]  # fmt: skip
-    assert told["training"]["transports"] == ["", "", ""]
-    assert (told["training"]["linkFallbacks"], told["training"]["linkFailbacks"]) == (1, 0)
+    assert written["training"]["transports"] == ["", "", ""]
+    assert (written["training"]["linkFallbacks"], written["training"]["linkFailbacks"]) == (1, 0)
 
 
 def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
     controller = JobController(spec_of())
     tell(controller, 90.0, ports=1, rails=[rail()], transports=[end()])
-    source = Source(controller, 90.0, 1)
-    before = key_state(source, controller.view(90.0), 90.0)
+    source = StatusInput(controller, 90.0, 1)
+    before = build_key_state(source, controller.get_job_view(90.0), 90.0)
     tell(controller, 90.0, ports=1, rails=[rail()])
-    assert key_state(source, controller.view(90.0), 90.0) == before
+    assert build_key_state(source, controller.get_job_view(90.0), 90.0) == before
     tell(controller, 90.0, ports=1, transports=[FELL])
-    assert key_state(source, controller.view(90.0), 90.0) != before
+    assert build_key_state(source, controller.get_job_view(90.0), 90.0) != before
 
 
 def gauge(name: str) -> float | None:
@@ -215,33 +224,33 @@ async def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
     job["status"] = {"attempt": 0}
     key = ("team", "gpt")
     now = 1000.0
-    store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
-    store.changed(key, job)
+    store = ClusterJobStore(api, clock=lambda: now, monotonic=lambda: now)
+    store.process_change(key, job)
     agent = Agent(spec_of(), job="gpt", namespace="team")
     said: tuple[dict[str, Any], ...] = (
         {"ports": 2, "rails": [rail(0), rail(1)], "transports": [end()]},
         {"ports": 2, "transports": [FELL]},
     )
     for fields in said:
-        found = store.lookup(*key)
+        found = store.find_job(*key)
         assert found is not None
         agent.tell(found, now, **fields)
-    await store.look(key)
+    await store.write_status_if_due(key)
     assert gauge("rails_healthy") == 0
     assert gauge("rdma_ports") == 2
     assert (gauge("fallen_links"), gauge("link_fallbacks")) == (1, 1)
-    # Ranks say all of it once a minute only: an edit must not forget it.
+    # Ranks report all of it once a minute only: an edit must not drop it.
     job["metadata"]["generation"] += 1
     job["spec"]["adaptation"] = {"minGain": 0.3}
-    store.changed(key, job)
+    store.process_change(key, job)
     now += 5
-    found = store.lookup(*key)
+    found = store.find_job(*key)
     assert found is not None
     back = end(fallbacks=1, failbacks=1)
     agent.tell(found, now, ports=2, transports=[back])
-    await store.look(key)
+    await store.write_status_if_due(key)
     assert (gauge("rails_healthy"), gauge("fallen_links")) == (1, 0)
-    store.changed(key, None)
+    store.process_change(key, None)
     await asyncio.sleep(0)  # the last event is on its way
     verdicts = [
         next((c["status"], c["reason"]) for c in s["conditions"] if c["type"] == "RailsHealthy")
@@ -249,8 +258,8 @@ async def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
     ]
     assert verdicts == [("False", "LinksFellBack"), ("True", "PortsActive")]
     assert gauge("rails_healthy") is None
-    told = [(event["type"], event["reason"]) for event in api.events]
-    assert told == [("Warning", "LinksFellBack"), ("Normal", "PortsActive")]
+    events = [(event["type"], event["reason"]) for event in api.events]
+    assert events == [("Warning", "LinksFellBack"), ("Normal", "PortsActive")]
     metadata = job["metadata"]
     assert [event["involvedObject"] for event in api.events] == 2 * [
         {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}

@@ -7,10 +7,10 @@ from typing import Any
 from observing import tell
 from operator_objects import body
 
-from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.status.summary import Source, judge, summarize
-from pipemorph.wire import ReductionSample
+from pipemorph.protocol import ReductionSample
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.views.status.summary import StatusInput, summarize_training, update_conditions
 
 
 def controller_of(replicas: int, seconds: float = 0.02) -> JobController:
@@ -31,8 +31,8 @@ def controller_of(replicas: int, seconds: float = 0.02) -> JobController:
 
 
 def verdicts(controller: JobController, *, ended: bool = False) -> dict[str, tuple[str, str, str]]:
-    source = Source(controller, 95.0, 1, ended=ended)
-    return {c.type: (c.status, c.reason, c.message) for c in judge(source, [], 96.0)}
+    source = StatusInput(controller, 95.0, 1, is_over=ended)
+    return {c.type: (c.status, c.reason, c.message) for c in update_conditions(source, [], 96.0)}
 
 
 def test_a_slow_reduction_is_a_condition_of_its_own() -> None:
@@ -42,11 +42,11 @@ def test_a_slow_reduction_is_a_condition_of_its_own() -> None:
         "False", "SlowReductions", "gradient reduction of stage 3 (+70 ms) slow",
     )  # fmt: skip
     assert found["LinksHealthy"][0] != "False", "no link is slow"
-    training = summarize(Source(controller, 95.0, 1), 96.0)
+    training = summarize_training(StatusInput(controller, 95.0, 1), 96.0)
     (slow,) = training.slow_reductions
     assert (slow.stage, slow.normal_ms, training.slow_reduction_count) == (3, 20.0, 1)
     assert slow.time_ms == 90.0
-    over = summarize(Source(controller, 95.0, 1, ended=True), 96.0)
+    over = summarize_training(StatusInput(controller, 95.0, 1, is_over=True), 96.0)
     assert (over.slow_reductions, over.slow_reduction_count) == ([], 0)
     assert verdicts(controller, ended=True)["ReductionsHealthy"][0] == "Unknown"
 

@@ -1,4 +1,4 @@
-"""What status says in words of a job's progress and of what changes of plan brought."""
+"""Texts in status about a job's progress and about what changes of plan brought."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import pytest
 from operator_objects import body
 
-from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import TrainingStatus
 from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkState
-from pipemorph.status import words
-from pipemorph.status.summary import Source, summarize
-from pipemorph.wire import FallenLink, TransportsView
+from pipemorph.protocol import TransportFallback, TransportsView
+from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.job_status import TrainingStatus
+from pipemorph.views.status import status_text
+from pipemorph.views.status.summary import StatusInput, summarize_training
 
 TRAINER = {"module": "a.b", "iterations": 1000}
 
 
 def controller(*records: AdaptationRecord) -> JobController:
     spec = JobSpec.model_validate(body(stages=4, trainer=TRAINER)["spec"])
-    saved = JobController(spec).snapshot() | {
+    saved = JobController(spec).take_snapshot() | {
         "records": [r.model_dump(mode="json") for r in records]
     }
-    return JobController.restore(spec, saved)
+    return JobController.from_snapshot(spec, saved)
 
 
 def view(**changes: Any) -> JobView:
     values = {
         "state": "training", "iteration": 118, "iteration_seconds": 0.5312, "bubble_fraction": 0.204
     }  # fmt: skip
-    return replace(controller().view(0.0), **(values | changes))
+    return replace(controller().get_job_view(0.0), **(values | changes))
 
 
 def record(version: int = 1, **changes: Any) -> AdaptationRecord:
@@ -49,15 +49,15 @@ OPEN = {"measured": None, "iteration_seconds_after": None, "bubble_after": None}
 
 
 def summary(*records: AdaptationRecord, ended: bool = False, **changes: Any) -> TrainingStatus:
-    source = Source(controller(*records), 90.0, 1, ended)
-    return summarize(source, 100.0, view(**changes))
+    source = StatusInput(controller(*records), 90.0, 1, ended)
+    return summarize_training(source, 100.0, view(**changes))
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"), [(1.5, 1.5), (None, None), (nan, None), (inf, None), (-inf, None)]
+    ("loss", "reported"), [(1.5, 1.5), (None, None), (nan, None), (inf, None), (-inf, None)]
 )
-def test_a_status_is_json_whatever_the_loss_is(loss: float | None, told: float | None) -> None:
-    assert summary(loss=loss).loss == told
+def test_a_status_is_json_whatever_the_loss_is(loss: float | None, reported: float | None) -> None:
+    assert summary(loss=loss).loss == reported
 
 
 def test_of_a_job_that_trains() -> None:
@@ -76,12 +76,17 @@ def test_all_is_done_when_the_ranks_say_so_and_not_before() -> None:
 
 
 def test_goodput_in_percent() -> None:
-    assert [words.goodput(each) for each in (None, 0.0, 0.913, 1.0)] == [None, "0%", "91%", "100%"]
+    assert [status_text.format_goodput(each) for each in (None, 0.0, 0.913, 1.0)] == [
+        None,
+        "0%",
+        "91%",
+        "100%",
+    ]
 
 
 def test_links_have_the_names_that_people_know() -> None:
     late = LinkState(2, Health.SLOW, delay=0.06, column="replica 1", replica=1)
-    fallen = FallenLink(1, 0, "forward", "rdma", "tcp", 1, "port error")
+    fallen = TransportFallback(1, 0, "forward", "rdma", "tcp", 1, "port error")
     found = summary(links=(late,), transports=TransportsView(fallen=(fallen,), fallen_count=1))
     assert found.slow_links[0].name == "link 2 (stage 2 to 3, replica 1)"
     assert found.fallen_links[0].name == "link 1 (stage 1 to 2)"
@@ -91,13 +96,13 @@ def test_links_have_the_names_that_people_know() -> None:
     "changes",
     [{"state": "starting"}, {"state": "failed"}, {"iteration": 1000}, {"iteration_seconds": None}],
 )
-def test_no_time_is_left_that_is_not_known(changes: dict[str, Any]) -> None:
+def test_an_unknown_remaining_time_is_absent(changes: dict[str, Any]) -> None:
     found = summary(**changes)
     assert found.left is None
     assert "left" not in (found.progress or "")
 
 
-def test_no_time_is_left_of_a_job_that_has_ended() -> None:
+def test_a_job_that_has_ended_has_no_remaining_time() -> None:
     assert "left" in (summary().progress or "")
     found = summary(ended=True)
     assert found.left is None
@@ -113,15 +118,15 @@ def test_what_a_change_promised_and_brought() -> None:
 
 
 def test_a_gain_stays_until_the_next_one_is_measured() -> None:
-    """Neither a change that is not measured yet nor a return has one."""
+    """Gains are absent for a change that is not measured yet and for a return."""
     back = record(3, kind="return", promised=0.01, measured=-0.3)
     found = summary(record(), record(2, **OPEN), back)
     assert found.gain == "55%/61%"
-    assert words.effect(record(2, **OPEN)) is None
+    assert status_text.format_effect(record(2, **OPEN)) is None
     assert summary(record(measured=-0.001)).gain == "55%/0%", "not -0%"
 
 
 def test_words_change_only_with_the_figures() -> None:
-    """They are no reason to write status: the time that passes does not change them."""
-    source = Source(controller(record()), 90.0, 1)
-    assert summarize(source, 100.0, view()) == summarize(source, 4000.0, view())
+    """Texts are no reason to write status: the time that passes does not change them."""
+    source = StatusInput(controller(record()), 90.0, 1)
+    assert summarize_training(source, 100.0, view()) == summarize_training(source, 4000.0, view())

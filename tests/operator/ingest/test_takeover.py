@@ -1,4 +1,4 @@
-"""No version is ever two plans, and no plan is lost, where another ingest begins to lead."""
+"""Takeover by another ingest: no version is ever two plans, and no plan is lost."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fake_api import FakeCluster
 from gate import examples
 from versioned_ingest import KEY, SLOW, SLOWER, TURNS, Api, Host, Ranks, ranks
 
-from pipemorph_operator.ingest.store import ClusterStore, JobCache
+from pipemorph_operator.ingest.job_store import ClusterJobStore, StandbyJobCache
 
 
 class Standby(Host):
-    """An ingest that follows the job, and leads when the test says so."""
+    """Ingest that follows the job, and leads when the test lets it."""
 
     def __init__(self, api: Api, clock: Callable[[], float]) -> None:
         super().__init__(api, clock)
-        self.cache = JobCache(self.store)
-        self.store.on_dropped = lambda job, _: self.handler.dropped(job)
+        self.cache = StandbyJobCache(self.store)
+        self.store.on_dropped = lambda job, _: self.handler.drop_job(job)
         self.reads()
 
     def reads(self) -> None:
-        """Its informer has the newest state of the job."""
-        self.cache.changed(KEY, copy.deepcopy(self.api.job))
+        """Update its informer to the newest state of the job."""
+        self.cache.process_change(KEY, copy.deepcopy(self.api.job))
 
     async def lead(self) -> None:
-        await self.cache.lead()
-        await self.store.arrival(*KEY)
-        assert self.store.lookup(*KEY) is not None
+        await self.cache.pass_jobs_on()
+        await self.store.wait_for_job(*KEY)
+        assert self.store.find_job(*KEY) is not None
 
 
 def standby(job: Ranks) -> Standby:
@@ -50,12 +50,12 @@ def test_a_standby_tracks_no_job_and_writes_nothing() -> None:
         job.run(4)
         job.adapts(SLOW)
         second.reads()
-        assert second.store.lookup(*KEY) is None and second.writes == 0
+        assert second.store.find_job(*KEY) is None and second.writes == 0
         assert first.writes > 0
-        # One that is deleted or has ended meanwhile is none that it takes over.
-        second.cache.changed(KEY, None)
-        job.loop.run_until_complete(second.cache.lead())
-        assert second.store.lookup(*KEY) is None
+        # A job that is deleted or has ended meanwhile is not taken over.
+        second.cache.process_change(KEY, None)
+        job.loop.run_until_complete(second.cache.pass_jobs_on())
+        assert second.store.find_job(*KEY) is None
 
 
 def test_the_next_leader_keeps_the_plan() -> None:
@@ -70,8 +70,8 @@ def test_the_next_leader_keeps_the_plan() -> None:
         job.run(8)
         assert (job.observed, job.plan) == (1, plan), "a needless change"
         controller = second.store._tracked[KEY].controller
-        assert controller.wanted == plan
-        health = [link.health for link in controller.links(job.now)]
+        assert controller.wanted_plan == plan
+        health = [link.health for link in controller.get_link_states(job.now)]
         assert health == ["healthy", "slow", "healthy"], "evidence was lost"
         # The third one leads from an older state than the second has written.
         job.adapts(SLOWER)
@@ -79,12 +79,12 @@ def test_the_next_leader_keeps_the_plan() -> None:
         observed, plan = job.observed, job.plan
         job.run(8)
         assert (job.observed, job.plan) == (observed, plan), "a needless change"
-        assert third.store._tracked[KEY].controller.wanted == plan
+        assert third.store._tracked[KEY].controller.wanted_plan == plan
 
 
 @pytest.mark.parametrize("seed", range(examples(1)))
 def test_a_takeover_at_any_moment_uses_no_version_twice(seed: int) -> None:
-    """Also where a write of the former leader arrives after the next one has read the job."""
+    """Writes of the former leader may arrive after the next one has read the job."""
     chance = random.Random(seed)
     with ranks() as job:
         old = standby(job)
@@ -107,7 +107,7 @@ def test_a_takeover_at_any_moment_uses_no_version_twice(seed: int) -> None:
             old = new
         job.delays = [0.0, 0.0, 0.0]
         job.run(30)
-        assert old.store._tracked[KEY].controller.wanted == job.plan
+        assert old.store._tracked[KEY].controller.wanted_plan == job.plan
         control = job.api.control()
         assert control.plan_version == job.observed > 1
 
@@ -116,12 +116,12 @@ def test_a_poll_of_a_job_that_is_dropped_is_answered() -> None:
     with ranks() as job:
         first = standby(job)
         leads(job, first)
-        poll = first.handler.poll(*KEY, attempt="0", after="0", wait="25")
-        asked = job.loop.create_task(poll)
+        poll = first.handler.handle_directive_poll(*KEY, attempt="0", after="0", wait="25")
+        polled = job.loop.create_task(poll)
         job.loop.run_until_complete(asyncio.sleep(0.01))
-        assert not asked.done()
-        first.cache.changed(KEY, None)
-        reply = job.loop.run_until_complete(asyncio.wait_for(asked, 5.0))
+        assert not polled.done()
+        first.cache.process_change(KEY, None)
+        reply = job.loop.run_until_complete(asyncio.wait_for(polled, 5.0))
         assert reply.status == 404
 
 
@@ -129,34 +129,34 @@ async def test_a_change_during_the_takeover_is_newer_than_what_was_held(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Store:
-        """Records what it gets; one of the jobs it cannot take."""
+        """Records its input; does not need one of the jobs."""
 
         def __init__(self) -> None:
             self.got: dict[tuple[str, str], object] = {}
             self.complete = False
 
-        def wants(self, key: tuple[str, str], body: dict[str, object]) -> bool:
+        def needs_job(self, key: tuple[str, str], body: dict[str, object]) -> bool:
             return key[1] != "idle"
 
-        def changed(self, key: tuple[str, str], body: dict[str, object] | None) -> None:
+        def process_change(self, key: tuple[str, str], body: dict[str, object] | None) -> None:
             assert not self.complete or key[1] == "late"
             if key[1] == "bad":
                 raise ZeroDivisionError
             self.got[key] = body and body["spec"]
 
-        def listed(self) -> None:
+        def mark_all_listed(self) -> None:
             self.complete = True
 
     store = Store()
-    cache = JobCache(store)  # type: ignore[arg-type]
+    cache = StandbyJobCache(store)  # type: ignore[arg-type]
 
     def changed(name: str, spec: str) -> None:
         body = {"metadata": {"managedFields": []}, "spec": spec}
-        cache.changed(("team", name), body)
+        cache.process_change(("team", name), body)
 
     for name in ("a", "bad", "b", "idle"):
         changed(name, "old")
-    leading = asyncio.create_task(cache.lead())
+    leading = asyncio.create_task(cache.pass_jobs_on())
     await asyncio.sleep(0)  # One has been passed on.
     changed("a", "new")
     await leading
@@ -167,9 +167,9 @@ async def test_a_change_during_the_takeover_is_newer_than_what_was_held(
 
 
 def test_a_job_of_a_namespace_that_is_not_listed_yet_may_still_come() -> None:
-    """Its pods are asked to come again, not turned away, while the API server refuses the rest."""
-    store = ClusterStore(FakeCluster())
+    """Pods are requested to come again, not turned away, while the API server refuses the rest."""
+    store = ClusterJobStore(FakeCluster())
     store.is_listed = lambda namespace: namespace != "refused"
-    assert store.may_come("team", "gpt")
-    store.listed()
-    assert store.may_come("refused", "gpt") and not store.may_come("team", "gpt")
+    assert store.may_appear("team", "gpt")
+    store.mark_all_listed()
+    assert store.may_appear("refused", "gpt") and not store.may_appear("team", "gpt")

@@ -1,4 +1,4 @@
-"""Who may speak for a job on a cluster: tokens and pods, and a storm of forged ones."""
+"""Rights to speak for a job on a cluster: tokens and pods, and a storm of forged ones."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import pytest
 from operator_objects import UID
 from prometheus_client import REGISTRY
 
-from pipemorph.ingest import Refused
-from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph.ingest import AccessDeniedError
 from pipemorph_operator.ingest import auth
 from pipemorph_operator.ingest.auth import (
-    AGAIN,
-    AWAY_SECONDS,
-    KEPT_SECONDS,
-    MOST_OF_ONE_JOB,
-    MOST_OF_ONE_SOURCE,
-    MOST_REVIEWS,
+    MAX_PER_JOB,
+    MAX_PER_SOURCE,
+    MAX_REVIEWS,
+    OUTAGE_SECONDS,
     POD_NAME,
     POD_UID,
     RETRY_SECONDS,
-    Expected,
+    REVIEW_AGAIN_FRACTIONS,
+    VALID_CACHE_SECONDS,
     PodTokenAuthenticator,
+    TokenRequirements,
 )
+from pipemorph_operator.kube.client import KubeApiError
 
 AUDIENCE = f"pipemorph.io/jobs/team/gpt/{UID}"
 
@@ -44,7 +44,7 @@ class Api:
     def __init__(self) -> None:
         self.reviews = self.reads = 0
         self.away: Exception | None = None
-        """What everybody is told who asks."""
+        """The answer to all requests."""
         self.status: dict[str, Any] = {
             "authenticated": True,
             "audiences": [AUDIENCE],
@@ -79,25 +79,25 @@ class Door:
         self.api = Api()
         self.now = 1000.0
         self.reason = ""
-        self.known = {("team", "gpt"): Expected(UID, AUDIENCE, 1, "job-1")}
+        self.known = {("team", "gpt"): TokenRequirements(UID, AUDIENCE, 1, "job-1")}
         self.authenticator = PodTokenAuthenticator(
             self.api, lambda ns, name: self.known.get((ns, name)), clock=lambda: self.now
         )
 
     async def knock(self, text: str, namespace: str = "team", job: str = "gpt") -> int:
         try:
-            await self.authenticator.authenticate(text, namespace, job)
-        except Refused as refused:
+            await self.authenticator.authenticate_caller(text, namespace, job)
+        except AccessDeniedError as refused:
             self.reason = refused.reason
             return refused.status
         return 200
 
 
-async def test_a_rank_is_let_in_and_asked_about_once_a_minute() -> None:
+async def test_a_rank_is_let_in_and_reviewed_once_a_minute() -> None:
     door = Door()
     assert [await door.knock(token()) for _ in range(5)] == [200] * 5
     assert door.api.reviews == 1
-    door.now += KEPT_SECONDS + 1
+    door.now += VALID_CACHE_SECONDS + 1
     assert await door.knock(token()) == 200
     assert door.api.reviews == 2
 
@@ -108,15 +108,17 @@ async def test_a_token_in_use_is_reviewed_again_and_no_request_waits_for_it() ->
     slow.go.set()
     assert await door.knock(slow.known) == 200
     slow.go.clear()
-    door.now += KEPT_SECONDS * AGAIN[1]
+    door.now += VALID_CACHE_SECONDS * REVIEW_AGAIN_FRACTIONS[1]
     for _ in range(3):
-        await asyncio.wait_for(door.authenticator.authenticate(slow.known, "team", "gpt"), 15)
+        await asyncio.wait_for(
+            door.authenticator.authenticate_caller(slow.known, "team", "gpt"), 15
+        )
     assert slow.reviews == 1, "the second has not been answered yet"
     slow.go.set()
-    (review,) = door.authenticator._asking.values()
+    (review,) = door.authenticator._running_reviews.values()
     await asyncio.wait_for(review, 15)
-    door.now += KEPT_SECONDS * (1 - AGAIN[1]) + 1
-    await asyncio.wait_for(door.authenticator.authenticate(slow.known, "team", "gpt"), 15)
+    door.now += VALID_CACHE_SECONDS * (1 - REVIEW_AGAIN_FRACTIONS[1]) + 1
+    await asyncio.wait_for(door.authenticator.authenticate_caller(slow.known, "team", "gpt"), 15)
     assert (slow.reviews, slow.reads) == (2, 1), "its pod is the one that was read"
 
 
@@ -124,17 +126,17 @@ async def test_a_token_in_use_that_is_no_longer_valid_is_refused_after_its_revie
     door = Door()
     assert await door.knock(token()) == 200
     change(door.api, "unknown")
-    door.now += KEPT_SECONDS + 1
+    door.now += VALID_CACHE_SECONDS + 1
     assert await door.knock(token()) == 401
 
 
 @pytest.mark.parametrize("away", [ConnectionRefusedError(), TimeoutError()], ids=repr)
-async def test_ranks_are_heard_while_the_api_server_is_away(away: Exception) -> None:
-    """For five minutes, if they were let in before."""
+async def test_ranks_are_served_while_the_api_server_is_away(away: Exception) -> None:
+    """Ranks are let in for five minutes, if they were before."""
     door = Door()
     assert await door.knock(token()) == 200
     door.api.away = away
-    for _ in range(int(AWAY_SECONDS / RETRY_SECONDS) - 1):
+    for _ in range(int(OUTAGE_SECONDS / RETRY_SECONDS) - 1):
         door.now += RETRY_SECONDS
         assert await door.knock(token()) == 200
     assert await door.knock(forged(1)) == 503
@@ -147,15 +149,15 @@ async def test_ranks_are_heard_while_the_api_server_is_away(away: Exception) -> 
 async def test_an_api_server_that_refuses_the_review_is_not_away() -> None:
     door = Door()
     assert await door.knock(token()) == 200
-    door.api.away = ApiRefused(403, "Forbidden", "tokenreviews may not be created")
-    door.now += KEPT_SECONDS + 1
+    door.api.away = KubeApiError(403, "Forbidden", "tokenreviews may not be created")
+    door.now += VALID_CACHE_SECONDS + 1
     assert await door.knock(token()) == 503
 
 
 async def test_callers_with_one_token_share_one_review() -> None:
     door = Door()
     await asyncio.gather(
-        *(door.authenticator.authenticate(token(), "team", "gpt") for _ in range(50))
+        *(door.authenticator.authenticate_caller(token(), "team", "gpt") for _ in range(50))
     )
     assert door.api.reviews == 1
 
@@ -238,8 +240,8 @@ def change(api: Api, what: str) -> None:
         ("unknown", 401, "rejected the token"),
         ("audience", 401, "rejected the token"),
         ("unbound", 403, "not bound to a pod"),
-        ("namespace", 403, "of another namespace"),
-        ("human", 403, "of another namespace"),
+        ("namespace", 403, "belongs to another namespace"),
+        ("human", 403, "belongs to another namespace"),
         ("gone", 403, "pod p0 is gone"),
         ("replaced", 403, "pod p0 has been replaced"),
         ("label", 403, "pod p0 is not a rank of this job"),
@@ -258,20 +260,20 @@ async def test_who_is_turned_away(what: str, status: int, words: str) -> None:
 
 
 async def test_a_rank_of_an_attempt_that_is_over_is_turned_away_at_once() -> None:
-    """Also one whose token was found good a moment ago."""
+    """The token was found good a moment ago."""
     door = Door()
     assert await door.knock(token()) == 200
-    door.known["team", "gpt"] = Expected(UID, AUDIENCE, 2, None)
+    door.known["team", "gpt"] = TokenRequirements(UID, AUDIENCE, 2, None)
     assert await door.knock(token()) == 403
     assert "a rank of attempt 1; attempt 2 is in progress" in door.reason
     change(door.api, "attempt")
-    door.known["team", "gpt"] = Expected(UID, AUDIENCE, 0, None)
+    door.known["team", "gpt"] = TokenRequirements(UID, AUDIENCE, 0, None)
     assert await door.knock(token()) == 403
     assert "attempt 0 has no Job in status" in door.reason
 
 
 class Slow(Api):
-    """Knows one token, and answers nobody before the test lets it."""
+    """Knows one token, and withholds all answers until the test releases them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,8 +300,8 @@ def flood(door: Door, sources: list[str], job: str = "gpt") -> list[asyncio.Task
 
     async def knock(number: int, source: str) -> int:
         try:
-            await door.authenticator.authenticate(forged(number), "team", job, source)
-        except Refused as refused:
+            await door.authenticator.authenticate_caller(forged(number), "team", job, source)
+        except AccessDeniedError as refused:
             return refused.status
         return 200
 
@@ -310,47 +312,47 @@ async def test_forged_tokens_of_one_address_leave_questions_to_the_others() -> N
     door = Door()
     slow = door.api = door.authenticator._cluster = Slow()
     door.known["team", "other"] = door.known["team", "gpt"]
-    door.known["team", "gpt"] = Expected("another-uid", AUDIENCE, 1, "job-1")
+    door.known["team", "gpt"] = TokenRequirements("another-uid", AUDIENCE, 1, "job-1")
     storm = flood(door, ["10.0.0.66"] * 1000)
     await asyncio.sleep(0)
     rank = asyncio.create_task(
-        door.authenticator.authenticate(slow.known, "team", "other", "10.0.0.1")
+        door.authenticator.authenticate_caller(slow.known, "team", "other", "10.0.0.1")
     )
     await asyncio.sleep(0)
     slow.go.set()
     await asyncio.wait_for(rank, 15)
     answers = await asyncio.gather(*storm)
-    assert (answers.count(401), answers.count(429)) == (MOST_OF_ONE_SOURCE, 936)
-    assert slow.reviews == MOST_OF_ONE_SOURCE + 1
-    assert slow.most == MOST_REVIEWS
+    assert (answers.count(401), answers.count(429)) == (MAX_PER_SOURCE, 936)
+    assert slow.reviews == MAX_PER_SOURCE + 1
+    assert slow.most == MAX_REVIEWS
     assert not door.authenticator._under_way
 
 
 @pytest.mark.parametrize("pods", [0, 100])
 async def test_forged_tokens_of_many_addresses_keep_no_rank_out_that_was_in(pods: int) -> None:
-    """Launchers of all pods may ask at once."""
+    """Launchers of all pods may send requests at once."""
     door = Door()
-    door.known["team", "gpt"] = replace(door.known["team", "gpt"], pods=pods)
+    door.known["team", "gpt"] = replace(door.known["team", "gpt"], pod_count=pods)
     slow = door.api = door.authenticator._cluster = Slow()
     slow.go.set()
     assert await door.knock(slow.known) == 200
-    door.now += KEPT_SECONDS + 1
+    door.now += VALID_CACHE_SECONDS + 1
     slow.go.clear()
     storm = flood(door, [f"10.0.1.{i}" for i in range(200)])
     await asyncio.sleep(0)
     rank = asyncio.create_task(
-        door.authenticator.authenticate(slow.known, "team", "gpt", "10.0.0.1")
+        door.authenticator.authenticate_caller(slow.known, "team", "gpt", "10.0.0.1")
     )
     await asyncio.sleep(0)
     slow.go.set()
     await asyncio.wait_for(rank, 15)
     answers = await asyncio.gather(*storm)
-    assert (answers.count(401), answers.count(429)) == (MOST_OF_ONE_JOB + pods, 136 - pods)
+    assert (answers.count(401), answers.count(429)) == (MAX_PER_JOB + pods, 136 - pods)
 
 
 async def test_what_is_bad_pushes_out_nothing_that_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "MOST_KEPT", 5)
-    monkeypatch.setattr(auth, "MOST_KEPT_BAD", 5)
+    monkeypatch.setattr(auth, "MAX_VALID_CACHED", 5)
+    monkeypatch.setattr(auth, "MAX_INVALID_CACHED", 5)
     door = Door()
     slow = door.api = door.authenticator._cluster = Slow()
     slow.go.set()
@@ -367,14 +369,14 @@ async def test_tokens_that_came_together_do_not_expire_together() -> None:
     door = Door()
     for i in range(50):
         assert await door.knock(forged(i)) == 200
-    ends = [kept.again_at for kept in door.authenticator._good.values()]
-    assert max(ends) <= door.now + KEPT_SECONDS
-    assert max(ends) - min(ends) > KEPT_SECONDS / 10
+    ends = [entry.review_at for entry in door.authenticator._good.values()]
+    assert max(ends) <= door.now + VALID_CACHE_SECONDS
+    assert max(ends) - min(ends) > VALID_CACHE_SECONDS / 10
 
 
 async def test_a_token_of_one_job_is_none_of_another() -> None:
     door = Door()
-    door.known["team", "other"] = Expected("other-uid", AUDIENCE, 1, "job-1")
+    door.known["team", "other"] = TokenRequirements("other-uid", AUDIENCE, 1, "job-1")
     assert await door.knock(token()) == 200
     assert await door.knock(token(), job="other") == 403, "the answer for another job was taken"
     assert await door.knock(token(), job="none") == 403
@@ -383,8 +385,8 @@ async def test_a_token_of_one_job_is_none_of_another() -> None:
 async def test_a_job_that_may_still_come_is_no_reason_to_give_up() -> None:
     async def ask(may_come: bool) -> int:
         door = PodTokenAuthenticator(Api(), lambda *_: None, None, lambda *_: may_come)
-        with pytest.raises(Refused) as refused:
-            await door.authenticate(token(), "default", "gpt")
+        with pytest.raises(AccessDeniedError) as refused:
+            await door.authenticate_caller(token(), "default", "gpt")
         return refused.value.status
 
     assert [await ask(may_come) for may_come in (True, False)] == [503, 403]

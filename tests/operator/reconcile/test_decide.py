@@ -1,4 +1,4 @@
-"""What is done about a job, state by state; no cluster, no clock."""
+"""Decisions about a job, state by state; no cluster, no clock."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from operator_objects import T0, World, body, failed, job_facts, pod
 
-from pipemorph.status.conditions import format_time
-from pipemorph_operator.cluster.facts import JobFacts
-from pipemorph_operator.cluster.job import dump, operator_part
-from pipemorph_operator.reconcile.decide import DRAIN_SECONDS, internal_error
+from pipemorph.views.status.conditions import format_time
+from pipemorph_operator.kube.job_object import dump_status, read_operator_status
+from pipemorph_operator.kube.object_facts import JobFacts
+from pipemorph_operator.reconcile.decide import DRAIN_SECONDS, report_internal_error
 
 
 def test_a_new_job_gets_the_objects_of_attempt_0() -> None:
     world = World(body())
     decision = world.turn()
-    assert [o["kind"] for o in decision.apply] == ["Service", "ConfigMap", "Job"]
+    assert [o["kind"] for o in decision.apply_objects] == ["Service", "ConfigMap", "Job"]
     assert world.status["attempt"] == 0
     assert world.status["state"] == "Starting"
     assert world.status["ready"] == "0/2"
@@ -31,15 +31,15 @@ def test_the_same_is_decided_when_nothing_changed() -> None:
     before = world.body["status"]
     decision = world.turn()
     assert decision.status is not None
-    assert dump(decision.status) == before
-    assert (decision.events, decision.apply, decision.delete_jobs) == ([], [], [])
+    assert dump_status(decision.status) == before
+    assert (decision.events, decision.apply_objects, decision.delete_jobs) == ([], [], [])
 
 
 def test_an_operator_that_died_before_it_wrote_status_adopts_what_it_made() -> None:
     world = World(body())
     world.turn(write_status=False)
     decision = world.turn()
-    assert decision.create is None
+    assert decision.create_attempt is None
     assert world.status["jobUid"] == "job-0"
     assert (world.counts, world.events) == (["created"], ["AttemptStarted"])
 
@@ -71,7 +71,7 @@ def test_nodes_of_slow_links_are_those_of_the_pods_with_these_ranks() -> None:
 def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None:
     world = World(body())
     world.running()
-    world.jobs[0] = JobFacts.of(
+    world.jobs[0] = JobFacts.from_object(
         {
             "metadata": {"name": world.jobs[0].name, "uid": "job-0"},
             "status": {
@@ -86,8 +86,8 @@ def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None
     assert (world.status["state"], world.status["ready"]) == ("Running", "2/2")
 
 
-def test_ranks_that_have_all_ended_are_not_told_to_be_running() -> None:
-    """Their Job says a moment later that it is complete."""
+def test_ranks_that_have_all_ended_are_not_reported_as_running() -> None:
+    """The Job says a moment later that it is complete."""
     world = World(body())
     world.turn()
     world.jobs[0] = job_facts(active=0, succeeded=2)
@@ -103,9 +103,9 @@ def test_an_internal_error_is_one_event_and_ranks_keep_running() -> None:
     world.running()
 
     def events_of(error: Exception) -> list[tuple[str, str]]:
-        decision = internal_error(world.observe(), error)
+        decision = report_internal_error(world.observe(), error)
         assert decision.status is not None
-        world.body["status"] = dump(decision.status)
+        world.body["status"] = dump_status(decision.status)
         assert world.condition("Running") == ("True", "InternalError")
         return [(event.kind, event.message.rpartition("; ")[2]) for event in decision.events]
 
@@ -141,7 +141,7 @@ def test_a_preflight_that_fails_is_a_condition() -> None:
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
-    """Its PodGroup, which goes with the ConfigMap, can hold the resources of a queue."""
+    """The PodGroup goes with the ConfigMap; it can hold the resources of a queue."""
     world = World(body())
     world.running()
     world.jobs[0] = job_facts(active=0, complete=complete, failed=None if complete else failed())
@@ -152,7 +152,7 @@ def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
 
 
 def test_what_an_attempt_had_goes_also_when_its_job_went_before() -> None:
-    """Who deletes a Job is not the program: that counts against no limit."""
+    """A Job deleted by a user counts against no limit."""
     world = World(body())
     world.running()
     world.jobs.clear()
@@ -183,7 +183,7 @@ def test_a_terminal_state_wins_over_everything(terminal: str) -> None:
     before = world.status
     decision = world.turn()
     assert world.status == before
-    assert decision.create is None
+    assert decision.create_attempt is None
     assert world.status["state"] == terminal
 
 
@@ -193,7 +193,7 @@ def test_a_failed_rank_restarts_all_under_the_next_number() -> None:
     world.jobs[0] = job_facts(active=0, failed=failed())
     world.pods = [pod(1, exit_code=3, message="boom", node="n7"), pod(0, exit_code=1)]
     decision = world.turn()
-    assert decision.create is None, "another attempt before its number is on record"
+    assert decision.create_attempt is None, "another attempt before its number is on record"
     assert world.status["attempt"] == 1
     assert world.status["restarts"] == 1
     assert world.status["attempts"][0]["reason"] == "RankFailed"
@@ -266,9 +266,9 @@ def test_a_crash_loop_waits_longer_each_time() -> None:
             decision = world.settle()
             if attempt + 1 in world.jobs:
                 break
-            assert decision.again_in is not None
-            waited += decision.again_in
-            world.later(decision.again_in)
+            assert decision.requeue_seconds is not None
+            waited += decision.requeue_seconds
+            world.later(decision.requeue_seconds)
         waits.append(round(waited))
     assert waits == [0, 1, 2, 4]
 
@@ -284,7 +284,7 @@ def test_disruptions_are_not_counted() -> None:
     assert world.status["attempt"] == 1
 
 
-def test_with_no_restart_left_the_reason_is_the_ranks_own() -> None:
+def test_with_no_restart_remaining_the_reason_is_the_ranks_own() -> None:
     world = World(body())
     world.running()
     world.jobs[0] = job_facts(active=0, failed=failed())
@@ -297,7 +297,7 @@ def test_with_no_restart_left_the_reason_is_the_ranks_own() -> None:
 def test_suspend_before_the_start_uses_no_attempt() -> None:
     world = World(body(suspend=True))
     decision = world.turn()
-    assert decision.create is None
+    assert decision.create_attempt is None
     assert world.status["state"] == "Suspended"
     world.body["spec"]["suspend"] = False
     world.settle()
@@ -330,7 +330,7 @@ def test_dying_between_status_and_deletion_counts_nothing_twice() -> None:
     world.body["spec"]["suspend"] = True
     decision = world.turn(write_status=False)
     assert decision.status is not None
-    world.body["status"] = dump(decision.status)
+    world.body["status"] = dump_status(decision.status)
     world.settle()
     assert world.jobs == {}
     assert len(world.status["attempts"]) == 1
@@ -340,9 +340,9 @@ def test_time_to_live() -> None:
     world = World(body(ttlSecondsAfterFinished=30))
     world.running()
     world.jobs[0] = job_facts(active=0, complete=True)
-    assert world.settle().again_in == 30
+    assert world.settle().requeue_seconds == 30
     world.later(31)
-    assert world.turn().delete_self
+    assert world.turn().delete_job
 
 
 def test_not_ours_or_on_its_way_out() -> None:
@@ -350,7 +350,7 @@ def test_not_ours_or_on_its_way_out() -> None:
     assert theirs.turn().status is None
     leaving = World(body())
     leaving.body["metadata"]["deletionTimestamp"] = format_time(T0)
-    assert leaving.turn().create is None
+    assert leaving.turn().create_attempt is None
 
 
 def test_a_spec_that_only_the_models_can_refuse_is_failed_once() -> None:
@@ -384,7 +384,7 @@ def test_pods_of_several_ranks() -> None:
     assert world.events.count("IdleGPUs") == world.events.count("SmallSharedMemory") == 1
 
 
-def test_pods_of_one_rank_and_those_with_shared_memory_are_not_told_of_it() -> None:
+def test_pods_of_one_rank_and_those_with_shared_memory_get_no_such_warning() -> None:
     for spec in ({}, {"parallelism": EIGHT, "placement": {"sharedMemory": "16Gi"}}):
         world = World(body(**spec))
         world.turn()
@@ -431,10 +431,10 @@ def after(
 
 
 def node_affinity(world: World) -> str:
-    """That of the attempt in status, made again."""
+    """Node affinity of the attempt in status, made again."""
     world.jobs.clear()
     world.body["status"] = {k: v for k, v in world.status.items() if k != "jobUid"}
-    made = world.turn().apply[-1]["spec"]["template"]["spec"]
+    made = world.turn().apply_objects[-1]["spec"]["template"]["spec"]
     return str(made.get("affinity", {}).get("nodeAffinity", {}))
 
 
@@ -457,7 +457,7 @@ def test_nodes_are_known_although_their_pods_are_gone_when_the_attempt_has_ended
 
 
 def test_nodes_are_known_of_an_attempt_that_fails_as_soon_as_its_pods_are_seen() -> None:
-    """Between two looks at the job, its pods came, its link was slow, and it failed."""
+    """Pods came, a link was slow, and the attempt failed between two looks at the job."""
     world = after(("a", "b", "c"))
     world.running(1, ranks=3)
     world.pods = [pod(i, node=node) for i, node in enumerate("deb")]
@@ -515,7 +515,7 @@ def test_the_operators_part_of_status_leaves_out_the_ingests() -> None:
         "control": {"attempt": 0, "planVersion": 1},
         "conditions": [mine, mine | {"type": "LinksHealthy"}],
     }
-    part = dump(operator_part(job))
+    part = dump_status(read_operator_status(job))
     assert "training" not in part
     assert "control" not in part
     assert [c["type"] for c in part["conditions"]] == ["Running"]

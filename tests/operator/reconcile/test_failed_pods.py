@@ -1,5 +1,5 @@
-"""Pods that end otherwise than by an exit code of their trainer: named, counted as what they are,
-made again with delays, and not for ever. Bodies are as kubelets 1.31 to 1.37 write them."""
+"""Pods that end otherwise than by an exit code of their trainer: named, counted by their kind, made
+again with delays, and not for ever. Bodies are as kubelets 1.31 to 1.37 write them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from operator_objects import CONFIG, RunningJob, World, body, failed, job_facts
 
 from pipemorph_operator import names
-from pipemorph_operator.children.objects import batch_job
-from pipemorph_operator.cluster.facts import PodFacts, why_creating
-from pipemorph_operator.policy import restart
-from pipemorph_operator.reconcile.finishing import LATE_POD_SECONDS
+from pipemorph_operator.kube.object_facts import PodFacts, explain_pending_pod
+from pipemorph_operator.policy import attempt_end
+from pipemorph_operator.reconcile.completion import LATE_POD_SECONDS
+from pipemorph_operator.reconcile.pending_pods import STUCK_SECONDS
 from pipemorph_operator.reconcile.reconciler import Reconciler
-from pipemorph_operator.reconcile.waits import STUCK_SECONDS
+from pipemorph_operator.resources.attempt_objects import build_batch_job
 
 GPU = "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu"
 RUNS: dict[str, Any] = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
@@ -31,9 +31,9 @@ def ended(code: int, message: str = "") -> Any:
 def pod(
     index: int, phase: str = "Failed", *, copy: int = 0, spec: Any = None, **status: Any
 ) -> PodFacts:
-    """A pod with ``status``; ``trainer``, ``beside`` and ``init`` are states of containers."""
-    found = {name: status.pop(name) for name in ("init", "trainer", "beside") if name in status}
-    groups = {"initContainerStatuses": ["init"], "containerStatuses": ["trainer", "beside"]}
+    """A pod with ``status``; ``trainer``, ``sidecar`` and ``init`` are states of containers."""
+    found = {name: status.pop(name) for name in ("init", "trainer", "sidecar") if name in status}
+    groups = {"initContainerStatuses": ["init"], "containerStatuses": ["trainer", "sidecar"]}
     for group, members in groups.items():
         states = [{"name": name, "state": found[name]} for name in members if name in found]
         status |= {group: states} if states else {}
@@ -44,7 +44,7 @@ def pod(
         "finalizers": [names.JOB_FINALIZER],
     }
     about = {"metadata": metadata, "spec": {"nodeName": "n1"} | (spec or {})}
-    return PodFacts.of(about | {"status": {"phase": phase} | status})
+    return PodFacts.from_object(about | {"status": {"phase": phase} | status})
 
 
 def rejected(reason: str = "UnexpectedAdmissionError", **more: Any) -> PodFacts:
@@ -54,7 +54,7 @@ def rejected(reason: str = "UnexpectedAdmissionError", **more: Any) -> PodFacts:
 def running(**policy: Any) -> World:
     world = World(body(failurePolicy=policy))
     world.running()
-    world.jobs[0] = replace(world.jobs[0], replaces=bool(policy), ready=1)
+    world.jobs[0] = replace(world.jobs[0], replaces_pods=bool(policy), ready=1)
     world.pods = [pod(0, "Running", trainer=RUNS)]
     return world
 
@@ -64,7 +64,7 @@ FETCH = {"init": ended(1, "403 no such bucket")}
 DEADLINE = {"reason": "DeadlineExceeded", "message": "active for long", "trainer": ended(143)}
 USAGE = 'Usage of EmptyDir volume "x" exceeds the limit "1Gi"'
 EVICTED = {"reason": "Evicted", "message": USAGE, "trainer": ended(137)}
-FLUSH = {"trainer": ended(0), "beside": ended(1, "flush")}
+FLUSH = {"trainer": ended(0), "sidecar": ended(1, "flush")}
 NATIVE = {"initContainers": [{"name": "init", "restartPolicy": "Always"}]}
 NODES = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
@@ -81,9 +81,9 @@ NODES = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
         (DEADLINE, "RankFailed", True, "DeadlineExceeded: active"),
         (EVICTED, "RankFailed", True, "Evicted: Usage of EmptyDir"),
         (EVICTED | NODES, "Disrupted", False, "rank 1 (stage 1) on node n1"),
-        (FLUSH, "RankFailed", True, "container beside exited with code 1 after the trainer had"),
+        (FLUSH, "RankFailed", True, "container sidecar exited with code 1 after the trainer had"),
         ({}, "RankFailed", True, "Kubernetes reports no reason"),
-        # A native sidecar is stopped with the pod: its code is nobody's.
+        # A native sidecar is stopped with the pod: its code means nothing.
         ({"spec": NATIVE, "init": ended(143), "trainer": ended(3)}, "RankFailed", True, "code 3"),
     ],
 )  # fmt: skip
@@ -104,8 +104,8 @@ def test_the_end_of_an_attempt_names_what_failed_and_counts_it_as_that(
 
 
 @pytest.mark.parametrize("status", [REJECTED, FETCH, DEADLINE, EVICTED])
-def test_what_never_trained_is_left_to_the_job_controller_and_named(status: Any) -> None:
-    """It waits 10 s, then 20 s, and then the Job fails."""
+def test_a_pod_that_never_trained_stays_with_the_job_controller_and_is_named(status: Any) -> None:
+    """The pod waits 10 s, then 20 s, and then the Job fails."""
     world = running(maxRestarts=2)
     world.pods.append(pod(1, **status))
     for _ in range(3):
@@ -146,15 +146,15 @@ def test_nodes_that_reject_every_pod_end_the_job_at_last() -> None:
         world.jobs[number] = job_facts(number, active=0, failed=failed())
         world.pods = [rejected(copy=number)]
         world.turn()
-    assert started == list(range(restart.MOST_REJECTED + 1)) and waited > 60.0
+    assert started == list(range(attempt_end.MAX_REJECTED + 1)) and waited > 60.0
     assert world.condition("Failed") == ("True", "PodRejected")
-    assert "so ended the last 8 attempts, too" in world.message("Failed") and GPU in world.message(
+    assert "the last 8 attempts ended likewise" in world.message("Failed") and GPU in world.message(
         "Failed"
     )
-    assert (world.status["restarts"], world.status["disruptions"]) == (0, restart.MOST_REJECTED)
+    assert (world.status["restarts"], world.status["disruptions"]) == (0, attempt_end.MAX_REJECTED)
 
 
-# --- containers beside the trainer ----------------------------------------------------------------
+# --- containers next to the trainer ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [{}, {"maxRestarts": 2}])
@@ -163,16 +163,16 @@ def test_a_sidecar_that_never_ends_keeps_no_finished_job(policy: Any) -> None:
     world.jobs[0] = replace(world.jobs[0], ready=0)
     world.turn()
     assert world.status["state"] == "Starting", "too early to list the pods: not known yet"
-    world.pods = [pod(i, "Running", trainer=ended(0), beside=RUNS) for i in range(2)]
+    world.pods = [pod(i, "Running", trainer=ended(0), sidecar=RUNS) for i in range(2)]
     world.later(STUCK_SECONDS + 1)
     decision = world.turn()
     assert world.status["state"] == "Running", "all ranks have finished; nothing starts"
-    assert "rank 0 (stage 0): container beside still runs" in world.message("PodsReady")
-    assert 0 < (decision.again_in or 0) <= LATE_POD_SECONDS + 1
+    assert "rank 0 (stage 0): container sidecar still runs" in world.message("PodsReady")
+    assert 0 < (decision.requeue_seconds or 0) <= LATE_POD_SECONDS + 1
     world.later(LATE_POD_SECONDS)
     world.settle()
     assert world.condition("Complete") == ("True", "FinishedWithoutPods")
-    assert "rank 1 (stage 1): container beside still runs" in world.message("Complete")
+    assert "rank 1 (stage 1): container sidecar still runs" in world.message("Complete")
     assert world.jobs == {}, "its pods hold devices"
 
 
@@ -186,8 +186,8 @@ def test_the_code_of_a_sidecar_repeats_no_finished_training(
     world.jobs[0] = replace(world.jobs[0], ready=0, **job)
     world.later(STUCK_SECONDS + 1)
     world.pods = [
-        pod(0, trainer=ended(0), beside=ended(1)),
-        pod(1, "Running" if other is RUNS else "Failed", trainer=ended(0), beside=other),
+        pod(0, trainer=ended(0), sidecar=ended(1)),
+        pod(1, "Running" if other is RUNS else "Failed", trainer=ended(0), sidecar=other),
         # The Job controller has made the first one again.
         pod(0, "Pending", copy=1),
     ]
@@ -196,12 +196,12 @@ def test_the_code_of_a_sidecar_repeats_no_finished_training(
         assert world.status["state"] == "Running"
         return
     assert world.status["state"] == "Complete" and world.status["attempt"] == 0
-    assert "container beside" in world.message("Complete")
+    assert "container sidecar" in world.message("Complete")
 
 
-def test_a_rank_that_has_finished_beside_one_that_trains_is_ready() -> None:
+def test_a_finished_rank_in_a_pod_with_one_that_trains_is_ready() -> None:
     world = running(maxRestarts=2)
-    world.pods.append(pod(1, "Running", trainer=ended(0), beside=RUNS))
+    world.pods.append(pod(1, "Running", trainer=ended(0), sidecar=RUNS))
     world.later(STUCK_SECONDS + 1)
     world.turn()
     assert (world.status["state"], world.condition("PodsReady")[0]) == ("Running", "True")
@@ -211,9 +211,9 @@ def test_a_failing_sidecar_of_the_template_does_not_end_the_others() -> None:
     containers = [{"name": name, "image": "i"} for name in ("trainer", "log", "proxy")]
     given = {"template": {"spec": {"containers": containers}}}
     world = World(body(**given))
-    made = world.turn().create
+    made = world.turn().create_attempt
     assert made is not None
-    rules = batch_job(made, world.config)["spec"]["podFailurePolicy"]["rules"]
+    rules = build_batch_job(made, world.config)["spec"]["podFailurePolicy"]["rules"]
     named = [(r["action"], r.get("onExitCodes", {}).get("containerName")) for r in rules]
     ignored = [("Ignore", "log"), ("Ignore", "proxy")]
     assert named == [("FailJob", None), ("FailJob", "trainer"), *ignored]
@@ -222,7 +222,7 @@ def test_a_failing_sidecar_of_the_template_does_not_end_the_others() -> None:
 # --- pods that do not run yet ---------------------------------------------------------------------
 
 
-def test_what_the_kubelet_does_is_told_by_the_newest_warning_or_else_event() -> None:
+def test_the_newest_warning_or_else_event_shows_what_the_kubelet_does() -> None:
     def event(at: str, kind: str, reason: str, message: str = "x") -> Any:
         return {"type": kind, "reason": reason, "lastTimestamp": at, "message": message}
 
@@ -230,14 +230,18 @@ def test_what_the_kubelet_does_is_told_by_the_newest_warning_or_else_event() -> 
     mount = event("2026-01-01T00:00:03Z", "Warning", "FailedMount", 'secret "a"\n not found')
     older = event("2026-01-01T00:00:02Z", "Warning", "FailedCreatePodSandBox")
     pulling = event("2026-01-01T00:00:09Z", "Normal", "Pulling", "Pulling image i")
-    assert why_creating([scheduled, mount, older, pulling]) == 'FailedMount: secret "a" not found'
-    assert why_creating([scheduled, pulling]) == "Pulling: Pulling image i"
-    assert why_creating([]) == ""
-    waits = {"waiting": {"reason": "ContainerCreating"}}
-    assert pod(0, "Pending", trainer=waits).creating
-    assert not pod(0, "Pending", trainer={"waiting": {"reason": "ErrImagePull"}}).creating
     assert (
-        not pod(0, "Pending", spec={"nodeName": None}).creating and not pod(0, "Running").creating
+        explain_pending_pod([scheduled, mount, older, pulling])
+        == 'FailedMount: secret "a" not found'
+    )
+    assert explain_pending_pod([scheduled, pulling]) == "Pulling: Pulling image i"
+    assert explain_pending_pod([]) == ""
+    waits = {"waiting": {"reason": "ContainerCreating"}}
+    assert pod(0, "Pending", trainer=waits).is_creating
+    assert not pod(0, "Pending", trainer={"waiting": {"reason": "ErrImagePull"}}).is_creating
+    assert (
+        not pod(0, "Pending", spec={"nodeName": None}).is_creating
+        and not pod(0, "Running").is_creating
     )
 
 
@@ -247,7 +251,7 @@ def test_what_the_kubelet_does_is_told_by_the_newest_warning_or_else_event() -> 
         (
             {"schedulerName": "volcanno"},
             [],
-            "no scheduler has taken it up; schedulerName is volcanno",
+            "no scheduler handles it; schedulerName is volcanno",
         ),
         ({"schedulerName": "s", "nodeName": "n"}, [], ""),
         ({"schedulerName": "s"}, [{"type": "PodScheduled", "status": "True"}], ""),
@@ -259,10 +263,10 @@ def test_what_the_kubelet_does_is_told_by_the_newest_warning_or_else_event() -> 
     ],
 )
 def test_a_pod_that_no_scheduler_takes_up_is_named(spec: Any, conditions: Any, words: str) -> None:
-    """As where the gang's scheduler is not installed, or its name is misspelt."""
+    """The gang's scheduler is not installed, or its name is misspelt."""
     status = {"phase": "Pending", "conditions": conditions}
-    found = PodFacts.of({"metadata": {"name": "p"}, "spec": spec, "status": status})
-    assert found.stuck == words
+    found = PodFacts.from_object({"metadata": {"name": "p"}, "spec": spec, "status": status})
+    assert found.pending_reason == words
 
 
 @pytest.mark.parametrize("kind", ["secret", "configmap"])
@@ -273,11 +277,11 @@ def test_an_object_of_the_attempt_that_is_gone_ends_it_when_a_pod_needs_it(
     world = running(maxRestarts=2)
     name = f"{world.jobs[0].name}{suffix}"
     said = f'FailedMount: MountVolume.SetUp failed for volume "a" : {kind} "{name}" not found'
-    world.pods.append(replace(pod(1, "Pending"), stuck=said.replace(name, "users-own")))
+    world.pods.append(replace(pod(1, "Pending"), pending_reason=said.replace(name, "users-own")))
     world.later(STUCK_SECONDS + 1)
     world.turn()
     assert world.status["attempt"] == 0 and "users-own" in world.message("PodsReady")
-    world.pods[1] = replace(world.pods[1], stuck=said)
+    world.pods[1] = replace(world.pods[1], pending_reason=said)
     world.turn()
     (record,) = world.status["attempts"]
     assert (record["reason"], record["counted"]) == ("ObjectDeleted", False)
@@ -292,7 +296,7 @@ def not_started(**metadata: Any) -> RunningJob:
 def test_a_pod_that_does_not_start_is_explained_by_its_events() -> None:
     api = not_started()
     asyncio.run(Reconciler(api, lambda: CONFIG, lambda *_: []).reconcile("team", "gpt"))
-    assert api.asked == ["involvedObject.uid=u1"]
+    assert api.field_selectors == ["involvedObject.uid=u1"]
     said = {each["type"]: each["message"] for each in api.status["conditions"]}
     assert "rank 1 (stage 1): FailedMount: no volume" in said["PodsReady"]
 

@@ -1,4 +1,4 @@
-"""An operator that is there before its kind serves it all the same."""
+"""An operator that is there before its kind serves that kind later."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def resource(name: str, kind: str) -> dict[str, Any]:
 
 
 class Api:
-    """An API server with no objects, which lists the operator's kind when the test says so."""
+    """API server with no objects, which lists the operator's kind when the test lets it."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.established = False
         self.forbidden: set[str] = set()
         """Namespaces of which everything is refused."""
@@ -60,24 +60,24 @@ class Api:
 
     def wait_for(self, what: str, done: Any) -> None:
         with self.changed:
-            assert self.changed.wait_for(done, DEADLINE), f"{what}: it asked {self.asked[-20:]}"
+            assert self.changed.wait_for(done, DEADLINE), f"{what}: it sent {self.requests[-20:]}"
 
 
 def _group(name: str, version: str) -> dict[str, Any]:
-    told = {"groupVersion": f"{name}/{version}", "version": version}
-    return {"name": name, "versions": [told], "preferredVersion": told}
+    served = {"groupVersion": f"{name}/{version}", "version": version}
+    return {"name": name, "versions": [served], "preferredVersion": served}
 
 
 @pytest.fixture
 def api() -> Iterator[tuple[Api, str]]:
-    """It, and its address."""
+    """The API server and its address."""
     played = Api()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             with played.changed:
-                played.asked.append(self.path)
+                played.requests.append(self.path)
                 found = played.answer(path)
                 played.changed.notify_all()
             refused = any(f"/namespaces/{name}/" in path for name in played.forbidden)
@@ -88,7 +88,7 @@ def api() -> Iterator[tuple[Api, str]]:
             self.send_response(403 if refused else 404 if found is None else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
-            with suppress(ConnectionError):  # It may have been asked to end.
+            with suppress(ConnectionError):  # It may have a request to end.
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -145,35 +145,35 @@ def operator(folder: Path, server: str, *options: str) -> Iterator[Path]:
 def test_a_kind_that_is_listed_late_is_served(api: tuple[Api, str], tmp_path: Path) -> None:
     played, server = api
     with operator(tmp_path, server) as log:
-        played.wait_for("it looks more than once", lambda: played.asked.count("/apis") >= 2)
-        assert not any(path.startswith(JOBS) for path in played.asked)
+        played.wait_for("it looks more than once", lambda: played.requests.count("/apis") >= 2)
+        assert not any(path.startswith(JOBS) for path in played.requests)
         with played.changed:
             played.established = True
         played.wait_for(
             "it watches jobs",
-            lambda: any(path.startswith(JOBS) and "watch=true" in path for path in played.asked),
+            lambda: any(path.startswith(JOBS) and "watch=true" in path for path in played.requests),
         )
         assert "does not list pipemorphjobs.pipemorph.io; is its CRD installed?" in log.read_text()
 
 
 @pytest.mark.full
-def test_it_ends_when_asked_to_while_it_waits(api: tuple[Api, str], tmp_path: Path) -> None:
+def test_a_stop_request_ends_it_while_it_waits(api: tuple[Api, str], tmp_path: Path) -> None:
     played, server = api
     with operator(tmp_path, server):
-        played.wait_for("it looks", lambda: "/apis" in played.asked)
+        played.wait_for("it looks", lambda: "/apis" in played.requests)
 
 
 @pytest.mark.full
 def test_a_namespace_that_is_refused_ends_the_watch_of_no_other_one(
     api: tuple[Api, str], tmp_path: Path
 ) -> None:
-    """Its Role is gone, and comes back. kopf ends for it; the process does not."""
+    """The Role is gone, and comes back. kopf ends for it; the process does not."""
     played, server = api
     played.established = True
 
     def watched(namespace: str) -> int:
         where = JOBS.replace("/pipemorphjobs", f"/namespaces/{namespace}/pipemorphjobs")
-        return sum(path.startswith(where) and "watch=true" in path for path in played.asked)
+        return sum(path.startswith(where) and "watch=true" in path for path in played.requests)
 
     with operator(tmp_path, server, "--namespace=a", "--namespace=b") as log:
         played.wait_for("it watches both", lambda: watched("a") and watched("b"))

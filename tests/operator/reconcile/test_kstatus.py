@@ -1,5 +1,5 @@
-"""What generic tools make of a job in each of its states: kstatus, ``kubectl wait``, and Argo CD's
-health check in Lua."""
+"""Verdicts of generic tools on a job in each of its states: kstatus, ``kubectl wait``, and Argo
+CD's health check in Lua."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kstatus import kstatus, wait_ends
 from lupa import lua51
 from operator_objects import CONFIG, World, body, failed, job_facts, pod
 
-from pipemorph.api.status import JobStatus
+from pipemorph.spec.job_status import JobStatus
 from pipemorph_operator import names
-from pipemorph_operator.cluster.job import dump
-from pipemorph_operator.crd.generate import job_definition
-from pipemorph_operator.reconcile.decide import internal_error, objects_rejected
-from pipemorph_operator.reconcile.waits import MISSING_SECONDS
+from pipemorph_operator.crd.generate import build_job_definition
+from pipemorph_operator.kube.job_object import dump_status
+from pipemorph_operator.reconcile.decide import report_internal_error, report_rejected_objects
+from pipemorph_operator.reconcile.pending_pods import MISSING_SECONDS
 
 QUEUE = {"gang": {"kueue": {"queue": "q"}}}
 
@@ -58,7 +58,7 @@ def ranks_start() -> World:
     return unheard(attempt=0, state="starting", message="rank 1 is awaited")
 
 
-def heard_of_an_earlier_attempt() -> World:
+def reported_by_an_earlier_attempt() -> World:
     world = restarting()
     world.settle()
     world.running(1)
@@ -79,7 +79,7 @@ def other_authority() -> World:
     world = running()
     world.config = replace(CONFIG, ca_pem=pem("NEW"))
     world.jobs[0] = replace(
-        world.jobs[0], authorities=replace(CONFIG, ca_pem=pem("OLD")).authorities
+        world.jobs[0], ca_fingerprints=replace(CONFIG, ca_pem=pem("OLD")).ca_fingerprints
     )
     world.turn()
     assert "suspend and resume" in world.message("Running")
@@ -92,7 +92,7 @@ def rotated_authority() -> World:
     world = running()
     world.config = replace(CONFIG, ca_pem=pem("OLD") + pem("NEW"))
     world.jobs[0] = replace(
-        world.jobs[0], authorities=replace(CONFIG, ca_pem=pem("OLD")).authorities
+        world.jobs[0], ca_fingerprints=replace(CONFIG, ca_pem=pem("OLD")).ca_fingerprints
     )
     world.turn()
     return world
@@ -103,7 +103,7 @@ def pem(text: str) -> str:
 
 
 def unreadable(world: World) -> World:
-    """A release that cannot read what one before it has accepted."""
+    """Status of a release that cannot read what one before it has accepted."""
     world.body["spec"]["schedule"]["policy"] = "of-old"
     world.turn()
     return world
@@ -129,7 +129,7 @@ def unreadable_and_suspended() -> World:
 
 
 def short_of_a_pod() -> World:
-    """As while a lost pod is replaced."""
+    """Status while a lost pod is replaced."""
     world = running()
     world.jobs[0] = job_facts(ready=1)
     world.turn()
@@ -176,37 +176,37 @@ def without_image() -> World:
 
 def pods_refused() -> World:
     world = starting()
-    world.jobs[0] = job_facts(active=0, wanted=2)
+    world.jobs[0] = job_facts(active=0, wanted_pods=2)
     world.no_pod = "exceeded quota"
     world.later(MISSING_SECONDS + 1)
     world.turn()
     return world
 
 
-def told(world: World, status: JobStatus | None) -> World:
-    world.body["status"] = dump(status)
+def shown(world: World, status: JobStatus | None) -> World:
+    world.body["status"] = dump_status(status)
     return world
 
 
 def object_refused() -> World:
     world = World(body())
-    return told(world, objects_rejected(world.observe(), "ObjectRefused", "quota").status)
+    return shown(world, report_rejected_objects(world.observe(), "ObjectRefused", "quota").status)
 
 
 def api_server_away() -> World:
     world = World(body())
     seen = world.observe()
-    return told(world, objects_rejected(seen, "ObjectRefused", "503", passing=True).status)
+    return shown(world, report_rejected_objects(seen, "ObjectRefused", "503", passing=True).status)
 
 
 def fault() -> World:
     world = World(body())
-    return told(world, internal_error(world.observe(), ValueError("x")).status)
+    return shown(world, report_internal_error(world.observe(), ValueError("x")).status)
 
 
 def fault_while_running() -> World:
     world = running()
-    return told(world, internal_error(world.observe(), ValueError("x")).status)
+    return shown(world, report_internal_error(world.observe(), ValueError("x")).status)
 
 
 def suspended() -> World:
@@ -240,7 +240,7 @@ STATES = [
     (running, "Current", "Ready", "AllRanksReady"),
     (unheard, "InProgress", "Reconciling", "NoReportsYet"),
     (ranks_start, "InProgress", "Reconciling", "NoReportsYet"),
-    (heard_of_an_earlier_attempt, "InProgress", "Reconciling", "NoReportsYet"),
+    (reported_by_an_earlier_attempt, "InProgress", "Reconciling", "NoReportsYet"),
     (other_authority, "Failed", "Stalled", "OtherAuthority"),
     (rotated_authority, "Current", "Ready", "AllRanksReady"),
     (stale, "InProgress", "Reconciling", "ReportsStale"),
@@ -266,7 +266,7 @@ STATES = [
 
 @pytest.mark.parametrize(("state", "read", "true", "reason"), STATES)
 def test_each_state(state: Callable[[], World], read: str, true: str, reason: str) -> None:
-    """At most one of the three is True, and what is abnormal is told of only while it is."""
+    """Conditions: at most one of three is True; abnormal ones show only while they hold."""
     world = state()
     assert kstatus(world.body) == read
     assert wait_ends(world.body) is (true == "Ready")
@@ -283,21 +283,21 @@ def test_each_state(state: Callable[[], World], read: str, true: str, reason: st
 
 # --- Argo CD ---------------------------------------------------------------------------------
 
-OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+CONDITIONS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "conditions.md"
 ARGO = {"InProgress": "Progressing", "Current": "Healthy", "Failed": "Degraded"}
 
 
 @pytest.fixture(scope="module")
 def check() -> str:
     """The Lua that the documentation has users give to Argo CD, which runs Lua 5.1."""
-    blocks = re.findall("```yaml\n(.*?)```", OPERATIONS.read_text(), re.DOTALL)
+    blocks = re.findall("```yaml\n(.*?)```", CONDITIONS.read_text(), re.DOTALL)
     (config,) = (text for text in blocks if "resource.customizations.health" in text)
     found: str = yaml.safe_load(config)["resource.customizations.health.pipemorph.io_PipeMorphJob"]
     return found
 
 
 def lua(value: Any) -> str:
-    """A value of JSON as Lua has it. It has no null: such a field is left out."""
+    """A value of JSON as Lua has it, which has no null: such a field is omitted."""
     if isinstance(value, dict):
         return (
             f"{{{', '.join(f'[{lua(k)}] = {lua(v)}' for k, v in value.items() if v is not None)}}}"
@@ -321,8 +321,8 @@ def test_argo_cd_reads_each_state(
     check: str, state: Callable[[], World], read: str, true: str, reason: str
 ) -> None:
     world = state()
-    told = {each["type"]: each["message"] for each in world.status["conditions"]}
-    wanted = (ARGO[read], told.get(true)) if true else ("Suspended", told["Suspended"])
+    messages = {each["type"]: each["message"] for each in world.status["conditions"]}
+    wanted = (ARGO[read], messages.get(true)) if true else ("Suspended", messages["Suspended"])
     assert health(check, world.body) == wanted
     edit(world)
     assert health(check, world.body)[0] == "Progressing", "no operator has looked at the edit"
@@ -341,7 +341,7 @@ def test_what_is_the_same_is_not_written_again(state: Callable[[], World]) -> No
     world.later(1)
     world.body["status"]["training"] = {"attempt": 0, "iteration": 99, "state": "training"}
     decision = world.turn()
-    assert dump(decision.status) == {k: v for k, v in before.items() if k != "training"}
+    assert dump_status(decision.status) == {k: v for k, v in before.items() if k != "training"}
 
 
 @pytest.mark.parametrize(("state", "read"), [(complete, "Current"), (out_of_restarts, "Failed")])
@@ -358,8 +358,8 @@ def test_an_edit_of_a_finished_job_is_observed(state: Callable[[], World], read:
 
 def test_a_job_that_an_operator_before_this_one_finished() -> None:
     world = out_of_restarts()
-    kept = [c for c in world.status["conditions"] if c["type"] not in names.KSTATUS_CONDITIONS]
-    world.body["status"]["conditions"] = kept
+    own = [c for c in world.status["conditions"] if c["type"] not in names.KSTATUS_CONDITIONS]
+    world.body["status"]["conditions"] = own
     assert kstatus(world.body) == "Current"
     world.turn()
     assert kstatus(world.body) == "Failed"
@@ -367,7 +367,7 @@ def test_a_job_that_an_operator_before_this_one_finished() -> None:
 
 def test_a_job_that_no_operator_has_looked_at_is_in_progress() -> None:
     """The API server shows the definition's default of status."""
-    version = job_definition()["spec"]["versions"][0]
+    version = build_job_definition()["spec"]["versions"][0]
     default = version["schema"]["openAPIV3Schema"]["properties"]["status"]["default"]
     unseen = body()
     assert unseen["status"] == default

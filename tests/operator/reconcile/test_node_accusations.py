@@ -28,17 +28,19 @@ def metric(node: str) -> float | None:
 def test_a_node_that_two_jobs_accuse_within_a_day_gets_an_event_and_a_metric() -> None:
     clock = Clock()
     accusations = NodeAccusations(clock)
-    assert accusations.add("a/one", {"n1": "link 0 is 20 ms late", "n2": "…"}) == {}
-    assert accusations.add("a/one", {"n1": "link 0 is 21 ms late"}) == {}, "it is one job"
+    assert accusations.add_accusations("a/one", {"n1": "link 0 is 20 ms late", "n2": "…"}) == {}
+    assert accusations.add_accusations("a/one", {"n1": "link 0 is 21 ms late"}) == {}, (
+        "it is one job"
+    )
     clock.now += WINDOW_SECONDS / 2
-    events = accusations.add("b/two", {"n1": "link 3 is 9 ms late", "n3": "…"})
+    events = accusations.add_accusations("b/two", {"n1": "link 3 is 9 ms late", "n3": "…"})
     assert {node: event.reason for node, event in events.items()} == {"n1": "NodeAccused"}
     assert events["n1"].message == (
         "links of 2 jobs at this node were slow within a day:"
         " a/one: link 0 is 21 ms late; b/two: link 3 is 9 ms late"
     )
     assert (metric("n1"), metric("n2"), metric("n3")) == (2.0, None, None)
-    assert accusations.add("c/three", {"n1": "…"}) == {}, "it is said once"
+    assert accusations.add_accusations("c/three", {"n1": "…"}) == {}, "it is said once"
     assert metric("n1") == 3.0
     accusations.clear()
     assert metric("n1") is None
@@ -47,27 +49,27 @@ def test_a_node_that_two_jobs_accuse_within_a_day_gets_an_event_and_a_metric() -
 def test_accusations_count_for_a_day() -> None:
     clock = Clock()
     accusations = NodeAccusations(clock)
-    accusations.add("a/one", {"n1": "…"})
+    accusations.add_accusations("a/one", {"n1": "…"})
     clock.now += WINDOW_SECONDS + 1
-    assert accusations.add("b/two", {"n1": "…"}) == {}
+    assert accusations.add_accusations("b/two", {"n1": "…"}) == {}
     clock.now += WINDOW_SECONDS / 2
-    assert accusations.add("a/one", {"n1": "…"}).keys() == {"n1"}
+    assert accusations.add_accusations("a/one", {"n1": "…"}).keys() == {"n1"}
     clock.now += WINDOW_SECONDS / 2 + 1
     assert metric("n1") == 1.0, "although no job accuses any node since"
-    assert accusations.add("c/three", {"n2": "…"}) == {}
+    assert accusations.add_accusations("c/three", {"n2": "…"}) == {}
     assert metric("n1") is None
-    assert accusations.add("b/two", {"n1": "…"}).keys() == {"n1"}, "it is said again"
+    assert accusations.add_accusations("b/two", {"n1": "…"}).keys() == {"n1"}, "it is said again"
     accusations.clear()
 
 
 def test_accusations_are_bounded_and_the_oldest_are_dropped() -> None:
     accusations = NodeAccusations(Clock())
     for job in range(MAX_JOBS + 2):
-        accusations.add(f"a/{job}", {"n": "…"})
-    assert (accusations.count("n"), metric("n")) == (MAX_JOBS, MAX_JOBS)
-    accusations.add("a/0", {f"other-{number}": "…" for number in range(MAX_NODES)})
-    assert (accusations.count("n"), metric("n")) == (0, None)
-    assert accusations.count(f"other-{MAX_NODES - 1}") == 1
+        accusations.add_accusations(f"a/{job}", {"n": "…"})
+    assert (accusations.count_jobs("n"), metric("n")) == (MAX_JOBS, MAX_JOBS)
+    accusations.add_accusations("a/0", {f"other-{number}": "…" for number in range(MAX_NODES)})
+    assert (accusations.count_jobs("n"), metric("n")) == (0, None)
+    assert accusations.count_jobs(f"other-{MAX_NODES - 1}") == 1
 
 
 def pod(index: int, node: str, made_by: str) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def test_a_job_accuses_the_nodes_of_its_slow_links_as_read_from_its_own_pods(
     pods = pod(0, "n1", uid), pod(1, "n2", uid), pod(1, "z-innocent", "of a stranger")
     api = FakeCluster(world.body, job, *pods)
     reconciler = Reconciler(api, lambda: CONFIG, lambda *_: [])
-    reconciler.accusations.add("other/job", {"n2": "link 5 is late", "z-innocent": "…"})
+    reconciler.accusations.add_accusations("other/job", {"n2": "link 5 is late", "z-innocent": "…"})
     asyncio.run(reconciler.reconcile("team", "gpt"))
     accused = [
         each

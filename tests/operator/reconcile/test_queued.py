@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from operator_objects import World, body, job_facts
 
-from pipemorph.status.conditions import format_time
+from pipemorph.views.status.conditions import format_time
 
 
 def test_kueue_holds_and_evicts() -> None:
     world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
     decision = world.turn()
-    made = decision.apply[-1]
+    made = decision.apply_objects[-1]
     assert "suspend" not in made["spec"]
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
     world.jobs[0] = job_facts(active=0, suspended=True)
@@ -41,7 +41,7 @@ def test_the_wait_in_a_queue_is_no_part_of_the_deadline() -> None:
 
 
 def test_ranks_that_were_evicted_before_all_were_ready_come_back_as_another_attempt() -> None:
-    """One of them may have reported, and what it says again would be a replay."""
+    """An evicted rank may have reported, and what it says again would be a replay."""
     world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
     world.turn()
     world.jobs[0] = job_facts(active=2)
@@ -52,7 +52,7 @@ def test_ranks_that_were_evicted_before_all_were_ready_come_back_as_another_atte
 
 
 def test_ranks_that_were_evicted_and_let_in_again_unseen_come_back_as_another_attempt() -> None:
-    """They run under the number of those before, whose reports theirs would repeat."""
+    """The ranks run under the number of those before, whose reports theirs would repeat."""
     world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}, activeDeadlineSeconds=60))
     world.turn()
     world.jobs[0] = job_facts(active=0, suspended=True, started_at=None)
@@ -69,7 +69,7 @@ def test_ranks_that_were_evicted_and_let_in_again_unseen_come_back_as_another_at
 
 
 def test_a_job_whose_queue_has_just_let_it_in_is_not_evicted() -> None:
-    """Its own controller says a moment later that it has begun."""
+    """The job's own controller says a moment later that it has begun."""
     world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
     world.turn()
     world.jobs[0] = job_facts(active=0, started_at=None)
@@ -129,7 +129,7 @@ def test_deadline() -> None:
     world = World(body(activeDeadlineSeconds=60))
     world.running()
     decision = world.turn()
-    assert decision.again_in <= 60
+    assert decision.requeue_seconds <= 60
     world.later(61)
     world.settle()
     assert world.condition("Failed") == ("True", "DeadlineExceeded")

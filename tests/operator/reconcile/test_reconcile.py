@@ -1,4 +1,4 @@
-"""How decisions are carried out, where the API server refuses; the decisions are elsewhere."""
+"""Execution of decisions, where the API server refuses; the decisions are elsewhere."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from kstatus import kstatus
 from operator_objects import CONFIG, body
 from pydantic import ValidationError
 
-from pipemorph_operator.cluster.client import ApiRefused, _refusal, path
-from pipemorph_operator.cluster.events import Event, emit
-from pipemorph_operator.cluster.job import read_status
+from pipemorph_operator.kube.client import KubeApiError, _parse_error, build_path
+from pipemorph_operator.kube.events import KubeEvent, emit_event
+from pipemorph_operator.kube.job_object import read_status
 from pipemorph_operator.reconcile import reconciler
+from pipemorph_operator.reconcile.pending_pods import CHECK_AGAIN_SECONDS
 from pipemorph_operator.reconcile.reconciler import NAMESPACE_ENDS_SECONDS, Reconciler
-from pipemorph_operator.reconcile.waits import LOOK_AGAIN_SECONDS
 
-JOB = path("PipeMorphJob", "team", "gpt")
+JOB = build_path("PipeMorphJob", "team", "gpt")
 
 
 class Api(FakeCluster):
-    """One with a new job, which refuses to write objects of ``kinds``; of all others, if none are
-    named."""
+    """API with a new job, which refuses to write objects of ``kinds``; none: of all others."""
 
-    def __init__(self, refused: ApiRefused | None = None, *kinds: str, **spec: Any) -> None:
-        self.refused: ApiRefused | None = None
+    def __init__(self, refused: KubeApiError | None = None, *kinds: str, **spec: Any) -> None:
+        self.refused: KubeApiError | None = None
         self.kinds = kinds
         super().__init__(body(**spec))
         self.refused = refused
@@ -48,21 +47,21 @@ class Api(FakeCluster):
 
     @property
     def statuses(self) -> int:
-        """How often it was to be written."""
+        """Number of writes of status."""
         return self.made("apply").count(JOB)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [each for each in self.objects.values() if each["kind"] == kind]
 
-    def told(self) -> list[str]:
+    def event_reasons(self) -> list[str]:
         return [each["reason"] for each in self.of("Event")]
 
 
-def refusal(status: int, message: str, *causes: str) -> ApiRefused:
-    """As in the body of an answer."""
+def refusal(status: int, message: str, *causes: str) -> KubeApiError:
+    """Refusal as in the body of an answer."""
     said = {"reason": "Forbidden", "message": message}
     details = {"causes": [{"reason": cause, "field": "metadata.namespace"} for cause in causes]}
-    return _refusal(status, json.dumps(said | {"details": details}).encode())
+    return _parse_error(status, json.dumps(said | {"details": details}).encode())
 
 
 def reconcile(api: Any) -> float | None:
@@ -81,28 +80,28 @@ def test_a_namespace_that_is_being_deleted_is_nobodys_fault(
 
 def test_a_quota_is_said_in_status_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     api = Api(refusal(403, "exceeded quota: jobs"))
-    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    assert reconcile(api) == CHECK_AGAIN_SECONDS
     status = api.status
     assert status["state"] == "Pending"
     found = {c["type"]: (c["status"], c["reason"], c["message"]) for c in status["conditions"]}
     assert found["PodsReady"] == ("False", "ObjectRefused", "exceeded quota: jobs")
     assert "attempt" not in status
     assert kstatus(api.objects[JOB]) == "Failed"
-    # The next turn finds the same, and has nothing to write or to tell.
+    # The next turn finds the same, and writes and reports nothing.
     caplog.clear()
-    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    assert reconcile(api) == CHECK_AGAIN_SECONDS
     assert (api.statuses, caplog.records) == (1, [])
 
 
 @pytest.mark.parametrize("answer", [429, 500, 503])
 def test_another_refusal_is_said_in_status_and_tried_again_soon(answer: int) -> None:
     api = Api(refusal(answer, "spec.template: Invalid value"), "Job")
-    with pytest.raises(ApiRefused, match="Invalid value"):
+    with pytest.raises(KubeApiError, match="Invalid value"):
         reconcile(api)
     assert api.status["state"] == "Pending"
     assert "Invalid value" in json.dumps(api.status["conditions"])
-    assert api.told() == ["ObjectRefused"]
-    assert kstatus(api.objects[JOB]) == "InProgress", "nobody has to act"
+    assert api.event_reasons() == ["ObjectRefused"]
+    assert kstatus(api.objects[JOB]) == "InProgress", "no user has to act"
     assert not api.made("delete"), (
         "the Job may have been made all the same, and its pods need the rest"
     )
@@ -113,7 +112,7 @@ def test_what_the_api_server_does_not_take_is_said_in_status(
     answer: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     api = Api(refusal(answer, "spec.template: Invalid value"))
-    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    assert reconcile(api) == CHECK_AGAIN_SECONDS
     assert api.status["state"] == "Pending", "an edit could not help any more"
     assert "spec.template: Invalid value" in json.dumps(api.status["conditions"])
     assert "event ObjectRefused was rejected" in caplog.text
@@ -140,7 +139,7 @@ def test_a_fault_of_the_operator_is_said_in_status_and_tried_again(
     condition = next(c for c in status["conditions"] if c["type"] == "Running")
     assert condition["reason"] == "InternalError"
     assert "AttributeError: no such thing" in condition["message"]
-    assert api.told() == ["InternalError"]
+    assert api.event_reasons() == ["InternalError"]
 
 
 def test_a_status_that_cannot_be_read_does_not_hide_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,12 +148,12 @@ def test_a_status_that_cannot_be_read_does_not_hide_why(caplog: pytest.LogCaptur
     with pytest.raises(ValidationError, match="attempt"):
         reconcile(api)
     assert "the internal error could not be written to status" in caplog.text
-    assert "StatusRefused" in api.told()
+    assert "StatusRefused" in api.event_reasons()
 
 
 @pytest.mark.parametrize("gang", [{"volcano": {}}, {"coscheduling": {}}], ids=min)
 def test_a_pod_group_goes_with_its_attempts_config_map(gang: dict[str, Any]) -> None:
-    """The garbage collector deletes what has no owner left: there must be no other."""
+    """The garbage collector deletes objects whose owners are all gone: there must be no other."""
     api = Api(placement={"gang": gang})
     reconcile(api)
     made = {obj["kind"]: obj["metadata"] for obj in api.objects.values()}
@@ -185,23 +184,26 @@ def test_what_was_made_before_a_refusal_goes() -> None:
 
 
 async def test_events_are_named_in_their_order() -> None:
-    """As they are shown if one second has several."""
+    """Events are shown in this order if one second has several."""
     api, job = FakeCluster(), body()["metadata"]
     for reason in ("Running", "Complete"):
-        await emit(api, job, Event("Normal", reason, ""), "operator")
+        await emit_event(api, job, KubeEvent("Normal", reason, ""), "operator")
     found = sorted(api.objects.values(), key=lambda event: str(event["metadata"]["name"]))
     assert [event["reason"] for event in found] == ["Running", "Complete"]
     assert all(event["metadata"]["name"].startswith("gpt.") for event in found)
 
 
 def test_an_event_that_is_emitted_again_is_counted_up() -> None:
-    """Also one that the API server has dropped meanwhile: that begins anew."""
+    """An event that the API server has dropped meanwhile begins anew."""
     api, job = FakeCluster(), body()["metadata"]
-    same, other = Event("Warning", "Failed", "no room"), Event("Warning", "Failed", "no device")
+    same, other = (
+        KubeEvent("Warning", "Failed", "no room"),
+        KubeEvent("Warning", "Failed", "no device"),
+    )
 
-    async def emitted(*events: Event) -> list[tuple[str, int]]:
+    async def emitted(*events: KubeEvent) -> list[tuple[str, int]]:
         for event in events:
-            await emit(api, job, event, "operator")
+            await emit_event(api, job, event, "operator")
         return sorted((each["message"], each["count"]) for each in api.objects.values())
 
     assert asyncio.run(emitted(same, other, same, same)) == [("no device", 1), ("no room", 3)]
@@ -212,7 +214,7 @@ def test_an_event_that_is_emitted_again_is_counted_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "message", "told"),
+    ("status", "message", "logged"),
     [
         (422, "no such key: microbatches", True),
         (500, "failed to create typed live object", True),
@@ -221,15 +223,15 @@ def test_an_event_that_is_emitted_again_is_counted_up() -> None:
         (403, "namespace team is being terminated", False),
     ],
 )
-def test_a_status_that_cannot_be_written_is_told_by_an_event(
-    status: int, message: str, told: bool
+def test_a_status_that_cannot_be_written_is_reported_by_an_event(
+    status: int, message: str, logged: bool
 ) -> None:
     causes = ["NamespaceTerminating"] if status == 403 else []
     api = Api(refusal(status, message, *causes), "PipeMorphJob")
-    with contextlib.suppress(ApiRefused):
+    with contextlib.suppress(KubeApiError):
         reconcile(api)
     said = [each["message"] for each in api.of("Event") if each["reason"] == "StatusRefused"]
-    assert said == ([f"status cannot be written; retrying: {message}"] if told else [])
+    assert said == ([f"status cannot be written; retrying: {message}"] if logged else [])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_a_status_that_cannot_be_written_is_told_by_an_event(
         {"nodes": [{"name": 5}]},
     ],
 )
-def test_what_another_release_wrote_and_nothing_rests_on_is_left_out(written: Any) -> None:
+def test_unused_fields_that_another_release_wrote_are_omitted(written: Any) -> None:
     status = read_status({"status": {"attempt": 3, "restarts": 2} | written})
     assert (status.attempt, status.restarts) == (3, 2)
     assert len(status.attempts) == (1 if "attempts" in written else 0)
@@ -250,7 +252,7 @@ def test_what_another_release_wrote_and_nothing_rests_on_is_left_out(written: An
 
 
 class Meanwhile(Api):
-    """One where somebody else writes, as the first request of a kind arrives."""
+    """API where another client writes, as the first request of a kind arrives."""
 
     def __init__(self, verb: str, kind: str, change: Callable[[Meanwhile], None]) -> None:
         super().__init__()
@@ -264,7 +266,7 @@ class Meanwhile(Api):
             change(self)
 
     def there(self) -> None:
-        """What is about to be made."""
+        """Create the object that is about to be made."""
         self.objects[self.url] = {"kind": "X", "metadata": {"uid": "another", "name": "x"}}
 
 
@@ -276,14 +278,14 @@ def test_what_was_decided_on_a_status_that_is_no_more_is_decided_again(
 
     api = Meanwhile("apply", "pipemorphjobs", edited)
     assert reconcile(api) == 0.0
-    assert (api.statuses, api.told(), api.made("delete")) == (1, [], []), (
+    assert (api.statuses, api.event_reasons(), api.made("delete")) == (1, [], []), (
         "done on account of what is not on record"
     )
-    assert "refused" not in caplog.text
+    assert [each for each in caplog.records if each.name.startswith("pipemorph")] == []
 
 
-def test_a_config_map_that_a_turn_before_left_is_replaced() -> None:
-    """It cannot be changed, and the job may have been edited since."""
+def test_a_config_map_of_an_earlier_turn_is_replaced() -> None:
+    """A ConfigMap cannot be changed, and the job may have been edited since."""
     api = Meanwhile("create", "configmaps", Meanwhile.there)
     reconcile(api)
     assert api.status["state"] == "Starting"
@@ -293,13 +295,13 @@ def test_a_config_map_that_a_turn_before_left_is_replaced() -> None:
 
 def test_a_job_that_somebody_else_has_just_made_is_looked_at_again() -> None:
     api = Meanwhile("create", "jobs", Meanwhile.there)
-    with pytest.raises(ApiRefused, match="was created by another client meanwhile"):
+    with pytest.raises(KubeApiError, match="was created by another client meanwhile"):
         reconcile(api)
     assert (api.statuses, api.made("delete")) == (0, []), "its pods need what goes with it"
 
 
 def turns(api: FakeCluster, count: int, **config: Any) -> list[float | None]:
-    """So many reconciles in a row by one process; what each of them returned."""
+    """Run a number of reconciles in a row by one process; return what each of them returned."""
 
     async def all_of_them() -> list[float | None]:
         reconciler = Reconciler(api, lambda: replace(CONFIG, **config), lambda *_: [])
@@ -362,8 +364,8 @@ def test_what_a_running_attempt_needs_is_made_again(monkeypatch: pytest.MonkeyPa
     turns(api, 1, network_policies=True)
     assert gone <= api.objects.keys()
     said = [obj["message"] for obj in api.objects.values() if obj.get("reason") == "ObjectRestored"]
-    assert len(said) == 2 and all("had been deleted; it is made again" in each for each in said)
-    # Most find them there, so looks are rare; but none is left out.
+    assert len(said) == 2 and all("was deleted and has been created again" in each for each in said)
+    # Most find them there, so checks are rare; but none is omitted.
     job = next(obj for obj in api.objects.values() if obj["kind"] == "Job")
     job["status"] = {"active": 2, "ready": 2}
     _, again = turns(api, 2, network_policies=True)
@@ -372,7 +374,7 @@ def test_what_a_running_attempt_needs_is_made_again(monkeypatch: pytest.MonkeyPa
     deleted()
     turns(api, 2, network_policies=True)
     assert gone <= api.objects.keys()
-    told = [
+    counts = [
         each["count"] for each in api.objects.values() if each.get("reason") == "ObjectRestored"
     ]
-    assert told == [2, 2], "what is there is not told of"
+    assert counts == [2, 2], "existing objects are not reported"

@@ -1,4 +1,4 @@
-"""Turns: each job once, never twice at a time, failures later, nobody held up."""
+"""Turns: each job once, never twice at a time, failures later, none held up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipemorph_operator import __main__ as operator
-from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph_operator.kube.client import KubeApiError
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.reconcile.node_accusations import NodeAccusations
 from pipemorph_operator.reconcile.workqueue import WorkQueue
@@ -57,7 +57,7 @@ async def nothing_ready(queue: WorkQueue[str]) -> bool:
     return False
 
 
-async def test_asked_for_often_is_worked_on_once() -> None:
+async def test_a_job_enqueued_often_is_worked_on_once() -> None:
     queue: WorkQueue[str] = WorkQueue()
     for _ in range(100):
         queue.add("a")
@@ -66,7 +66,7 @@ async def test_asked_for_often_is_worked_on_once() -> None:
     assert await nothing_ready(queue)
 
 
-async def test_asked_for_during_its_turn_gets_another_turn_after_it() -> None:
+async def test_a_job_enqueued_during_its_turn_gets_another_turn_after_it() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.add("a")
     await queue.get()
@@ -75,10 +75,10 @@ async def test_asked_for_during_its_turn_gets_another_turn_after_it() -> None:
     queue.done("a")
     assert await queue.get() == "a"
     queue.done("a")
-    assert await nothing_ready(queue), "it was asked for once"
+    assert await nothing_ready(queue), "it was enqueued once"
 
 
-async def test_a_failure_comes_back_and_holds_up_nobody() -> None:
+async def test_a_failure_comes_back_and_holds_up_no_other_job() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.add("bad")
     queue.add("good")
@@ -141,21 +141,21 @@ def test_delays_of_failures_double_up_to_a_minute_and_a_success_forgets_them() -
     run_quickly(scenario)
 
 
-@pytest.mark.parametrize("how", ["ready", "later", "failed", "asked for again"])
+@pytest.mark.parametrize("how", ["ready", "later", "failed", "enqueued again"])
 def test_a_queue_that_is_closed_forgets_its_keys_and_takes_none(how: str) -> None:
     async def scenario(queue: WorkQueue[str]) -> None:
         if how == "later":
             queue.add_after("a", 5.0)
         else:
             queue.add("a")
-        if how in ("failed", "asked for again"):
+        if how in ("failed", "enqueued again"):
             await queue.get()
         if how == "failed":
             queue.done("a", failed=True)
-        if how == "asked for again":
+        if how == "enqueued again":
             queue.add("a")
         queue.close()
-        if how == "asked for again":
+        if how == "enqueued again":
             queue.done("a", failed=True)  # Its worker was cancelled.
         queue.add("b")
         queue.add_after("c", 1.0)
@@ -163,7 +163,7 @@ def test_a_queue_that_is_closed_forgets_its_keys_and_takes_none(how: str) -> Non
         assert await queue.get() == "d"
         assert await nothing_ready_for(queue, 600.0)
         queue.add("a")
-        assert await queue.get() == "a", "what was forgotten can be asked for again"
+        assert await queue.get() == "a", "forgotten jobs can be enqueued again"
 
     run_quickly(scenario)
 
@@ -175,7 +175,7 @@ async def nothing_ready_for(queue: WorkQueue[str], seconds: float) -> bool:
     return True
 
 
-def test_the_gap_is_kept_after_a_turn_and_nothing_of_a_job_is_kept_after_the_gap() -> None:
+def test_the_gap_follows_a_turn_and_nothing_of_a_job_stays_after_the_gap() -> None:
     async def scenario(queue: WorkQueue[str]) -> None:
         clock = asyncio.get_running_loop().time
         queue.add("gpt")
@@ -197,7 +197,7 @@ def test_the_gap_is_kept_after_a_turn_and_nothing_of_a_job_is_kept_after_the_gap
 
 
 class Played:
-    """A queue of so many keys, and a reconciler whose outcomes the test sets."""
+    """Queue of a number of keys, and a reconciler whose outcomes the test sets."""
 
     def __init__(self, *outcomes: float | BaseException | None) -> None:
         self.outcomes = list(outcomes)
@@ -224,7 +224,7 @@ class Played:
     def work(self) -> None:
         both: Any = self
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(operator.work(both, both))
+            asyncio.run(operator.run_worker(both, both))
 
 
 def reconciles(result: str) -> float:
@@ -236,7 +236,7 @@ def reconciles(result: str) -> float:
     )
 
 
-def test_a_job_gets_another_turn_when_it_asked_for_it_but_not_before_the_gap() -> None:
+def test_a_job_gets_another_turn_at_the_requested_time_but_not_before_the_gap() -> None:
     played = Played(None, 0.0, -5.0, operator.GAP_SECONDS, 0.3, 60.0)
     played.work()
     assert [failed for _, failed in played.ended] == [False] * 6
@@ -248,7 +248,7 @@ def test_a_turn_that_fails_ends_no_other_and_comes_back_by_its_failures_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = reconciles("ok"), reconciles("error")
-    away, broken = ApiRefused(503, "", "later"), ZeroDivisionError("no such luck")
+    away, broken = KubeApiError(503, "", "later"), ZeroDivisionError("no such luck")
     played = Played(away, broken, TimeoutError(), 1.0)
     with caplog.at_level(logging.WARNING):
         played.work()
@@ -283,16 +283,18 @@ def test_a_leader_begins_with_all_jobs_and_leaves_no_work_behind() -> None:
         queue.close()
         jobs = [("team", name) for name in "abcd"]
         reconciler: Any = Reconciler()
-        reconciler.accusations.add("team/a", {"node": "slow"})
-        leading = asyncio.create_task(operator.lead(queue, reconciler, lambda: jobs, 3))
+        reconciler.accusations.add_accusations("team/a", {"node": "slow"})
+        leading = asyncio.create_task(
+            operator.reconcile_while_leading(queue, reconciler, lambda: jobs, 3)
+        )
         await waiting.wait()
         assert sorted(turns) == ["a", "b", "c"]
         leading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leading
         queue.add(("team", "e"))
-        assert queue.overdue() == "" and await nothing_ready_for(queue, 600.0)  # type: ignore[arg-type]
-        assert reconciler.accusations.count("node") == 0
+        assert queue.describe_overdue() == "" and await nothing_ready_for(queue, 600.0)  # type: ignore[arg-type]
+        assert reconciler.accusations.count_jobs("node") == 0
 
     with asyncio.Runner(loop_factory=QuickLoop) as runner:
         runner.run(scenario())
@@ -312,6 +314,6 @@ async def test_a_task_without_which_nothing_works_stops_the_process_if_it_fails(
     stop = asyncio.Event()
     ended = asyncio.create_task(task())
     await asyncio.wait([ended])
-    operator._end(stop, ended)
+    operator._stop_on_failure(stop, ended)
     assert stop.is_set() is stops
     assert ("a background task failed; exiting" in caplog.text) is stops

@@ -1,4 +1,4 @@
-"""Two virtual machines with Soft-RoCE: real verbs, real packets, real faults, without hardware."""
+"""Virtual machines with Soft-RoCE: real verbs, real packets, real faults, no hardware."""
 
 from guests.fabric import Fabric, Rail
 from guests.guest import Done, Guest, GuestError, Task

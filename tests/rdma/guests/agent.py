@@ -2,7 +2,7 @@
 
 One boot serves many tests, so everything a test needs done is a command here:
   run     a program to its end                      → {rc, out, err}
-  spawn   a program with its input and output kept  → {task}
+  spawn   a program with its input and output open  → {task}
   tell    a line for a task's input
   hear    the next line of a task's output          → {line}, null at its end
   signal  a signal for a task
@@ -26,7 +26,7 @@ PORT = "agent"
 
 
 class Task:
-    """One spawned program."""
+    """Program that was spawned."""
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
         self.lines: queue.Queue[str | None] = queue.Queue()
@@ -148,7 +148,7 @@ def main() -> None:
         TMPDIR="/run",
         PYTHONDONTWRITEBYTECODE="1",
     )
-    # As the first process it inherits orphans; nobody may be left as a zombie with a pid that a
+    # As the first process it inherits orphans; none may stay as a zombie with a pid that a
     # test looks for. Tasks of ours are waited for by name.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)

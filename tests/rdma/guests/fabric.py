@@ -1,4 +1,4 @@
-"""Two guests, the cables between them, and what can go wrong with those.
+"""Pair of guests, the cables between them, and what can go wrong with those.
 
 a ── control (eth0, 10.77.0.1/2) ── b      TCP: control connections and the fallback
 a ── rail 0  (eth1, 10.77.1.1/2) ── b      Soft-RoCE rxe0
@@ -35,7 +35,7 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class Rail:
-    """One RDMA device of one guest and the cable it is plugged into."""
+    """RDMA device of one guest and the cable it is plugged into."""
 
     guest: Guest
     number: int
@@ -53,7 +53,7 @@ class Rail:
         return f"10.77.{self.number + 1}.{1 if self.guest.name == 'a' else 2}"
 
     def counter(self, name: str) -> int:
-        """One of rxe's counters, such as link_downed or completer_retry_err."""
+        """Read one of rxe's counters, such as link_downed or completer_retry_err."""
         path = f"/sys/class/infiniband/{self.device}/ports/1/hw_counters/{name}"
         return int(self.guest.read(path))
 
@@ -64,7 +64,7 @@ class Rail:
         self.guest.sh(self.plugging())
 
     def plugging(self) -> str:
-        """What a shell in the guest is told for it."""
+        """Shell command in the guest for it."""
         # Large frames: RoCE then uses packets of 4096 bytes, which emulated machines carry faster.
         return (
             f"ip link set {self.netdev} mtu 9000 up; "
@@ -72,14 +72,14 @@ class Rail:
         )
 
     def pull_cable(self) -> None:
-        """Out of the card: its port is down, and the device above it up, as it was."""
+        """Pull the cable out of the card: its port is down, the device above it stays up."""
         self.guest.carrier(self.number + 1, False)
 
     def push_cable(self) -> None:
         self.guest.carrier(self.number + 1, True)
 
     def link_state(self) -> str:
-        """What the kernel says of the network device: whether it is to be up, and whether it is."""
+        """State of the network device in the kernel: whether it is to be up, and whether it is."""
         said = self.guest.run("ip", "-j", "link", "show", self.netdev)
         flags = json.loads(said)[0]["flags"]
         return " ".join(flag for flag in ("UP", "LOWER_UP", "NO-CARRIER") if flag in flags)
@@ -128,7 +128,7 @@ class Rail:
         self.guest.run("tc", "qdisc", "del", "dev", self.netdev, "clsact")
 
     def slow(self, rate: str) -> None:
-        """Limit what leaves here, e.g. to 20mbit."""
+        """Limit the rate of outgoing packets, e.g. to 20mbit."""
         self.guest.run("tc", "qdisc", "replace", "dev", self.netdev, "root", "netem", "rate", rate)
 
     def at_full_speed(self) -> None:
@@ -181,12 +181,12 @@ class Fabric:
         return [Rail(guest, number) for number in (0, 1) for guest in (self.a, self.b)]
 
     def restore(self) -> None:
-        """As it was when it came up, whatever the last test did."""
+        """Restore the state after boot, whatever the last test did."""
         for rail in self.rails:
             rail.push_cable()
         for guest in (self.a, self.b):
             rails = [rail for rail in self.rails if rail.guest is guest]
-            # One shell: to start a program takes long on an emulated processor.
+            # A single shell: to start a program takes long on an emulated processor.
             guest.sh(
                 "\n".join(
                     [
@@ -207,7 +207,7 @@ class Fabric:
 
     @property
     def running(self) -> bool:
-        """Whether both machines are: a guest whose kernel panics ends."""
+        """True if both machines run: a guest whose kernel panics ends."""
         return self.a.process.running and self.b.process.running
 
     def logs(self) -> str:
@@ -227,7 +227,7 @@ class Fabric:
             for guest in guests:
                 stack.callback(guest.stop)
                 guest.start()
-                # The second one connects once, when it starts, and does not say if it cannot.
+                # The second one connects once, when it starts, and reports no failure.
                 wait_for(
                     f"guest {guest.name} to hold its cables",
                     lambda: all(_is_listened_on(_cable(directory, n)) for n in _NICS),
@@ -268,7 +268,7 @@ def _nics(directory: Path, name: str) -> Iterator[Nic]:
 def _set_up(guest: Guest, from_host: Kernel) -> None:
     modprobe = f"modprobe -d {shlex.quote(str(from_host.root))}"
     rails = [Rail(guest, number) for number in (0, 1)]
-    # One shell: to start a program takes long on an emulated processor.
+    # A single shell: to start a program takes long on an emulated processor.
     guest.sh(
         "\n".join(
             [

@@ -1,4 +1,4 @@
-"""One guest, from outside: a QEMU process and the agent inside it."""
+"""Guest, from outside: a QEMU process and the agent inside it."""
 
 import base64
 import itertools
@@ -26,7 +26,7 @@ MEMORY_MIB = 2560
 
 
 class GuestError(TestbedError):
-    """A command in a guest failed; the message has what it said."""
+    """A command in a guest failed; the message has its output."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Nic:
-    """One end of a cable between two guests: a unix socket that one side listens on."""
+    """End of a cable between two guests: a unix socket that one side listens on."""
 
     path: Path
     listens: bool
@@ -112,7 +112,7 @@ class Guest:
                     ) from None
 
     def stop(self) -> None:
-        # It has nothing to lose: its only disk is read-only.
+        # The guest has nothing to lose: its only disk is read-only.
         self.process.stop(grace=0)
         if self._socket is not None:
             self._socket.close()
@@ -138,15 +138,15 @@ class Guest:
         return answer["return"]
 
     def carrier(self, number: int, on: bool) -> None:
-        """Whether the guest's network card finds something at the other end of its cable. Without
-        it no frame gets in or out."""
+        """Set whether the guest's network card finds something at the other end of its cable.
+        Without it no frame gets in or out."""
         self.monitor("set_link", name=f"n{number}", up=on)
 
     def _tails(self) -> str:
         text = self._console.read_text(errors="replace") if self._console.exists() else ""
         lines = text.splitlines()
         end = max(0, len(lines) - 25)
-        # What a kernel dies of it says first, before pages of registers.
+        # A kernel prints the reason of its panic first, before pages of registers.
         said = ("BUG:", "Oops", "Kernel panic")
         first = next((i for i, line in enumerate(lines) if any(s in line for s in said)), end)
         cause = lines[first : min(first + 8, end)]
@@ -241,17 +241,17 @@ class Guest:
 
     def thread_states(self, pid: int) -> list[str]:
         """The kernel's letter for each thread of a process."""
-        # One may end while it is looked for.
+        # A process may end during the search.
         said = self.sh(f"cat /proc/{pid}/task/*/stat 2>/dev/null || :")
         return [line.rsplit(")", 1)[1].split()[0] for line in said.splitlines()]
 
     def queue_pairs(self) -> int:
-        """How many reliable connections the kernel keeps, for whatever process."""
+        """Number of reliable connections that the kernel holds, for any process."""
         said = json.loads(self.run("rdma", "-j", "resource", "show", "qp"))
         return sum(pair["type"] == "RC" for pair in said)
 
     def sent_bytes(self, netdev: str) -> int:
-        """By the kernel's count of the network device."""
+        """Bytes sent, by the kernel's count of the network device."""
         return int(self.read(f"/sys/class/net/{netdev}/statistics/tx_bytes"))
 
     def spawn(self, *argv: str, env: Mapping[str, str] | None = None) -> "Task":
@@ -274,7 +274,7 @@ class Task:
         self.guest.ask("tell", task=self.number, line=json.dumps(message))
 
     def hear(self, deadline: float = 60.0) -> Any:
-        """The next line, as JSON. Raises if the program ended or said {"failed": ...}."""
+        """Read the next line, as JSON. Raises if the program ended or sent {"failed": ...}."""
         answer = self.guest.ask("hear", deadline, task=self.number, deadline=deadline)
         if answer["line"] is None:
             raise GuestError(f"guest {self.guest.name}: {self.name} ended; {answer['err'][-4000:]}")

@@ -1,7 +1,7 @@
-"""The guests' kernel, its modules and a first ramdisk, kept in ~/.cache/pipemorph/linux/<version>.
+"""The guests' kernel, modules and a first ramdisk, cached in ~/.cache/pipemorph/linux/<version>.
 
 Debian's own kernel: it has Soft-RoCE and netem as modules, which kernels of small virtual machines
-mostly leave out. `make testbeds` unpacks it.
+mostly lack. `make testbeds` unpacks it.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""What the agents of these tests are connected to."""
+"""Peers that the agents of these tests are connected to."""
 
 from __future__ import annotations
 

@@ -35,31 +35,38 @@ from agents import (
 from launch import ended
 from waiting import until
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.wire import Directive, Health, LinkHealthReport, LinkState, PlanMessage, RailSample
-from pipemorph_trainer.agent import AgentHandle, connect, start_agent
+from pipemorph.protocol import (
+    Directive,
+    Health,
+    LinkHealthReport,
+    LinkState,
+    PlanMessage,
+    RailSample,
+)
+from pipemorph.spec.mesh import MeshShape
+from pipemorph_trainer.agent import AgentProcess, connect_to_agent, start_agent
 from pipemorph_trainer.agent import client as client_module
 from pipemorph_trainer.agent.client import FLUSH_SECONDS, QUEUED_MESSAGES, AgentClient
-from pipemorph_trainer.agent.rank_plan import cut
-from pipemorph_trainer.agent.ranks import UNAUTHENTICATED
+from pipemorph_trainer.agent.rank_plan import split_plan
+from pipemorph_trainer.agent.rank_server import UNAUTHENTICATED
 
 OF_RANK_0 = LinkState(0, Health.HEALTHY, direction="backward")
 
 
 @pytest.fixture
-def agent(ingest: Ingest, token_file: Path) -> Iterator[AgentHandle]:
+def agent(ingest: Ingest, token_file: Path) -> Iterator[AgentProcess]:
     handle = start_agent(context(ingest, token_file), MeshShape(2))
     yield handle
     handle.close(1.0)
 
 
 @pytest.fixture
-def line(ingest: Ingest, token_file: Path, agent: AgentHandle) -> Iterator[Callable[[int], Any]]:
+def line(ingest: Ingest, token_file: Path, agent: AgentProcess) -> Iterator[Callable[[int], Any]]:
     """Opens a rank's line: ``line(1)`` is rank 1's client, ready."""
     with contextlib.ExitStack() as stack:
 
         def open_line(rank: int) -> AgentClient:
-            client = connect(
+            client = connect_to_agent(
                 context(ingest, token_file, rank), agent.host, agent.port, wait=DEADLINE
             )
             stack.callback(client.close)
@@ -100,11 +107,11 @@ def test_telemetry_of_all_ranks_in_one_stream_of_reports(
 
 def test_a_directive_reaches_every_rank(ingest: Ingest, line: Callable[[int], AgentClient]) -> None:
     ranks = [line(0), line(1)]
-    assert [rank.newest_plan() for rank in ranks] == [None, None]
+    assert [rank.pop_newest_plan() for rank in ranks] == [None, None]
     ingest.issue(3)
     for rank in ranks:
-        assert until(rank.newest_plan, "the plan at this rank").version == 3
-        assert rank.newest_plan() is None
+        assert until(rank.pop_newest_plan, "the plan at this rank").version == 3
+        assert rank.pop_newest_plan() is None
     until(
         lambda: ingest.reports and ingest.reports[-1].observed_plan_version == 3,
         "observed plan_version",
@@ -112,21 +119,21 @@ def test_a_directive_reaches_every_rank(ingest: Ingest, line: Callable[[int], Ag
 
 
 def test_every_rank_gets_its_part_and_rank_0_the_reason(ingest: Ingest, token_file: Path) -> None:
-    """Also ranks that come late."""
+    """Ranks that come late are among them."""
     mesh, lines = MeshShape(2, replicas=2), []
     handle = start_agent(context(ingest, token_file), mesh)
     try:
         for rank in range(4):
             at = context(ingest, token_file, rank)
-            lines.append(connect(at, handle.host, handle.port, wait=DEADLINE))
+            lines.append(connect_to_agent(at, handle.host, handle.port, wait=DEADLINE))
             assert lines[rank].ready
             if rank == 0:
-                message = PlanMessage.of(plan(4))
+                message = PlanMessage.from_plan(plan(4))
                 ingest.serve(Directive(plan_version=4, issued_at=1, reason="x", plan=message))
-            got = until(lines[rank].newest_plan, f"the plan at rank {rank}")
-            told = {"reason": "x"} if rank == 0 else {}
-            place = mesh.coordinate(rank).along("pp")
-            assert got == cut(plan(4), mesh)[place].model_copy(update=told)
+            got = until(lines[rank].pop_newest_plan, f"the plan at rank {rank}")
+            fields = {"reason": "x"} if rank == 0 else {}
+            place = mesh.find_coordinate(rank).index_along("pp")
+            assert got == split_plan(plan(4), mesh)[place].model_copy(update=fields)
     finally:
         for line in lines:
             line.close()
@@ -137,12 +144,12 @@ def test_a_plan_that_the_ranks_cannot_run_is_refused_and_said(
     ingest: Ingest, line: Callable[[int], AgentClient]
 ) -> None:
     zero = line(0)
-    message = PlanMessage.of(plan(5, stages=3))
+    message = PlanMessage.from_plan(plan(5, stages=3))
     ingest.serve(Directive(plan_version=5, issued_at=1, reason="x", plan=message))
     said = "plan 5 refused: plan 5 has 3 stages; this job runs 2"
     until(lambda: any(r.message == said for r in ingest.reports), "the refusal")
     ingest.issue(6)
-    assert until(zero.newest_plan, "the next plan").version == 6
+    assert until(zero.pop_newest_plan, "the next plan").version == 6
 
 
 @pytest.mark.times
@@ -166,9 +173,9 @@ def test_from_a_delayed_message_to_the_plan_takes_less_than_200_ms(
         ingest.on_report = decide
         started = time.perf_counter()
         one.publish(telemetry(1, links=samples(0.06, 20, plan_version)))
-        until(zero.newest_plan, "the plan at rank 0")
+        until(zero.pop_newest_plan, "the plan at rank 0")
         taken = time.perf_counter() - started
-        until(one.newest_plan, "the plan at rank 1")
+        until(one.pop_newest_plan, "the plan at rank 1")
         return taken
 
     # The best of three measurements: a machine may be busy during one of them.
@@ -193,18 +200,18 @@ def test_at_most_twenty_reports_a_second(
     until(pumping(zero, lambda: len(ingest.iterations()) >= 400), "all iterations")
     count = len(ingest.reports) - before
     seconds = time.monotonic() - started
-    told = [[i.index for i in report.iterations] for report in ingest.reports]
-    found = [index for indices in told for index in indices]
+    reported = [[i.index for i in report.iterations] for report in ingest.reports]
+    found = [index for indices in reported for index in indices]
     # Where the agent was held up and more wait than a report takes, the newest go first.
-    overfull = any(len(indices) == MOST_ITERATIONS for indices in told)
+    overfull = any(len(indices) == MOST_ITERATIONS for indices in reported)
     assert (sorted(found) if overfull else found) == list(range(400))
     assert count <= 20 * seconds + 2
 
 
 def test_reports_go_on_after_another_agent_has_taken_over(
-    ingest: Ingest, agent: AgentHandle, line: Callable[[int], AgentClient]
+    ingest: Ingest, agent: AgentProcess, line: Callable[[int], AgentClient]
 ) -> None:
-    """The ingest takes no sequence number twice; and nobody tells it that training begins."""
+    """The ingest takes no sequence number twice; and no report says that training begins."""
     zero, one = line(0), line(1)
     zero.publish(telemetry(0, iteration=7, finished_iteration=finished(6)))
     until(lambda: ingest.iterations() == [6], "iteration 6")
@@ -213,8 +220,8 @@ def test_reports_go_on_after_another_agent_has_taken_over(
     one.publish(telemetry(1, iteration=7, links=[sample()]))
 
     def served() -> bool:
-        agent.tend()
-        return one.newest_plan() is None and one.ready and one.reconnects == 1
+        agent.restart_if_ended()
+        return one.pop_newest_plan() is None and one.ready and one.reconnects == 1
 
     until(served, "a line of rank 1 to the next agent")
     before = len(ingest.reports)
@@ -222,16 +229,16 @@ def test_reports_go_on_after_another_agent_has_taken_over(
     zero.publish(telemetry(0, iteration=8, finished_iteration=finished(7)))
 
     def reported() -> bool:
-        zero.newest_plan()  # a line moves on when it is used
+        zero.pop_newest_plan()  # a line moves on when it is used
         return 7 in ingest.iterations()
 
     until(reported, "iteration 7")
     assert ingest.reports[before].iteration == 8
-    told = [index for answer in zero.answers() for index in answer.reported]
-    until(lambda: told.extend(i for a in zero.answers() for i in a.reported) or 7 in told, "7")
+    seen = [index for answer in zero.pop_answers() for index in answer.reported]
+    until(lambda: seen.extend(i for a in zero.pop_answers() for i in a.reported) or 7 in seen, "7")
     numbers = [report.sequence for report in ingest.reports]
     assert numbers == sorted(set(numbers))
-    assert until(one.newest_plan, "the directive").version == 3
+    assert until(one.pop_newest_plan, "the directive").version == 3
 
 
 def test_a_wrong_secret_is_refused_and_logged(
@@ -248,7 +255,7 @@ def test_a_wrong_secret_is_refused_and_logged(
         def refused() -> bool:
             nonlocal err
             # The line moves on when it is used: the agent may have taken long to start.
-            assert stranger.newest_plan() is None
+            assert stranger.pop_newest_plan() is None
             err += capfd.readouterr().err
             return "refused rank 1 from 127.0.0.1" in err
 
@@ -262,7 +269,7 @@ def test_a_wrong_secret_is_refused_and_logged(
 
 
 def test_a_rank_of_another_version_is_refused_in_one_line(
-    agent: AgentHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agent: AgentProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(client_module, "RANK_PROTOCOL", 1)
     monkeypatch.setattr(client_module, "PATIENCE", 1)
@@ -274,7 +281,7 @@ def test_a_rank_of_another_version_is_refused_in_one_line(
 
 
 def test_an_impostor_without_the_secret_gives_no_plans() -> None:
-    """Whoever answers on the agent's port has to prove itself as well."""
+    """Servers on the agent's port have to prove themselves as well."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = AgentClient(0, SECRET, "127.0.0.1", server.getsockname()[1])
 
@@ -283,16 +290,16 @@ def test_an_impostor_without_the_secret_gives_no_plans() -> None:
             with line:
                 from pipemorph_trainer.agent import frames
 
-                line.sendall(frames.encode(frames.Challenge(nonce="00")))
+                line.sendall(frames.encode_frame(frames.Challenge(nonce="00")))
                 line.recv(65536)
-                line.sendall(frames.encode(frames.Welcome(proof="11")))
-                line.sendall(frames.encode(PlanMessage.of(plan(9))))
+                line.sendall(frames.encode_frame(frames.Welcome(proof="11")))
+                line.sendall(frames.encode_frame(PlanMessage.from_plan(plan(9))))
                 line.recv(65536)
 
         player = threading.Thread(target=play, daemon=True)
         player.start()
         assert not client.wait_until_ready(1.0)
-        assert client.newest_plan() is None
+        assert client.pop_newest_plan() is None
         client.close()
         player.join(DEADLINE)
 
@@ -309,7 +316,7 @@ def test_training_goes_on_while_the_ingest_is_away(
     for index in range(1, 301):
         started = time.perf_counter()
         zero.publish(telemetry(0, finished_iteration=finished(index)))
-        zero.newest_plan()
+        zero.pop_newest_plan()
         taken.append(time.perf_counter() - started)
     assert zero.ready
     # A busy machine may hold up a few for a moment; the ingest is not back before these are over.
@@ -318,28 +325,28 @@ def test_training_goes_on_while_the_ingest_is_away(
     ingest.up()
     until(pumping(zero, lambda: len(set(ingest.iterations())) == 301), "what happened meanwhile")
     ingest.issue(1)
-    until(zero.newest_plan, "a plan after the ingest came back")
+    until(zero.pop_newest_plan, "a plan after the ingest came back")
 
 
-def test_an_ingest_that_comes_back_is_told_of_every_port_again(
+def test_an_ingest_that_comes_back_gets_every_port_again(
     ingest: Ingest, line: Callable[[int], AgentClient]
 ) -> None:
     zero = line(0)
     port = RailSample(stage=0, device="mlx5_0", port=1, state="ACTIVE", counters={"x": 1})
 
-    def told() -> bool:
+    def port_reported() -> bool:
         return any(report.rails is not None and report.rails.ports for report in ingest.reports)
 
     zero.publish(telemetry(0, rails=[port], ports=1))
-    until(told, "the port")
+    until(port_reported, "the port")
     ingest.down()
     ingest.reports.clear()
-    # An ingest that is back before the agent has missed it is told within a minute.
+    # An ingest that is back before the agent has missed it gets it within a minute.
     with socket.create_server(("127.0.0.1", ingest.port)) as deaf:
         deaf.settimeout(DEADLINE)
         deaf.accept()[0].close()
     ingest.up()
-    until(told, "the port, told again")
+    until(port_reported, "the port, sent again")
 
 
 def test_a_rotated_token_is_read_again(
@@ -356,17 +363,17 @@ def test_a_rotated_token_is_read_again(
 
 @pytest.mark.times
 def test_a_lost_agent_costs_no_time(
-    ingest: Ingest, token_file: Path, agent: AgentHandle, line: Callable[[int], AgentClient]
+    ingest: Ingest, token_file: Path, agent: AgentProcess, line: Callable[[int], AgentClient]
 ) -> None:
     zero = line(0)
     agent.process.kill()
     agent.process.wait(DEADLINE)
-    until(lambda: zero.newest_plan() is None and not zero.ready, "the line's loss")
+    until(lambda: zero.pop_newest_plan() is None and not zero.ready, "the line's loss")
     taken = []
     for index in range(QUEUED_MESSAGES + 50):
         started = time.perf_counter()
         zero.publish(telemetry(0, iteration=index))
-        assert zero.newest_plan() is None
+        assert zero.pop_newest_plan() is None
         taken.append(time.perf_counter() - started)
     # A busy machine may hold up a few; a call that waits for the agent would be most of them.
     assert sorted(taken)[-len(taken) // 10] < 0.05
@@ -379,16 +386,16 @@ def test_a_lost_agent_costs_no_time(
 
 
 def test_a_line_that_drops_is_dialled_again(
-    ingest: Ingest, token_file: Path, agent: AgentHandle, line: Callable[[int], AgentClient]
+    ingest: Ingest, token_file: Path, agent: AgentProcess, line: Callable[[int], AgentClient]
 ) -> None:
     first = line(0)
     second = line(0)  # The same rank again: the agent closes the older line.
-    until(lambda: (first.newest_plan(), first.reconnects)[1], "the first line's loss")
+    until(lambda: (first.pop_newest_plan(), first.reconnects)[1], "the first line's loss")
     assert second.ready or second.reconnects
 
 
 def test_the_last_report_is_sent_when_rank_zero_ends(
-    ingest: Ingest, agent: AgentHandle, line: Callable[[int], AgentClient]
+    ingest: Ingest, agent: AgentProcess, line: Callable[[int], AgentClient]
 ) -> None:
     for rank in (0, 1):
         client = line(rank)
@@ -400,11 +407,11 @@ def test_the_last_report_is_sent_when_rank_zero_ends(
 
 
 def test_a_run_that_is_over_before_its_agent_has_started_is_reported(
-    ingest: Ingest, token_file: Path, agent: AgentHandle
+    ingest: Ingest, token_file: Path, agent: AgentProcess
 ) -> None:
-    """As the agent of a short run on a busy machine: it takes longer than a flush usually may."""
+    """The agent of a short run on a busy machine takes longer than a flush usually may."""
     agent.process.send_signal(signal.SIGSTOP)
-    client = connect(context(ingest, token_file), agent.host, agent.port, wait=0.0)
+    client = connect_to_agent(context(ingest, token_file), agent.host, agent.port, wait=0.0)
     client.publish(telemetry(0, iteration=0, finished_iteration=finished(0)))
     goes_on = threading.Timer(1.5 * FLUSH_SECONDS, agent.process.send_signal, [signal.SIGCONT])
     goes_on.start()
@@ -416,7 +423,7 @@ def test_a_run_that_is_over_before_its_agent_has_started_is_reported(
 
 
 def test_a_last_report_that_fails_is_sent_once_more(
-    ingest: Ingest, agent: AgentHandle, line: Callable[[int], AgentClient]
+    ingest: Ingest, agent: AgentProcess, line: Callable[[int], AgentClient]
 ) -> None:
     ingest.refuses = lambda report: report.state == "finished"
     for rank in (1, 0):
@@ -434,11 +441,11 @@ def test_a_last_report_that_fails_is_sent_once_more(
 
 @pytest.mark.parametrize("how", ["killed", "forked"])
 def test_the_agent_dies_with_rank_zero(ingest: Ingest, token_file: Path, how: str) -> None:
-    """Also where a forked helper of rank 0 keeps the pipe to the agent open."""
+    """A forked helper of rank 0 may hold the pipe to the agent open."""
     program = f"""
 import json, os, sys, time
 from pathlib import Path
-from pipemorph.api.mesh import MeshShape
+from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.agent import start_agent
 from pipemorph_trainer.context import TrainerContext
 context = TrainerContext(0, 2, 0, "127.0.0.1", 1, secret=b"s",
@@ -476,23 +483,23 @@ def test_a_report_that_is_not_of_its_rank_closes_the_line(
 
 
 @pytest.mark.full
-def test_a_rank_that_does_not_read_holds_up_nobody(
+def test_a_rank_that_does_not_read_holds_up_no_other(
     ingest: Ingest, line: Callable[[int], AgentClient]
 ) -> None:
-    """Its plans wait in the agent; that of many microbatches is larger than a socket's buffer."""
+    """Plans wait in the agent; that of many microbatches is larger than a socket's buffer."""
     zero, deaf = line(0), line(1)
     for plan_version in range(1, 6):
         large = Directive(
             plan_version=plan_version,
             issued_at=time.time(),
             reason="large",
-            plan=PlanMessage.of(plan(plan_version, microbatches=20_000)),
+            plan=PlanMessage.from_plan(plan(plan_version, microbatches=20_000)),
         )
         ingest.loop.call_soon_threadsafe(ingest._serve, large)
-        found = until(zero.newest_plan, "the plan at rank 0")
+        found = until(zero.pop_newest_plan, "the plan at rank 0")
         assert found.version == plan_version
-    assert until(deaf.newest_plan, "a plan at the deaf rank, once it reads").version >= 1
-    until(lambda: deaf.newest_plan() is not None or deaf._seen_version == 5, "the newest plan")
+    assert until(deaf.pop_newest_plan, "a plan at the deaf rank, once it reads").version >= 1
+    until(lambda: deaf.pop_newest_plan() is not None or deaf._seen_version == 5, "the newest plan")
 
 
 def test_a_full_queue_drops_finished_iterations_last() -> None:
@@ -501,19 +508,19 @@ def test_a_full_queue_drops_finished_iterations_last() -> None:
         for index in range(2 * QUEUED_MESSAGES):
             done = finished(index) if index % 4 == 0 else None
             client.publish(telemetry(0, iteration=index, finished_iteration=done))
-        kept = [json.loads(payload[4:]) for _, payload in client._queue]
+        queued = [json.loads(payload[4:]) for _, payload in client._queue]
     client.close()
-    assert len(kept) == QUEUED_MESSAGES and client.dropped >= QUEUED_MESSAGES
-    left = [m["iteration"] for m in kept if "finished_iteration" in m]
-    assert left == list(range(0, 2 * QUEUED_MESSAGES, 4))
-    assert kept[-1]["iteration"] == 2 * QUEUED_MESSAGES - 1
+    assert len(queued) == QUEUED_MESSAGES and client.dropped >= QUEUED_MESSAGES
+    iterations = [m["iteration"] for m in queued if "finished_iteration" in m]
+    assert iterations == list(range(0, 2 * QUEUED_MESSAGES, 4))
+    assert queued[-1]["iteration"] == 2 * QUEUED_MESSAGES - 1
 
 
 @pytest.mark.parametrize("seconds", [DEADLINE, pytest.param(1.0, marks=pytest.mark.times)])
 def test_strangers_displace_themselves_alone(
     ingest: Ingest,
     token_file: Path,
-    agent: AgentHandle,
+    agent: AgentProcess,
     line: Callable[[int], AgentClient],
     seconds: float,
 ) -> None:
@@ -533,7 +540,9 @@ def test_strangers_displace_themselves_alone(
                 stranger.sendall(sent[number % 3])
             crowd.append(stranger)
         began = time.monotonic()
-        client = connect(context(ingest, token_file, 1), agent.host, agent.port, wait=DEADLINE)
+        client = connect_to_agent(
+            context(ingest, token_file, 1), agent.host, agent.port, wait=DEADLINE
+        )
         stack.callback(client.close)
         assert client.ready and time.monotonic() - began < seconds
         files = [os.path.realpath(each) for each in Path(f"/proc/{agent.process.pid}/fd").iterdir()]
@@ -544,7 +553,7 @@ def test_strangers_displace_themselves_alone(
 
 
 def closed(stranger: socket.socket) -> bool:
-    """Whether the other end has closed the connection."""
+    """True if the other end has closed the connection."""
     stranger.setblocking(False)
     try:
         while stranger.recv(4096):

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from launch import Ranks
 from torch import nn
 
-from pipemorph.api.mesh import MeshShape
+from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.agent import AgentClient, AgentHandle
-from pipemorph_trainer.agent.launch import AgentConfig
+from pipemorph_trainer.agent import AgentClient, AgentProcess
+from pipemorph_trainer.agent.agent_process import AgentConfig
 
 INGEST = "http://127.0.0.1:9"
-"""Nobody listens there, which an agent bears."""
+"""Address without a listener, which an agent bears."""
 
 
 def train(context: TrainerContext, killed: bool) -> list[int]:
@@ -54,8 +54,8 @@ def test_an_agent_that_ends_is_followed_by_another_while_training_goes_on(killed
     zero, one = Ranks(2, train, killed, context=context).wait(100)
     assert (zero.exitcode, one.exitcode) == (0, 0), zero.error + one.error + zero.output
     assert zero.value == one.value == ([0, 1] if killed else [0])
-    told = "the agent has ended (killed by SIGKILL): nothing is reported or adapted until another"
-    for said, times in ((told, killed), ("the agent has been started again", killed)):
+    ended = "the agent has ended (killed by SIGKILL): nothing is reported or adapted until another"
+    for said, times in ((ended, killed), ("the agent has been started again", killed)):
         assert zero.output.count(said) == times, zero.output
     assert "the agent has" not in one.output
 
@@ -78,13 +78,13 @@ def test_one_that_does_not_last_is_started_less_and_less_often(
     now = 100.0
     listener = socket.create_server(("127.0.0.1", 0))
     ends_at_once = (sys.executable, "-I", "-S", "-c", program)
-    handle = AgentHandle(config, listener, "127.0.0.1", command=ends_at_once, clock=lambda: now)
+    handle = AgentProcess(config, listener, "127.0.0.1", command=ends_at_once, clock=lambda: now)
     pauses, began = [], now
     while len(pauses) < 9:
         process = handle.process
         process.wait(20)
-        handle.tend()
-        handle.tend()
+        handle.restart_if_ended()
+        handle.restart_if_ended()
         if handle.process is process:
             now += 0.5
         else:

@@ -1,4 +1,4 @@
-"""A plan is cut into what each rank runs of it."""
+"""Plans are cut into the parts that each rank runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from drawn_plans import random_plan
 
-from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Plan, Problem, Route, Schedule, StageTimes, plan
-from pipemorph_trainer.agent import frames, receives
-from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage, cut
+from pipemorph.spec.mesh import MeshShape
+from pipemorph_trainer.agent import frames, receive_windows
+from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage, split_plan
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
@@ -21,8 +21,8 @@ def test_the_parts_of_a_plan_are_the_plan(dispatch: Dispatch) -> None:
     for _ in range(40):
         whole = random_plan(rng, dispatch)
         schedule, last = whole.schedule, whole.schedule.stage_count - 1
-        parts = cut(whole, MeshShape(last + 1))
-        windows = receives.windows(whole)
+        parts = split_plan(whole, MeshShape(last + 1))
+        windows = receive_windows.compute_windows(whole)
         assert len({part.digest for part in parts}) == 1
         for i, part in enumerate(parts):
             (mine,) = part.stages
@@ -38,11 +38,11 @@ def test_the_parts_of_a_plan_are_the_plan(dispatch: Dispatch) -> None:
                 assert end.slack == whole.warmup[end.link] - whole.warmup[end.link + 1]
             if mine.below is not None:
                 assert mine.below.window == windows[i]
-                assert mine.below.after == receives.after_below(whole, i)
+                assert mine.below.after == receive_windows.count_sends_before_backward(whole, i)
             if mine.above is not None:
                 assert mine.above.window == windows[i - 1]
-                assert mine.above.after == receives.after_above(whole, i)
-            assert frames.decode(RankPlan, part.body()) == part
+                assert mine.above.after == receive_windows.count_sends_before_forward(whole, i)
+            assert frames.decode_message(RankPlan, part.to_json()) == part
 
 
 def healthy(stages: int, microbatches: int) -> Plan:
@@ -53,17 +53,20 @@ def healthy(stages: int, microbatches: int) -> Plan:
 
 
 def test_the_digest_names_the_whole_plan() -> None:
-    """Also what a rank's own part does not contain."""
+    """The digest covers what a rank's own part does not contain."""
     mesh, one = MeshShape(4), healthy(4, 6)
     other = replace(one, in_flight_limits=(None, None, None, 6))
-    mine, theirs = cut(one, mesh)[0], cut(other, mesh)[0]
+    mine, theirs = split_plan(one, mesh)[0], split_plan(other, mesh)[0]
     assert mine.digest != theirs.digest
     assert mine.model_copy(update={"digest": theirs.digest}) == theirs
 
 
 def test_a_change_of_a_large_job_takes_at_most_20_megabytes() -> None:
     """64 stages of 160 replicas, 128 microbatches: all that leaves the agent's host."""
-    sent = sum(len(frames.frame(part.body())) for part in cut(healthy(64, 128), MeshShape(64, 160)))
+    sent = sum(
+        len(frames.add_length_prefix(part.to_json()))
+        for part in split_plan(healthy(64, 128), MeshShape(64, 160))
+    )
     assert 160 * sent <= 20e6, f"{160 * sent / 1e6:.1f} MB"
 
 
@@ -84,7 +87,7 @@ def test_how_many_microbatches_ops_use_at_one_time(ops: str, used: tuple[int, in
         version=0, digest="0" * 8, microbatches=3, stage_count=1, ops=ops,
         stages=(RankStage(stage=0),),
     )  # fmt: skip
-    assert plan.used(0) == used
+    assert plan.count_peak_activations(0) == used
 
 
 def test_a_plan_that_the_ranks_cannot_run_is_not_cut() -> None:
@@ -94,11 +97,11 @@ def test_a_plan_that_the_ranks_cannot_run_is_not_cut() -> None:
     for wrong, words in (
         (healthy(2, 4), "plan 1 has 2 stages; this job runs 3"),
         (replace(one, routes=(Route.DIRECT,)), "plan 1 has 1 routes; expected 2"),
-        (replace(one, recompute=(False,)), "says of 1 stages whether they recompute; expected 3"),
+        (replace(one, recompute=(False,)), "has recompute for 1 stages; expected 3"),
         (replace(one, schedule=twice), "stage 1"),
         (replace(one, in_flight_limits=(1, 1, 1)), "stage 0"),
     ):
         with pytest.raises(InputError, match=words):
-            cut(wrong, mesh)
+            split_plan(wrong, mesh)
     with pytest.raises(InputError, match="plan 1 has dispatch guided"):
-        cut(replace(one, dispatch=Dispatch.GUIDED), MeshShape(3, tensor=2))
+        split_plan(replace(one, dispatch=Dispatch.GUIDED), MeshShape(3, tensor=2))

@@ -1,4 +1,4 @@
-"""How a batch is given: as microbatches, and with what counts in the mean."""
+"""Batches: as microbatches, and with what counts in the mean."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from launch import run_ranks
 from torch import Tensor, nn
 from trainer_jobs import make_batch, make_stage
 
-from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
+from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
-from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.executor.inputs import Given, check_graphs, of_stage, split
+from pipemorph_trainer.executor.inputs import (
+    StepArguments,
+    check_shared_graphs,
+    select_stage_inputs,
+    split_batch,
+)
+from pipemorph_trainer.executor.stage_executor import MicrobatchInputs
 
 N, STAGES, PADDING = 4, 2, -100
 
@@ -29,7 +34,7 @@ def sum_of_tokens(output: Tensor, target: Tensor) -> Tensor:
 
 
 def padded(replica: int) -> tuple[Tensor, Tensor]:
-    """Few tokens count in replica 1, and none in its first microbatch."""
+    """Train with few tokens that count in replica 1, and none in its first microbatch."""
     tokens, target = make_batch(replica, 2 * N)
     target[0, 1:] = PADDING
     if replica:
@@ -77,7 +82,7 @@ def test_padding_counts_nothing(replicas: int) -> None:
     for rank, (loss, grads) in enumerate(run_ranks(world, weighted, world)):
         torch.testing.assert_close(loss, expected.detach())
         for name, parameter in modules[
-            MeshShape(STAGES, world // STAGES).coordinate(rank).stage
+            MeshShape(STAGES, world // STAGES).find_coordinate(rank).stage
         ].named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
@@ -106,14 +111,14 @@ def split_already(context: TrainerContext) -> None:
             same_bits(pipe.step(**parts), loss)
             for name, value in grads().items():
                 same_bits(value, expected[name], name)
-        for wrong, told in (
+        for wrong, error in (
             ({"arg_mbs": x[1:], "target": target}, "arg_mbs has 3 microbatches; expected 4"),
             ({"arg_mbs": x, "target_mbs": y[1:]}, "target_mbs has 3 microbatches; expected 4"),
             ({"arg_mbs": (*x[1:], x[0][:1]), "target_mbs": y}, "microbatch 3 has int64[1, 3]; ex"),
         ):
             with pytest.raises(BatchError) as refused:
                 pipe.step(**wrong)
-            assert told in str(refused.value)
+            assert error in str(refused.value)
         with pytest.raises(BatchError, match="got arg_mbs and the same as one batch"):
             pipe.step(tokens, arg_mbs=x, target=target)
 
@@ -133,51 +138,53 @@ def encoded(shared: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("place", ["args", "kwargs", "targets", "nested"])
 def test_inputs_with_one_graph_are_refused_before_anything_is_sent(place: str) -> None:
-    def inputs(parts: list[Tensor]) -> Inputs:
+    def inputs(parts: list[Tensor]) -> MicrobatchInputs:
         given: dict[str, list[Any]] = {
             "args": [(part,) for part in parts],
             "kwargs": [{"mask": part} for part in parts],
             "targets": list(parts),
             "nested": [([{"a": part}],) for part in parts],
         }
-        return Inputs(**{"args" if place == "nested" else place: given[place]})
+        return MicrobatchInputs(**{"args" if place == "nested" else place: given[place]})
 
     with pytest.raises(InputError, match=r"0 and 1 come from one graph \(Tanh.*x\.detach"):
-        check_graphs("rank 0", inputs(encoded(shared=True)))
-    # What frees nothing, and graphs that no two microbatches share.
+        check_shared_graphs("rank 0", inputs(encoded(shared=True)))
+    # Shared graphs that free nothing, and separate graphs.
     leaf = torch.ones(2 * N, 3, requires_grad=True)
     for fine in (encoded(shared=False), leaf.chunk(N), (leaf + 1).view(N, 2, 3).unbind()):
-        check_graphs("rank 0", inputs(list(fine)))
-    assert len(split((leaf,), {}, N)[0]) == N
+        check_shared_graphs("rank 0", inputs(list(fine)))
+    assert len(split_batch((leaf,), {}, N)[0]) == N
 
 
 def refused(context: TrainerContext) -> list[str]:
-    """Two steps: one with a graph, which all ranks refuse, and one without."""
+    """Run two steps: one with a graph, which all ranks refuse, and one without."""
     module = make_stage(context.rank, STAGES, torch.float32)
     tokens, target = make_batch(0, 2 * N)
     scale = torch.ones(2 * N, 1, 1, requires_grad=True) * torch.tensor(2.0, requires_grad=True)
-    told = []
+    errors = []
     with Pipeline(
         module, context=context, loss_fn=lambda out, y: (out * y[1]).sum(), microbatches=N
     ) as pipe:
         try:
             pipe.step(tokens, target=(target, scale.exp()))
         except BatchError as error:
-            told.append(str(error))
+            errors.append(str(error))
         pipe.evaluate(tokens, target=(target, scale))
         pipe.step(tokens, target=(target, scale.detach()))
-    return told
+    return errors
 
 
 def test_all_ranks_refuse_a_step_with_such_inputs() -> None:
-    for (told,) in run_ranks(STAGES, refused):
-        assert "(stage 1): the inputs of microbatches 0 and 1 come from one graph" in told
+    for (error,) in run_ranks(STAGES, refused):
+        assert "(stage 1): the inputs of microbatches 0 and 1 come from one graph" in error
 
 
 def test_a_keyword_that_is_no_part_of_the_batch_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    place = MeshShape(STAGES).coordinate(0)
+    place = MeshShape(STAGES).find_coordinate(0)
     for mask in (torch.ones(N, N), torch.ones(N, N), torch.ones(2 * N, 1), torch.ones(N, 2)):
-        of_stage(place, N, Given((torch.ones(2 * N, 3),), {"mask": mask}), needs_target=False)
+        select_stage_inputs(
+            place, N, StepArguments((torch.ones(2 * N, 3),), {"mask": mask}), needs_target=False
+        )
     assert [record.getMessage() for record in caplog.records] == [
         f"keyword 'mask' has shape [4, {width}], which is not the batch's size; it is cut along"
         " dimension 0 into 4 parts. If every microbatch needs all of it, give kwarg_mbs"

@@ -1,4 +1,4 @@
-"""What crosses a stage boundary: structures of tensors, and the gradients that are needed."""
+"""Messages across a stage boundary: structures of tensors, and the gradients that are needed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from launch import run_ranks
 from torch import Tensor, nn
 
 from pipemorph_trainer import Options, Pipeline, TrainerContext
-from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
+from pipemorph_trainer.agent.messages import NullControlClient, RankTelemetry
+from pipemorph_trainer.backward import ModuleRunner
+from pipemorph_trainer.backward.output_structure import OutputStructure, flatten_output
 from pipemorph_trainer.errors import BatchError, ShapeError, SplitError
-from pipemorph_trainer.executor.split import StageRunner
-from pipemorph_trainer.executor.stages.structure import Structure, take_apart
-from pipemorph_trainer.torch.stage import TorchStageRunner
+from pipemorph_trainer.torch.stage_runner import TorchStageRunner
 
 N, STAGES, WIDTH = 4, 3, 6
 
 
-class Received(NoControl):
+class Received(NullControlClient):
     """Bytes that came from the stage below."""
 
     def __init__(self) -> None:
@@ -230,15 +230,15 @@ def test_a_stage_gets_the_structure_that_the_one_above_returned(route: str) -> N
 
 def test_what_a_stage_cannot_return_is_named() -> None:
     with pytest.raises(SplitError, match=r"output\[1\]\['a'\] of the stage is a set; a stage"):
-        take_apart((torch.ones(1), {"a": {1}, "b": None}))
-    tensors, structure = take_apart([torch.ones(1), None, {"a": torch.ones(2)}])
-    assert Structure.decode(structure.encode()) == structure
-    positional, named = structure.arguments(tensors)
+        flatten_output((torch.ones(1), {"a": {1}, "b": None}))
+    tensors, structure = flatten_output([torch.ones(1), None, {"a": torch.ones(2)}])
+    assert OutputStructure.decode(structure.encode()) == structure
+    positional, named = structure.build_arguments(tensors)
     assert (positional[1], named) == (None, {}) and positional[2]["a"] is tensors[1]
-    assert structure == take_apart([torch.zeros(1), None, {"a": torch.ones(2)}])[1]
+    assert structure == flatten_output([torch.zeros(1), None, {"a": torch.ones(2)}])[1]
     assert str(structure) == "[tensor, None, {'a': tensor}]"
-    assert take_apart(Pair(torch.ones(1), "x")) == take_apart((torch.ones(1), "x"))
-    _, odd = take_apart([Pair(torch.ones(1), "x")])
+    assert flatten_output(Pair(torch.ones(1), "x")) == flatten_output((torch.ones(1), "x"))
+    _, odd = flatten_output([Pair(torch.ones(1), "x")])
     with pytest.raises(ShapeError, match="cannot be described to the next"):
         odd.encode()
 
@@ -248,7 +248,7 @@ class Colour(IntEnum):
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "error"),
     [
         ([{(1, 2): torch.ones(1)}], r"key \(1, 2\), a tuple; between stages keys are strings"),
         ([{"a": [{Colour.RED: 1}]}], "RED: 1>, a Colour"),
@@ -260,16 +260,16 @@ class Colour(IntEnum):
         ((torch.ones(1), 1j), "is a complex"),
     ],
 )
-def test_the_sender_refuses_what_would_arrive_as_something_else(output: Any, told: str) -> None:
-    with pytest.raises((ShapeError, SplitError), match=told):
-        take_apart(output)[1].encode()
+def test_the_sender_refuses_what_would_arrive_as_something_else(output: Any, error: str) -> None:
+    with pytest.raises((ShapeError, SplitError), match=error):
+        flatten_output(output)[1].encode()
 
 
 VALUES = (1, True, 1.0, 0.0, -0.0, math.nan, 0, False, math.inf, -(1 << 63), (1 << 63) - 1, 5e-324)
 
 
 def valued(context: TrainerContext, route: Any) -> list[str]:
-    """Each microbatch has another number, of another type, and gets what that says."""
+    """Give each microbatch another number, of another type, which sets its result."""
     got: list[str] = []
     values = iter(VALUES * 2)
 
@@ -327,7 +327,7 @@ CHANGES: tuple[Callable[[Tensor], Any], ...] = (
     lambda x: (x, x.bfloat16()),
 )
 MODES = ((0, 0), (1, 0), (0, 0), (2, 2), (2, 0), (3, 1), (3, 4), (4, 4), (5, 4), (6, 6), (0, 1))
-"""Of the first two stages, by iteration. No input changes with it."""
+"""Modes of the first two stages, by iteration. No input changes with it."""
 
 
 def changing(context: TrainerContext, options: dict[str, Any]) -> Any:
@@ -396,11 +396,11 @@ class Own(nn.Module):
         self.function, self.linear = function, nn.Linear(WIDTH, WIDTH)
         self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
         self.register_buffer("mean", torch.ones(2, WIDTH))
-        self.plain, self.kept = torch.zeros(2, WIDTH), []
+        self.plain, self.held = torch.zeros(2, WIDTH), []
 
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
-            for memory in (self.mean, self.plain, *self.kept):
+            for memory in (self.mean, self.plain, *self.held):
                 memory.mul_(0.5).add_(x.sum())
             self.count += 1
         return self.function(self, x)
@@ -408,13 +408,13 @@ class Own(nn.Module):
 
 def keeps_output(m: Any, x: Tensor) -> Tensor:
     out: Tensor = m.linear(x)
-    m.kept = [out.detach()]
+    m.held = [out.detach()]
     return out
 
 
 def keeps_part(m: Any, x: Tensor) -> Tensor:
     both: Tensor = torch.cat([m.linear(x), x])
-    m.kept = [both.detach()[:1]]
+    m.held = [both.detach()[:1]]
     return both[:2]
 
 
@@ -451,30 +451,32 @@ def test_what_a_stage_returned_stays_while_it_runs_on(
 ) -> None:
     inputs = make_batch(0)[0].chunk(N)
     alone, whole = Own(function), Own(function)
-    wanted = [[each.clone() for each in take_apart(alone(x))[0]] for x in inputs]
+    wanted = [[each.clone() for each in flatten_output(alone(x))[0]] for x in inputs]
     last = place == "last"
-    runner = StageRunner(
+    runner = ModuleRunner(
         whole, is_first=True, is_last=last, microbatches=N,
         loss_fn=(lambda out, target: whole.mean[0, 0]) if last else None,
     )  # fmt: skip
     outputs: list[Any] = []
     runner.begin_iteration(fused=frozenset(), outputs=outputs)
-    run = runner.evaluate if place == "evaluation" else runner.forward
+    run = runner.evaluate_microbatch if place == "evaluation" else runner.run_forward
     if place == "torch's stage":
-        ops: Any = SimpleNamespace(forward=lambda k, args, *_, **__: take_apart(whole(*args))[0])
+        ops: Any = SimpleNamespace(
+            run_forward=lambda k, args, *_, **__: flatten_output(whole(*args))[0]
+        )
         run = TorchStageRunner(
             ops, splits=False, walk=None, loss_of=None, loss_kept=lambda k: None
-        ).forward
+        ).run_forward
     sent = [run(k, (x,), target=0) for k, x in enumerate(inputs)]
     if last:
         assert len({float(loss) for (loss,) in sent}) == N
-        sent = [take_apart(each)[0] for each in outputs]
+        sent = [flatten_output(each)[0] for each in outputs]
     for k, (found, expected) in enumerate(zip(sent, wanted, strict=True)):
         for mine, its in zip(found, expected, strict=True):
             same_bits(mine.detach(), its, f"microbatch {k}")
 
 
 def test_what_an_op_has_just_made_is_sent_without_a_copy() -> None:
-    runner = StageRunner(nn.Linear(WIDTH, WIDTH), is_first=True, is_last=False, microbatches=N)
-    (sent,) = runner.forward(0, (make_batch(0)[0],))
+    runner = ModuleRunner(nn.Linear(WIDTH, WIDTH), is_first=True, is_last=False, microbatches=N)
+    (sent,) = runner.run_forward(0, (make_batch(0)[0],))
     assert sent.data_ptr() == runner._flights[0].outputs[0].data_ptr()

@@ -1,5 +1,4 @@
-"""Stages that run in CUDA graphs are refused on a device: their memory is written over while it is
-still needed."""
+"""Stages in CUDA graphs are refused on a device: their memory is written over too early."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from torch._inductor import config
 
 from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.executor.local_stage import graphs_refused
-from pipemorph_trainer.executor.split.compiled import backends, private
+from pipemorph_trainer.backward.compiled import backends, compiler_internals
+from pipemorph_trainer.executor.local_stage import find_cuda_graph_refusal
 
 ON: dict[str, Any] = {"triton.cudagraphs": True}
 OFF: dict[str, Any] = {"triton.cudagraphs": False}
@@ -56,27 +55,27 @@ def make_graphed_callables(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("options", GRAPHS)
 def test_compiled_with_graphs(options: dict[str, Any]) -> None:
-    """As a whole or in part, in place or wrapped."""
+    """The model is compiled as a whole or in part, in place or wrapped."""
     made = stage()
     made[1].compile(**options)
-    assert "module 1 runs in CUDA graphs (torch.compile with" in graphs_refused(made)
+    assert "module 1 runs in CUDA graphs (torch.compile with" in find_cuda_graph_refusal(made)
     made = stage()
     made.compile(**options)
-    assert graphs_refused(made).startswith("the stage runs in CUDA graphs")
-    assert graphs_refused(torch.compile(stage(), **options))
-    assert graphs_refused(nn.Sequential(torch.compile(stage(), **options)))
+    assert find_cuda_graph_refusal(made).startswith("the stage runs in CUDA graphs")
+    assert find_cuda_graph_refusal(torch.compile(stage(), **options))
+    assert find_cuda_graph_refusal(nn.Sequential(torch.compile(stage(), **options)))
 
 
 @pytest.mark.parametrize("options", NO_GRAPHS)
 def test_compiled_without(options: dict[str, Any]) -> None:
     made = stage()
     made[1].compile(**options)
-    assert not graphs_refused(made)
-    assert not graphs_refused(torch.compile(stage(), **options))
+    assert not find_cuda_graph_refusal(made)
+    assert not find_cuda_graph_refusal(torch.compile(stage(), **options))
     # A setting of the process is one of inductor's, unless the block says otherwise.
     own = options.get("options") == OFF or options.get("backend") == "aot_eager"
     with config.patch({"triton.cudagraphs": True}):
-        assert bool(graphs_refused(made)) is not own
+        assert bool(find_cuda_graph_refusal(made)) is not own
 
 
 def test_graphed_by_hand() -> None:
@@ -84,20 +83,22 @@ def test_graphed_by_hand() -> None:
     source = inspect.getsource(torch.cuda.graphs.make_graphed_callables)
     assert "func.forward = make_graphed_forward(" in source and "def new_fwd(" in source
     made = stage()
-    assert not graphs_refused(made)
+    assert not find_cuda_graph_refusal(made)
     make_graphed_callables(made[1][1])
-    assert "module 1.1 runs in CUDA graphs (make_graphed_callables)" in graphs_refused(made)
+    assert "module 1.1 runs in CUDA graphs (make_graphed_callables)" in find_cuda_graph_refusal(
+        made
+    )
 
 
 def test_a_forward_that_others_replaced_is_none() -> None:
     made = stage()
     made[0].forward = lambda x: x  # type: ignore[method-assign]
-    assert not graphs_refused(made)
-    assert not private.cuda_graphs(made[0])
+    assert not find_cuda_graph_refusal(made)
+    assert not compiler_internals.find_cuda_graphs(made[0])
 
 
 def refused(context: TrainerContext, on_device: bool) -> str:
-    """What the ranks say when the last stage is compiled with graphs."""
+    """Errors of the ranks when the last stage is compiled with graphs."""
     if on_device:
         seat(SimulatedDevice(prompt=True))
     made = stage()
@@ -114,7 +115,7 @@ def refused(context: TrainerContext, on_device: bool) -> str:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_all_ranks_are_told_at_the_start(on_device: bool) -> None:
-    """On the CPU, where there are no such graphs, the setting changes nothing."""
+def test_all_ranks_report_it_at_the_start(on_device: bool) -> None:
+    """The CPU has no such graphs; there the setting changes nothing."""
     for said in run_ranks(2, refused, on_device):
         assert ("module 0 runs in CUDA graphs" in said) is on_device, said

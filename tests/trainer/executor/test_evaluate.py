@@ -13,11 +13,11 @@ from launch import Ranks, run_ranks
 from torch import Tensor
 from trainer_jobs import Job, Stage, loss_fn, make_batch, make_plan, make_stage
 
-from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import Route
+from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
-from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
+from pipemorph_trainer.agent.messages import NullControlClient, RankTelemetry
 from pipemorph_trainer.errors import BatchError
 
 N = 4
@@ -50,12 +50,12 @@ CALLS = (
 )
 
 
-class Told(NoControl):
-    """What a rank tells while it evaluates, and which iterations it finishes."""
+class RecordingClient(NullControlClient):
+    """Reports of a rank while it evaluates, and the iterations that it finishes."""
 
     def __init__(self) -> None:
         self.evaluating = False
-        self.told: list[RankTelemetry] = []
+        self.reports: list[RankTelemetry] = []
         self.finished: list[int] = []
 
     def publish(self, telemetry: RankTelemetry) -> None:
@@ -63,7 +63,7 @@ class Told(NoControl):
         if report is not None and report.finished_iteration is not None:
             self.finished.append(report.finished_iteration.index)
         if self.evaluating and (telemetry.links or telemetry.profile):
-            self.told.append(telemetry)
+            self.reports.append(telemetry)
 
 
 @dataclass
@@ -81,7 +81,7 @@ def batch_of(number: int, call: Call, replica: int = 0) -> tuple[Tensor, Tensor]
 
 
 class Moded(Stage):
-    """Its output depends on whether it is in training mode."""
+    """Module whose output depends on whether it is in training mode."""
 
     def forward(self, *args: Any) -> Any:
         found = super().forward(*args)
@@ -103,16 +103,16 @@ def loop(
     stage, replica = place.stage, place.replica
     module = made(stage, stages)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    found, told = Found(), Told()
+    found, client = Found(), RecordingClient()
     with Pipeline(
         module, context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
-        options=Options(control=told, dispatch=options.get("dispatch")), deadline_seconds=30.0,
+        options=Options(control=client, dispatch=options.get("dispatch")), deadline_seconds=30.0,
         policy=options.get("policy"),
     ) as pipe:  # fmt: skip
         for number, call in enumerate(calls):
             if switches and call.kind == "step" and pipe.iteration == 1:
                 routes = (Route.DELEGATED,) * (stages - 1)
-                pipe.install(make_plan(Job(stages, N), 1, "1f1b", routes=routes))
+                pipe.install_plan(make_plan(Job(stages, N), 1, "1f1b", routes=routes))
             tokens, target = batch_of(number, call, replica)
             if call.bad == context.rank:
                 tokens, target = tokens.float(), target.float()
@@ -123,7 +123,7 @@ def loop(
                 optimizer.zero_grad()
             else:
                 module.eval()
-                told.evaluating = True
+                client.evaluating = True
                 try:
                     if call.kind == "outputs":
                         loss, outputs = pipe.evaluate(tokens, return_outputs=True)
@@ -132,20 +132,20 @@ def loop(
                 except BatchError as error:
                     found.refused.append(str(error))
                     loss = outputs = None
-                told.evaluating = False
+                client.evaluating = False
                 module.train()
                 assert all(p.grad is g for p, g in zip(module.parameters(), grads, strict=True))
             found.losses.append(loss)
             found.outputs.append(outputs)
             found.versions.add(pipe.plan.version)
-    assert not told.told
+    assert not client.reports
     found.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
-    found.finished = told.finished
+    found.finished = client.finished
     return found
 
 
 def one_process(stages: int, calls: Sequence[Call], replicas: int) -> Found:
-    """The same loop in one process, microbatch by microbatch. Outputs: per replica."""
+    """Run the same loop in one process, microbatch by microbatch. Outputs: per replica."""
     torch.set_num_threads(1)
     modules = [made(stage, stages) for stage in range(stages)]
     parameters = [p for module in modules for p in module.parameters()]
@@ -202,7 +202,7 @@ def test_an_evaluation_is_that_of_one_process(
     results = run_ranks(world, loop, stages, CALLS, options, switches)
     expected = one_process(stages, CALLS, world // stages)
     for rank, found in enumerate(results):
-        place = MeshShape(stages, world // stages).coordinate(rank)
+        place = MeshShape(stages, world // stages).find_coordinate(rank)
         stage, replica = place.stage, place.replica
         for number, call in enumerate(CALLS):
             where = f"rank {rank}: call {number}"
@@ -256,13 +256,13 @@ def later(context: TrainerContext) -> str:
     return "not reached"
 
 
-def test_a_sample_may_break_and_calls_in_another_order_are_told() -> None:
+def test_a_sample_may_break_and_calls_in_another_order_are_reported() -> None:
     results = Ranks(2, later).wait()
-    told = (
+    error = (
         "PipelineError: rank 1 (stage 1) begins the evaluation before iteration 0, "
-        "stage 0 iteration 0; every rank has to call step() and evaluate() in the same order"
+        "stage 0 iteration 0; every rank must call step() and evaluate() in the same order"
     )
-    assert told in results[1].error
+    assert error in results[1].error
 
 
 def emulated(context: TrainerContext, evaluations: int) -> list[float]:

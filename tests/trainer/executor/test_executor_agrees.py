@@ -17,7 +17,6 @@ import pytest
 import torch
 from drawn_plans import random_problem
 
-from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.planning import (
     Dispatch,
     Link,
@@ -32,27 +31,28 @@ from pipemorph.planning import (
     plan,
     simulate,
 )
-from pipemorph.planning.offload import left
-from pipemorph_trainer.agent.choosers import Chooser
-from pipemorph_trainer.agent.rank_plan import RankPlan, cut
-from pipemorph_trainer.executor import dispatch, mailbox
-from pipemorph_trainer.executor.dispatch import Executor, OpContext, StageIteration
+from pipemorph.planning.offload import count_away_microbatches
+from pipemorph.spec.mesh import Coordinate, MeshShape
+from pipemorph_trainer.agent.op_selector import OpSelector
+from pipemorph_trainer.agent.rank_plan import RankPlan, split_plan
+from pipemorph_trainer.backward.output_structure import SINGLE_TENSOR
+from pipemorph_trainer.executor import mailbox, stage_executor
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.stages.structure import SINGLE
-from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.links.link import Neighbourhood
-from pipemorph_trainer.links.message import Direction, TensorMeta
-from pipemorph_trainer.links.recorder import OpClock
-from pipemorph_trainer.steps import turns
-from pipemorph_trainer.steps.turns import receives_of, run_ready
+from pipemorph_trainer.executor.stage_executor import ExecutorContext, StageExecutor, StageIteration
+from pipemorph_trainer.executor.waiting import CurrentWait
+from pipemorph_trainer.schedule import multi_stage_runner
+from pipemorph_trainer.schedule.multi_stage_runner import make_receive_limits, run_ready_ops
+from pipemorph_trainer.transport.link import StageLinks
+from pipemorph_trainer.transport.link_recorder import OpClock
+from pipemorph_trainer.transport.message import Direction, TensorMeta
 
 ENDING, DECIDING = 0, 1
-"""At one time what ends comes first, as in the simulator."""
+"""Phases of one time: ends come first, as in the simulator."""
 META = TensorMeta((1,), torch.float32, gradient=True)
 
 
 class World:
-    """One clock for all stages. A stage sleeps until a time; the earliest runs next."""
+    """Clock for all stages. A stage sleeps until a time; the earliest runs next."""
 
     def __init__(self, stages: int) -> None:
         self.now = 0.0
@@ -70,7 +70,7 @@ class World:
             raise SystemExit
 
     def ring(self, stage: int) -> None:
-        """Wake a stage that waits for news; one in the middle of an op goes on."""
+        """Wake a stage that waits for messages; one in the middle of an op goes on."""
         found = self.wake[stage]
         if found is not None and found[1] == DECIDING:
             self._at(stage, self.now, DECIDING)
@@ -117,7 +117,7 @@ class World:
 
 
 class Lane:
-    """One direction of a link: its outgoing and its incoming end in one."""
+    """Direction of a link: its outgoing and its incoming end in one."""
 
     receiving = False
 
@@ -126,7 +126,7 @@ class Lane:
         self.sender, self.receiver = sender, receiver
         self.arrivals: list[float] = []
 
-    def begin(self, batch: Any) -> None:
+    def begin_batch(self, batch: Any) -> None:
         pass
 
     def slot_free_at(self) -> float:
@@ -142,24 +142,24 @@ class Lane:
         self.arrivals.append(max(self.world.now, busy) + self.link.delay)
         self.world.ring(self.receiver)
 
-    def sent(self, messages: int) -> None:
-        """Nothing is posted."""
+    def record_sent(self, messages: int) -> None:
+        """Post nothing."""
 
     def ready_at(self, microbatch: int) -> float | None:
         return self.arrivals[microbatch] if microbatch < len(self.arrivals) else None
 
-    def take(self, microbatch: int) -> list[torch.Tensor]:
+    def pop_message(self, microbatch: int) -> list[torch.Tensor]:
         return [torch.zeros(1)]
 
 
 class End:
-    """As much of a LinkEnd as the executor uses."""
+    """Part of a LinkEnd that the executor uses."""
 
     class socket:
         lost = None
 
         @staticmethod
-        def pump() -> None:
+        def read_arrived() -> None:
             pass
 
     def __init__(self, link: int, peer: int, incoming: Lane, outgoing: Lane) -> None:
@@ -167,10 +167,10 @@ class End:
         self.incoming, self.outgoing = incoming, outgoing
         self.sends = Direction.FORWARD if peer > link else Direction.BACKWARD
 
-    def attend(self) -> None:
-        """Links that cannot break ask for nothing again."""
+    def handle_control_messages(self) -> None:
+        """Do nothing, as links cannot break here."""
 
-    def all_taken(self) -> bool:
+    def all_consumed(self) -> bool:
         return True
 
 
@@ -178,7 +178,7 @@ class Runner:
     """Ops that take their time on the world's clock."""
 
     split = "emulated"
-    structure = SINGLE
+    structure = SINGLE_TENSOR
 
     def __init__(self, world: World, stage: int, times: StageTimes) -> None:
         self.world, self.stage, self.times = world, stage, times
@@ -190,22 +190,22 @@ class Runner:
     def begin_iteration(self, **_: Any) -> None:
         pass
 
-    def forward(
+    def run_forward(
         self, *_: Any, offload: bool = False, recompute: bool = False
     ) -> tuple[torch.Tensor, ...]:
         assert not recompute or self.times.recompute
         return self._take(self.times.forward)
 
-    def recompute(self, _: int) -> None:
+    def recompute_forward(self, _: int) -> None:
         self._take(self.times.forward)
 
-    def offload(self, _: int) -> int:
+    def offload_activations(self, _: int) -> int:
         self._take(self.times.offload_copy or 0)
         return 1
 
-    fetch = offload
+    fetch_activations = offload_activations
 
-    def reclaim(self) -> None:
+    def reclaim_memory(self) -> None:
         pass
 
     def backward_input(self, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -214,7 +214,7 @@ class Runner:
     def backward_weight(self, *_: Any) -> None:
         self._take(self.times.backward_weight)
 
-    def backward(self, *_: Any) -> tuple[torch.Tensor, ...]:
+    def run_fused_backward(self, *_: Any) -> tuple[torch.Tensor, ...]:
         return self._take(self.times.whole_backward)
 
 
@@ -222,12 +222,12 @@ class Poller:
     def __init__(self, world: World, stage: int) -> None:
         self.world, self.stage = world, stage
 
-    def wait(self, seconds: float, *, hears: bool) -> bool:
+    def wait(self, seconds: float, *, watch_input: bool) -> bool:
         self.world.sleep(self.stage, self.world.now + seconds, DECIDING)
         return True
 
 
-def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[Executor]:
+def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[StageExecutor]:
     """The executor of each stage, ``placement`` saying which sleeper of the world runs it."""
     last = problem.stage_count - 1
     # A link within a rank takes no time.
@@ -238,7 +238,7 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
     up = [Lane(world, link, placement[i + 1], placement[i]) for i, link in enumerate(links)]
 
     def boundary(rank: int) -> Callable[[], None]:
-        """Between two ops: let everything end that ends now before this rank decides."""
+        """Callback between two ops: all that ends now ends before this rank decides."""
         return lambda: world.sleep(rank, world.now, DECIDING)
 
     made = []
@@ -247,7 +247,7 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
         coordinate = Coordinate(rank, MeshShape(last + 1), stage)
         above = End(stage - 1, stage - 1, down[stage - 1], up[stage - 1]) if stage else None
         below = End(stage, stage + 1, up[stage], down[stage]) if stage < last else None
-        waiting = Waiting(str(coordinate))
+        waiting = CurrentWait(str(coordinate))
         mail.setdefault(
             rank,
             Mailbox(
@@ -258,13 +258,13 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
                 between=boundary(rank),
             ),
         )
-        executor = Executor(
+        executor = StageExecutor(
             coordinate,
             Runner(world, rank, problem.stages[stage]),  # type: ignore[arg-type]
-            Neighbourhood(above, below),  # type: ignore[arg-type]
-            OpContext(
-                mail=mail[rank], op_clock=OpClock(), boundary=boundary(rank),
-                on_last_forward=lambda _: None, reserve=lambda *_: None,
+            StageLinks(above, below),  # type: ignore[arg-type]
+            ExecutorContext(
+                mailbox=mail[rank], op_clock=OpClock(), between_ops=boundary(rank),
+                on_last_forward=lambda _: None, reserve_slots=lambda *_: None,
             ),
         )  # fmt: skip
         executor.input_metas = (META,) if stage else ()
@@ -276,16 +276,16 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
 def execute(
     chosen: Plan, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> list[list[tuple[OpKind, int, float, float]]]:
-    """What the executors of all stages did: kind, microbatch, start, end."""
+    """Ops that the executors of all stages ran: kind, microbatch, start, end."""
     mesh = MeshShape(problem.stage_count)
     if problem.ranks is not None:
         each = problem.stage_count // problem.ranks
         mesh = MeshShape(problem.stage_count, stages_per_rank=each, placement=problem.placement)
-    plans = cut(chosen, mesh)
+    plans = split_plan(chosen, mesh)
     world = World(len(plans))
-    for module in (dispatch, mailbox, turns):
+    for module in (stage_executor, mailbox, multi_stage_runner):
         monkeypatch.setattr(module, "time", lambda: world.now)
-    made = executors(world, problem, mesh.placed)
+    made = executors(world, problem, mesh.pp_indices)
     done: dict[int, Any] = {}
     bodies = []
     for mine in plans:
@@ -296,11 +296,13 @@ def execute(
                 now = StageIteration(
                     ops=mine.orders[stage.stage], iteration=1,
                     device_limit=stage.device_limit, recompute=stage.recompute,
-                    receives=(receives_of(stage.above), receives_of(stage.below)),
+                    receives=(make_receive_limits(stage.above), make_receive_limits(stage.below)),
                 )  # fmt: skip
-                done[stage.stage] = held[stage.stage].begin(now)
+                done[stage.stage] = held[stage.stage].begin_iteration(now)
             if chosen.dispatch is Dispatch.GUIDED:
-                for _ in run_ready(Chooser(mine), held, made[mine.stages[0].stage].mail, pace=None):
+                for _ in run_ready_ops(
+                    OpSelector(mine), held, made[mine.stages[0].stage].mailbox, pace=None
+                ):
                     pass
                 return
             for each, op in mine.order:
@@ -335,7 +337,7 @@ def test_op_by_op(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_op_by_op_with_activations_that_leave(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same microbatches go to host memory or are dropped, at the same times, though a fixed
+    """Equal microbatches go to host memory or are dropped, at the same times, though a fixed
     order and guided dispatch choose different ones."""
     rng = random.Random(13)
     copied = dropped = 0
@@ -346,14 +348,16 @@ def test_op_by_op_with_activations_that_leave(
         chosen = planned.to_plan(1, (Route.DIRECT,) * len(problem.links), dispatch)
         # Policy pipemorph offloads where it pays only.
         limited = planned.problem.with_delays([link.delay for link in problem.links])
-        assert chosen.device_limits == limited.device_limits()
+        assert chosen.device_limits == limited.list_device_limits()
         expected = simulate(planned.schedule, limited, dispatch, waits=chosen.waits)
         found = execute(chosen, limited, monkeypatch)
         assert found == [[op[:4] for op in ops] for ops in expected.stages], limited
-        assert chosen.recompute == limited.recompute()
+        assert chosen.recompute == limited.list_recompute_flags()
         ran = tuple(tuple(Op(kind, m) for kind, m, *_ in ops) for ops in found)
-        away = left(
-            Schedule(problem.microbatches, ran), limited.device_limits(), limited.recompute()
+        away = count_away_microbatches(
+            Schedule(problem.microbatches, ran),
+            limited.list_device_limits(),
+            limited.list_recompute_flags(),
         )
         copied += sum(away.offloaded)
         dropped += sum(away.recomputed)
@@ -386,8 +390,7 @@ def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_op_by_op_with_several_stages_per_rank(
     policy: Policy, limited: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans made for half the delays that they run under. ``limited``: how activations leave the
-    device."""
+    """Plans made for half of the actual delays. ``limited``: how activations leave the device."""
     rng = random.Random(11)
     limits: dict[str, Any] = {
         "": {},
@@ -418,7 +421,9 @@ def test_op_by_op_with_several_stages_per_rank(
         planned = plan(problem.with_delays(half), policy)
         chosen = planned.to_plan(1, (Route.DIRECT,) * len(half), dispatch)
         problem = planned.problem.with_delays([link.delay for link in problem.links])
-        away = left(planned.schedule, problem.device_limits(), problem.recompute())
+        away = count_away_microbatches(
+            planned.schedule, problem.list_device_limits(), problem.list_recompute_flags()
+        )
         gone += sum(away.recomputed if limited == "recompute" else away.offloaded)
         expected = simulate(planned.schedule, problem, dispatch, waits=chosen.waits)
         found = execute(chosen, problem, monkeypatch)

@@ -1,4 +1,4 @@
-"""The first iteration of a job: modules that are slow at first, and what it measures."""
+"""First iteration of a job: modules that are slow at first, and its measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_jobs import Job, Record, assert_same, reference, train
 from pipemorph.errors import InputError
 from pipemorph.local.results.traces import read_splits
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.executor.local_stage import mode_of
+from pipemorph_trainer.executor.local_stage import parse_split_mode
 
 STAGES, SLOW, DEADLINE = 4, 2.0, 5.0
 """The last stage waits for the first F of three others: longer than the deadline."""
@@ -22,7 +22,7 @@ PAUSE = 0.1
 
 
 class SlowAtFirst(nn.Module):
-    """As a module that is compiled when it is first called. Each later call takes a moment."""
+    """Module slow at its first call, as one that is compiled then. Later calls take a moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_a_first_iteration_that_hangs_ends_too() -> None:
     ranks.wait_for_end([0])
     ranks.processes[1].kill()
     result = ranks.wait()[0]
-    # One deadline per stage.
+    # Deadlines: one per stage.
     assert "B of microbatch 0 of iteration 0" in result.error
     assert "the deadline is 1 s" in result.error
 
@@ -124,6 +124,6 @@ def test_no_split_calls_the_module_more_than_once_per_microbatch(split: str) -> 
 )
 def test_a_split_that_was_removed_is_refused_with_its_replacement(split: str, instead: str) -> None:
     with pytest.raises(InputError, match=f"'{split}', which was removed; use {instead}"):
-        mode_of(split)
+        parse_split_mode(split)
     with pytest.raises(InputError, match="'none'; expected auto, fused, verify"):
-        mode_of("none")
+        parse_split_mode("none")

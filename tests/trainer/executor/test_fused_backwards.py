@@ -1,4 +1,4 @@
-"""What a fused backward takes, as the controller is told: at first, and later of plans."""
+"""Time of a fused backward, as the controller receives it: at first, and later from plans."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Plan, Schedule
 from pipemorph_trainer import TrainerContext
-from pipemorph_trainer.executor.split import measured as measurements
-from pipemorph_trainer.executor.split.measured import Measurements
+from pipemorph_trainer.backward import stage_measurements as measurements
+from pipemorph_trainer.backward.stage_measurements import StageMeasurements
 
 WIDTH = 8
 
 
-def told(whole: list[float], apart: list[tuple[float, float]]) -> float | None:
+def fused_ratio(whole: list[float], apart: list[tuple[float, float]]) -> float | None:
     """The ratio where backwards take these times; the first of each kind does not count."""
-    found = Measurements(nn.Linear(WIDTH, WIDTH))
+    found = StageMeasurements(nn.Linear(WIDTH, WIDTH))
     clock = iter([0.0])
     for kind, times in (
         ("whole", whole), ("B", [b for b, _ in apart]), ("W", [w for _, w in apart]),
     ):  # fmt: skip
         for took in times:
             clock = iter([10.0, 10.0 + took])
-            found._now = lambda: next(clock)  # type: ignore[method-assign]  # noqa: B023
-            with found.time(kind):
+            found._read_synchronized_clock = lambda: next(clock)  # type: ignore[method-assign]  # noqa: B023
+            with found.time_backward(kind):
                 pass
     return found.fused_ratio
 
 
 def test_the_ratio_is_that_of_the_shortest_times() -> None:
-    assert told([9.0, 1.0, 1.5], [(9.0, 9.0), (0.7, 0.75), (0.5, 0.8)]) == pytest.approx(0.8)
+    assert fused_ratio([9.0, 1.0, 1.5], [(9.0, 9.0), (0.7, 0.75), (0.5, 0.8)]) == pytest.approx(0.8)
 
 
-def test_what_cannot_be_measured_is_not_told() -> None:
-    assert told([9.0, 1e-4], [(9.0, 9.0), (1e-4, 1e-4)]) is None
-    assert told([9.0], [(9.0, 9.0), (1.0, 1.0)]) is None
-    assert told([9.0, 1.0], []) is None
+def test_a_ratio_that_cannot_be_measured_is_not_reported() -> None:
+    assert fused_ratio([9.0, 1e-4], [(9.0, 9.0), (1e-4, 1e-4)]) is None
+    assert fused_ratio([9.0], [(9.0, 9.0), (1.0, 1.0)]) is None
+    assert fused_ratio([9.0, 1.0], []) is None
 
 
 def test_every_other_of_the_first_microbatches_is_whole() -> None:
-    found = Measurements(nn.Linear(WIDTH, WIDTH))
-    assert found.whole(3) == {1}
-    assert found.whole(3) == {0, 2}
-    assert found.whole(3) is None
-    assert Measurements(nn.Linear(WIDTH, WIDTH)).whole(1) == frozenset()
+    found = StageMeasurements(nn.Linear(WIDTH, WIDTH))
+    assert found.choose_whole_backwards(3) == {1}
+    assert found.choose_whole_backwards(3) == {0, 2}
+    assert found.choose_whole_backwards(3) is None
+    assert StageMeasurements(nn.Linear(WIDTH, WIDTH)).choose_whole_backwards(1) == frozenset()
 
 
 def measured(context: TrainerContext, job: Job) -> Record:
@@ -83,10 +83,10 @@ def half_fused(plan: Plan) -> Plan:
 
 
 def test_a_plan_may_fuse_some_backwards_of_a_stage_and_split_others() -> None:
-    """To the bit the losses and gradients of one process; both forms are told of."""
+    """Losses and gradients are to the bit those of one process; both forms are reported."""
     job = Job(2, 4, policy="zero-bubble", iterations=8)
     mixed = half_fused(make_plan(job, 1, "zero-bubble"))
-    assert mixed.schedule.mixed == 0
+    assert mixed.schedule.first_mixed_stage == 0
     switches = ((2, mixed, range(2)),)
     records = run_ranks(2, measured, job.with_(switches=switches))
     assert_same(records, reference(Job(2, 4, iterations=8)))

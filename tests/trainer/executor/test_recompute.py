@@ -10,15 +10,14 @@ from split_support import Job, Lambda, Result, assert_equal, run_order, sequenti
 from test_split_zoo import DELAYED, vectors
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split import OrderError, SplitError, StageRunner
-from pipemorph_trainer.executor.split.rerun import digest
+from pipemorph_trainer.backward import ModuleRunner, OpOrderError, SplitError
+from pipemorph_trainer.backward.forward_replay import digest_tensor
 
 WIDTH = 8
 
 
 def odd(m: Any, x: Tensor) -> Tensor:
-    """What a forward begins with besides its arguments: random numbers, and a buffer that each
-    forward changes and reads."""
+    """Forward with random numbers, and with a buffer that it changes and reads."""
     m.count += 1
     noise = torch.rand(()) * m.count
     return nn.functional.dropout(m.norm(m.linear(x)) * m.scale, 0.5) * noise
@@ -46,10 +45,10 @@ def test_a_stage_that_remembers_elsewhere_is_found_out_before_its_gradient(last:
     counts = Lambda(forward, linear=nn.Linear(WIDTH, WIDTH), calls=0)
     runner = Job(counts, vectors, 3, is_last=last, loss_fn=loss, recomputes=True).runner()
     for k in range(2):
-        runner.forward(k, vectors(k), recompute=True)
+        runner.run_forward(k, vectors(k), recompute=True)
     what = "another loss than" if last else "another output 0 than"
     with pytest.raises(SplitError, match=f"microbatch 0 ran again and gave {what}.*: never"):
-        runner.recompute(0)
+        runner.recompute_forward(0)
     assert all(p.grad is None for p in runner.module.parameters())
 
 
@@ -62,29 +61,29 @@ def test_a_stage_that_remembers_elsewhere_is_found_out_before_its_gradient(last:
     ],
 )  # fmt: skip
 def test_a_digest_tells_tensors_apart(tensor: Tensor) -> None:
-    found = digest(tensor)
-    assert torch.equal(found, digest(tensor.clone()))
+    found = digest_tensor(tensor)
+    assert torch.equal(found, digest_tensor(tensor.clone()))
     if tensor.numel() > 1:
         other = tensor.clone().contiguous()
         other.view(-1)[-1] = 0
-        assert not torch.equal(found, digest(other))
+        assert not torch.equal(found, digest_tensor(other))
         swapped = tensor.clone().contiguous()
         swapped.view(-1)[0], swapped.view(-1)[-1] = other.view(-1)[-1], tensor.reshape(-1)[0]
-        assert not torch.equal(digest(other), digest(swapped))
+        assert not torch.equal(digest_tensor(other), digest_tensor(swapped))
 
 
 def test_the_last_stage_keeps_what_its_module_returns_once() -> None:
     module = nn.Linear(WIDTH, WIDTH)
-    runner = StageRunner(
+    runner = ModuleRunner(
         module, is_first=False, is_last=True, loss_fn=lambda y, _: y.sum(), microbatches=2
     )
     outputs: list[Any] = []
     runner.begin_iteration(fused={0, 1}, outputs=outputs)
     for k in range(2):
-        runner.forward(k, vectors(k), recompute=True)
+        runner.run_forward(k, vectors(k), recompute=True)
     for k in range(2):
-        runner.recompute(k)
-        runner.backward(k)
+        runner.recompute_forward(k)
+        runner.run_fused_backward(k)
     assert len(outputs) == 2
 
 
@@ -92,11 +91,11 @@ def test_its_backward_needs_the_forward_first() -> None:
     job = Job(nn.Linear(WIDTH, WIDTH), vectors, 2)
     runner, result = job.runner(), Result()
     run_order(job, runner, "F0", result)
-    with pytest.raises(OrderError, match="F0 was not run with recompute"):
-        runner.recompute(0)
-    runner.forward(1, vectors(1), recompute=True)
+    with pytest.raises(OpOrderError, match="F0 was not run with recompute"):
+        runner.recompute_forward(0)
+    runner.run_forward(1, vectors(1), recompute=True)
     run_order(job, runner, "B0", result)
-    with pytest.raises(OrderError, match="B1 before its forward ran again"):
+    with pytest.raises(OpOrderError, match="B1 before its forward ran again"):
         runner.backward_input(1, vectors(1))
-    runner.discard()
+    runner.discard_microbatches()
     assert runner.in_flight == 0

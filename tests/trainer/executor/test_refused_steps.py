@@ -1,4 +1,4 @@
-"""A batch that does not fit ends the step and not the job: on every rank, whoever was given it."""
+"""A batch that does not fit ends the step and not the job: on every rank, whichever got it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trainer_jobs import loss_fn, make_batch, make_stage
 from pipemorph.errors import InputError
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError, ShapeError
-from pipemorph_trainer.executor.refusal import is_of_batch
-from pipemorph_trainer.preparation import check_loss
+from pipemorph_trainer.executor.step_abort import is_batch_error
+from pipemorph_trainer.schedule.rank_preparation import check_loss
 from pipemorph_trainer.topology import hierarchy
 
 N = 4
@@ -47,46 +47,46 @@ MISFITS: dict[str, Callable[[Tensor, Tensor], Call]] = {
 
 
 class Bad(NamedTuple):
-    """A step in which some ranks are given what does not fit, and what all are told."""
+    """A step in which some ranks are given what does not fit, and the error of all."""
 
     ranks: Sequence[int]
     what: str
-    told: str
+    error: str
 
 
 Step = Bad | None
-"""None: all ranks are given what fits."""
+"""Step; None: all ranks are given what fits."""
 
 
-class Kept(NamedTuple):
+class Outcomes(NamedTuple):
     losses: list[Tensor]
     grads: list[dict[str, Tensor]]
-    told: list[str]
+    errors: list[str]
 
 
-def train(context: TrainerContext, stages: int, steps: Sequence[Step], arguments: Any) -> Kept:
-    """Several calls of ``step`` that add up gradients; what became of each."""
+def train(context: TrainerContext, stages: int, steps: Sequence[Step], arguments: Any) -> Outcomes:
+    """Several calls of ``step`` that add up gradients, and their results."""
     several = {
         name: arguments[name] for name in ("stages_per_rank", "placement") if name in arguments
     }
     coordinate = context.coordinate(stages, *several.values())
-    modules = {stage: make_stage(stage, stages, torch.float32) for stage in coordinate.held}
-    kept = Kept([], [], [])
+    modules = {stage: make_stage(stage, stages, torch.float32) for stage in coordinate.held_stages}
+    results = Outcomes([], [], [])
     with Pipeline(
         [*modules.values()], context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
         deadline_seconds=30.0, **arguments,
     ) as pipe:  # fmt: skip
         for step in steps:
-            tokens, target = make_batch(10 * coordinate.replica + len(kept.losses), 2 * N)
+            tokens, target = make_batch(10 * coordinate.replica + len(results.losses), 2 * N)
             args, kwargs = (tokens,), {"target": target}
             if step is not None and context.rank in step.ranks:
                 args, kwargs = MISFITS[step.what](tokens, target)
             try:
-                kept.losses.append(pipe.step(*args, **kwargs))
+                results.losses.append(pipe.step(*args, **kwargs))
             except BatchError as error:
-                kept.told.append(str(error))
-            assert pipe.iteration == len(kept.losses)
-            kept.grads.append(
+                results.errors.append(str(error))
+            assert pipe.iteration == len(results.losses)
+            results.grads.append(
                 {
                     f"{stage}.{name}": p.grad.clone()
                     for stage, module in modules.items()
@@ -94,14 +94,14 @@ def train(context: TrainerContext, stages: int, steps: Sequence[Step], arguments
                     if p.grad is not None
                 }
             )
-    return kept
+    return results
 
 
 def entry(
     context: TrainerContext, stages: int, steps: Sequence[Step], arguments: Any, widest: int
 ) -> list[str]:
-    """What the steps were refused for. What is left of the others is to the bit what it is where
-    they are the only ones, and a refused one changes no gradient."""
+    """Run steps and compare their errors. The other steps have to the bit the results they have
+    alone, and a refused one changes no gradient."""
     hierarchy.WIDEST = widest
     found = train(context, stages, steps, arguments)
     wanted = train(context, stages, [step for step in steps if step is None], arguments)
@@ -114,16 +114,16 @@ def entry(
         assert grads.keys() == before.keys(), number
         for name, value in grads.items():
             same_bits(value, before[name], f"gradient of {name} after call {number}")
-    return found.told
+    return found.errors
 
 
 def check(
     world: int, stages: int, steps: Sequence[Step], widest: int = hierarchy.WIDEST, **arguments: Any
 ) -> None:
-    wanted = [step.told for step in steps if step is not None]
-    for rank, told in enumerate(run_ranks(world, entry, stages, steps, arguments, widest)):
-        assert len(told) == len(wanted), (rank, told)
-        for text, words in zip(told, wanted, strict=True):
+    wanted = [step.error for step in steps if step is not None]
+    for rank, errors in enumerate(run_ranks(world, entry, stages, steps, arguments, widest)):
+        assert len(errors) == len(wanted), (rank, errors)
+        for text, words in zip(errors, wanted, strict=True):
             assert words in text, (rank, text)
             assert "\n" not in text
             assert text.startswith("step() of iteration "), text
@@ -169,7 +169,7 @@ def test_the_next_step_goes_on_on_every_rank(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dispatch", give_tiers([("guided",), ("static",)], test=1, full=1))
 def test_ranks_with_several_stages(dispatch: str) -> None:
-    """Where ops run as messages come, the rest of a refused step runs in the plan's order."""
+    """Ops run as messages come, and the rest of a refused step runs in the plan's order."""
     steps = (
         Bad((0,), "uneven", "rank 0 (stages 0 and 2): input 0 has shape [7, 3]"),
         None,
@@ -226,8 +226,8 @@ def caused(by: Exception) -> Exception:
     ids=repr,
 )  # fmt: skip
 def test_an_error_of_the_machine_refuses_no_batch(error: Exception, refuses: bool) -> None:
-    """It may go well after another start. One that the batch has caused would come again."""
-    assert is_of_batch(error) is refuses
+    """The machine's error may not come after another start. One that the batch has caused would."""
+    assert is_batch_error(error) is refuses
 
 
 class Short(nn.Module):
@@ -281,8 +281,8 @@ def grown(context: TrainerContext) -> str:
 
 
 def test_replicas_refuse_parameters_that_they_would_not_average() -> None:
-    for told in run_ranks(2, grown):
-        assert "the parameter '2.weight' was added to the stage or replaced" in told
+    for error in run_ranks(2, grown):
+        assert "the parameter '2.weight' was added to the stage or replaced" in error
 
 
 class Learned(torch.nn.Module):

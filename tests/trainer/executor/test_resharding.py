@@ -1,4 +1,4 @@
-"""Sharded stages whose parameters are freed after each use, as ``fully_shard`` was asked."""
+"""Sharded stages whose parameters are freed after each use, by the setting of ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from trainer_jobs import Job, make_plan
 
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.executor.stages.sharded import Resharding
+from pipemorph_trainer.executor.sharded_modules import ReshardingPolicy
 from pipemorph_trainer.topology.mesh import join_process_group
 
 STAGES, SHARDS, N, ROWS, ITERATIONS = 2, 2, 4, 8, 3
 Reshard = tuple[bool | int | None, bool | int | None]
-KEPT: Reshard = (None, None)
+GATHERED: Reshard = (None, None)
 BLOCKS: Reshard = (True, None)
 ALL: Reshard = (True, True)
 SPLITS = ("auto", "fused")
 
 
 class Ran(NamedTuple):
-    """``between``, ``within``: most bytes of gathered parameters between two ops, and while a layer
-    of the stage runs, in the last iteration. ``blocks``: bytes of each layer, ``whole``: of the
+    """Results. ``between``, ``within``: most bytes of gathered parameters between ops, and while a
+    layer runs, in the last iteration. ``blocks``: bytes of each layer, ``whole``: of the
     stage. ``late``: parameters whose gradients W computed."""
 
     grads: list[list[Tensor]]
@@ -67,7 +67,7 @@ class Gathered:
         return sum(p.untyped_storage().nbytes() for p in self.seen.values())
 
     def watch(self, runner: Any) -> None:
-        for name in ("forward", "backward_input", "backward_weight", "backward"):
+        for name in ("run_forward", "backward_input", "backward_weight", "run_fused_backward"):
             op = getattr(runner, name)
 
             def ran(*args: Any, op: Any = op, **kwargs: Any) -> Any:
@@ -121,11 +121,11 @@ def train(
             losses.append(float(pipe.step(tokens, target=target)))
             grads.append([p.grad.to_local().clone() for p in part.parameters()])  # type: ignore[union-attr]
             part.zero_grad()
-            # Of shards alone.
+            # Only shards are held.
             assert gathered.held() == 0
         losses.append(float(pipe.evaluate(tokens, target=target)))
         split = pipe.split
-        late = len(own.runner.report().deferred)
+        late = len(own.runner.build_report().deferred)
     return Ran(grads, losses, split, gathered.between, gathered.most, whole, blocks, late)
 
 
@@ -133,7 +133,7 @@ def every_way(context: TrainerContext) -> dict[str, Ran]:
     join_process_group(context, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (STAGES, SHARDS), mesh_dim_names=("pp", "dp_shard"))
     return {
-        "kept": train(context, mesh, KEPT),
+        "gathered": train(context, mesh, GATHERED),
         "compiled": train(context, mesh, ALL, compiled=True),
         "blocks": train(context, mesh, BLOCKS),
         "all": train(context, mesh, ALL),
@@ -141,7 +141,7 @@ def every_way(context: TrainerContext) -> dict[str, Ran]:
         **{
             f"twice, {split}, {how}": train(context, mesh, reshard, twice=True, split=split)
             for split in SPLITS
-            for how, reshard in (("kept", KEPT), ("all", ALL))
+            for how, reshard in (("gathered", GATHERED), ("all", ALL))
         },
     }
 
@@ -154,42 +154,42 @@ def same_bits(name: str, ran: Ran, wanted: Ran) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(180)
-def test_parameters_are_freed_as_asked_and_gradients_keep_their_bits() -> None:
+def test_parameters_are_freed_by_setting_and_gradients_keep_their_bits() -> None:
     for found in run_ranks(STAGES * SHARDS, every_way, timeout=160.0):
         for split in SPLITS:
-            ran, wanted = (found.pop(f"twice, {split}, {how}") for how in ("all", "kept"))
+            ran, wanted = (found.pop(f"twice, {split}, {how}") for how in ("all", "gathered"))
             same_bits(split, ran, wanted)
-        kept, compiled = found["kept"], found.pop("compiled")
-        same_bits("compiled", compiled, kept)
+        gathered, compiled = found["gathered"], found.pop("compiled")
+        same_bits("compiled", compiled, gathered)
         assert compiled.between == 0
         assert compiled.late >= 2 * 6, "the Linears of two blocks"
         # Parts of a vocabulary of 11 are as large as those of 12.
-        assert kept.between >= kept.whole, "the script did not ask for anything else"
-        rest = kept.between - sum(kept.blocks)
+        assert gathered.between >= gathered.whole, "the script did not ask for anything else"
+        rest = gathered.between - sum(gathered.blocks)
         for name, ran in found.items():
-            same_bits(name, ran, kept)
-        assert [found[name].split for name in ("kept", "blocks", "all", "fused")] == [
+            same_bits(name, ran, gathered)
+        assert [found[name].split for name in ("gathered", "blocks", "all", "fused")] == [
             "deferred", "deferred", "deferred", "fused",
         ]  # fmt: skip
         assert found["blocks"].between == rest
-        assert found["blocks"].within == rest + max(kept.blocks)
+        assert found["blocks"].within == rest + max(gathered.blocks)
         for name in ("all", "fused"):
             assert found[name].between == 0, name
-            assert found[name].within == rest + max(kept.blocks), name
+            assert found[name].within == rest + max(gathered.blocks), name
 
 
 def freed(context: TrainerContext) -> dict[str, int]:
-    """How many modules are freed after each use, by what they are sharded over."""
+    """Number of modules that are freed after each use, by what they are sharded over."""
     join_process_group(context, torch.device("cpu"))
     found = {}
     for names in (("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard")):
         mesh = init_device_mesh("cpu", (2,) if len(names) == 1 else (1, 2), mesh_dim_names=names)
         module: Any = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=True)
-        found["x".join(names)] = len(Resharding([module]).freed)
+        found["x".join(names)] = len(ReshardingPolicy([module]).freed)
     return found
 
 
 def test_what_is_sharded_over_replicas_stays_gathered() -> None:
-    """Their ops may come in different orders, in which no collective may be."""
+    """Replicas may run ops in different orders, in which no collective may be."""
     expected = {"dp_shard": 1, "dp_replicate": 0, "dp_replicatexdp_shard": 1}
     assert run_ranks(2, freed) == [expected] * 2

@@ -136,10 +136,10 @@ time.sleep(300)
 LEAVES = """
 import os
 from pathlib import Path
-from pipemorph.exits import progress_bytes, progress_file
+from pipemorph.exits import encode_progress, progress_file_name
 rank = int(os.environ["RANK"])
-path = Path(os.environ["PIPEMORPH_PROGRESS_DIR"], progress_file(rank))
-path.write_bytes(progress_bytes({finished}, 0))
+path = Path(os.environ["PIPEMORPH_PROGRESS_DIR"], progress_file_name(rank))
+path.write_bytes(encode_progress({finished}, 0))
 os._exit(0)
 """
 

@@ -1,5 +1,4 @@
-"""The layout changes in pods: layers move between stages, ranks exchange places. Real launchers,
-ranks and ingest."""
+"""Layout changes in pods: layers move, ranks exchange places. Real launchers, ranks and ingest."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 from pods import DEADLINE, Job
 
-from pipemorph.api.layout import RankLayout
 from pipemorph.exits import TRIAL_ITERATIONS
+from pipemorph.spec.layout import RankLayout
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -26,8 +25,8 @@ import torch
 from torch import nn
 from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.state.kept import resuming
-from pipemorph_trainer.state.kept.keeper import Keeper
+from pipemorph_trainer.checkpoint.memory import resume_agreement
+from pipemorph_trainer.checkpoint.memory.checkpointer import InMemoryCheckpointer
 
 context = TrainerContext.from_env()
 here, generation, rank = Path(__file__).parent, context.generation, context.rank
@@ -37,17 +36,17 @@ def killed(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if generation == 0 and rank == 3 and how == "copying":
-    Keeper.seal = killed
+    InMemoryCheckpointer.seal_for_layout = killed
 if generation == 1 and rank == 3 and how == "lending":
-    resuming.lent = killed
+    resume_agreement.copy_lent_layers = killed
 if generation == 1 and rank == 1 and how == "borrowing":
-    resuming.receive = killed
+    resume_agreement.receive_copy = killed
 if generation == 1 and rank == 2 and how == "sending":
-    resuming.send = killed
+    resume_agreement.send_copy = killed
 if generation == 1 and rank == 3 and how == "composing":
-    resuming.compose = killed
+    resume_agreement.compose_state = killed
 if generation == 1 and rank == 3 and how == "keeping the new part":
-    Keeper._keep_new_part = killed
+    InMemoryCheckpointer._copy_new_shard = killed
 
 class Stage(nn.Module):
     def __init__(self, part):
@@ -91,7 +90,7 @@ with Pipeline(build, context=context, optimizer=optimizer, loss_fn=loss_fn) as p
             (here / f"holds-{generation}-{rank}").touch()
             time.sleep(0.01)
         if not (here / "hurry").exists():
-            # Slower and slower, so that there are iterations left however long a pod takes.
+            # Slower and slower, so that iterations remain however long a pod takes.
             time.sleep(0.1 if pipe.iteration < 20 else 1.0)
         draw = torch.Generator().manual_seed(100 * pipe.iteration + context.coordinate().replica)
         batch = torch.randn(16, 8, generator=draw)
@@ -102,8 +101,8 @@ with Pipeline(build, context=context, optimizer=optimizer, loss_fn=loss_fn) as p
 
 
 class LayersJob(Job):
-    """Two pods have a stage each, of two replicas, unless a pod has a whole ``replica``. ``how``:
-    where a rank is killed, see the script."""
+    """Job of two pods with a stage each, of two replicas, unless a pod has a whole ``replica``.
+    ``how``: where a rank is killed, see the script."""
 
     def __init__(self, folder: Path, *, replica: bool = False, how: str = "") -> None:
         cut = {"stages": 2, "replicas": 2, "ranksPerPod": 2, "layers": TOTAL}
@@ -126,7 +125,7 @@ class LayersJob(Job):
         return file
 
     def has(self, generation: int, layers: Sequence[int]) -> bool:
-        """Whether the ranks of a generation have been built, and with these layers."""
+        """True if the ranks of a generation have been built, and with these layers."""
         for rank in range(4):
             file = self.folder / f"held-{generation}-{rank}"
             stage = rank // 2 if self.order[0] == "pp" else rank % 2
@@ -137,7 +136,7 @@ class LayersJob(Job):
         return True
 
     def pods_of(self, generation: int) -> list[int]:
-        """By rank, the pod that runs it."""
+        """Pods of ranks, by rank."""
         return [int((self.folder / f"pod-{generation}-{rank}").read_text()) for rank in range(4)]
 
     def on_trial(self, generation: int, layers: Sequence[int]) -> None:
@@ -145,13 +144,13 @@ class LayersJob(Job):
         held = [self.folder / f"holds-{generation}-{rank}" for rank in range(4)]
         self.wait(f"{layers} are on trial", lambda: all(each.exists() for each in held))
         assert self.has(generation, layers)
-        told = self.recoveries()
-        assert (told.generation, told.layers) == (generation, list(layers)), self
-        assert told.layout_before is not None
+        found = self.recoveries()
+        assert (found.generation, found.layers) == (generation, list(layers)), self
+        assert found.layout_before is not None
 
 
 UNTOLD = 4
-"""Most iterations of which an agent has not told yet."""
+"""Maximum of iterations that an agent has not reported yet."""
 
 
 @pytest.fixture(scope="module")
@@ -180,18 +179,18 @@ def started(tmp_path: Path) -> Iterator[Any]:
 
 
 def ended(job: LayersJob, undisturbed: dict[int, float]) -> None:
-    """See a job to its end, with the losses of one that nothing has happened to."""
+    """Check the end of a job, with the losses of an undisturbed one."""
     (job.folder / "hurry").touch()
     assert set(job.ends()) == {0}, job
-    told = job.iterations()
-    assert told.items() <= undisturbed.items(), job
-    # The pod with the agent may be lost before that has told of the last ones.
-    assert len(told) >= len(undisturbed) - UNTOLD, job
+    iterations = job.iterations()
+    assert iterations.items() <= undisturbed.items(), job
+    # The pod with the agent may be lost before that has reported the last ones.
+    assert len(iterations) >= len(undisturbed) - UNTOLD, job
     for each in job.recoveries().last:
-        # The first iterations with another layout are not kept. A neighbour has older copies.
+        # The first iterations with another layout are not copied. A neighbour has older copies.
         changed = each.layers or each.places
         most = TRIAL_ITERATIONS + 1 if each.state == "neighbour" or changed else 0
-        # Those that were followed by another loss have not recovered.
+        # Recoveries that were followed by another loss have no such figure.
         assert (each.repeated or 0) <= most, each
 
 
@@ -213,27 +212,27 @@ def test_layers_move_to_another_pod_and_stay_with_the_place_of_a_lost_one(
     assert move.cause == "layers move between stages: from layers 3, 3 to layers 4, 2"
     assert (move.layers, move.state, job.recoveries().count) == (NEW, "kept", 0)
     print(f"from leaving to the next finished iteration: {move.seconds} s")
-    job.kill(1, told=True)
+    job.kill(1, replaced=True)
     job.pods[1] = job.start_pod(1)
     job.wait("another pod trains in the place of pod 1", lambda: job.recovered(2))
-    told = job.recoveries()
-    assert (told.last[1].replaced, told.layers, told.layout_before) == ([1], NEW, None)
-    assert (told.last[1].state, told.last[1].layers) == ("neighbour", []), f"{told}\n{job}"
+    found = job.recoveries()
+    assert (found.last[1].replaced, found.layers, found.layout_before) == ([1], NEW, None)
+    assert (found.last[1].state, found.last[1].layers) == ("neighbour", []), f"{found}\n{job}"
     assert job.has(2, NEW)
     ended(job, undisturbed)
 
 
 def test_ranks_of_two_pods_exchange_places(started: Any, undisturbed: dict[int, float]) -> None:
-    """A rank is killed on trial, so that they go back; then others exchange theirs, which counts
-    before a pod is lost. Rank 0 moves, too, whose pod the others look for."""
+    """Rank killed on trial, so that they go back; then others exchange theirs, which counts before
+    a pod is lost. Rank 0 moves, too, whose pod the others look up."""
     job = started()
     job.at("kill", 1, done=1)
     job.ask({"places": [0, 2, 1, 3]}, after=3)
     job.wait("the ranks have gone back", lambda: job.recovered(2))
-    told = job.recoveries()
-    assert [each.places for each in told.last] == [[0, 2, 1, 3], [0, 1, 2, 3]]
-    assert (told.places, told.layout_before, told.count) == ([], None, 1)
-    assert [each.state for each in told.last] == [None, "kept"], told
+    found = job.recoveries()
+    assert [each.places for each in found.last] == [[0, 2, 1, 3], [0, 1, 2, 3]]
+    assert (found.places, found.layout_before, found.count) == ([], None, 1)
+    assert [each.state for each in found.last] == [None, "kept"], found
     assert [job.pods_of(number) for number in range(3)] == [
         [0, 0, 1, 1],
         [0, 1, 0, 1],
@@ -249,11 +248,11 @@ def test_ranks_of_two_pods_exchange_places(started: Any, undisturbed: dict[int, 
     job.wait("the ranks go on", lambda: job.recovered(3))
     move = job.recoveries().last[-1]
     assert (move.cause, move.state) == ("ranks 0, 3 change places", "kept")
-    job.kill(1, told=True)
+    job.kill(1, replaced=True)
     job.pods[1] = job.start_pod(1)
     job.wait("another pod trains in the place of pod 1", lambda: job.recovered(4))
-    told = job.recoveries()
-    assert (told.places, told.last[-1].state) == ([3, 1, 2, 0], "replica"), f"{told}\n{job}"
+    found = job.recoveries()
+    assert (found.places, found.last[-1].state) == ([3, 1, 2, 0], "replica"), f"{found}\n{job}"
     assert job.pods_of(4) == [1, 0, 1, 0]
     ended(job, undisturbed)
 
@@ -262,16 +261,16 @@ def test_ranks_of_two_pods_exchange_places(started: Any, undisturbed: dict[int, 
 def test_a_loss_on_trial_goes_back_to_the_layers_before(
     started: Any, undisturbed: dict[int, float]
 ) -> None:
-    """That of a rank, then that of a pod, whose state only a neighbour has. Then an ingest is
-    killed that alone knows what ranks have left for."""
+    """A rank is lost, then a pod, whose state only a neighbour has. Then an ingest is killed that
+    alone knows why ranks have ended."""
     job = started()
     job.at("kill", 1, done=0)
     job.ask(NEW, after=3)
     job.wait("the ranks have gone back", lambda: job.recovered(2))
-    told = job.recoveries()
-    assert [each.layers for each in told.last] == [NEW, OLD]
-    assert (told.layers, told.layout_before, told.count) == ([], None, 1)
-    assert told.last[1].state == "kept", told
+    found = job.recoveries()
+    assert [each.layers for each in found.last] == [NEW, OLD]
+    assert (found.layers, found.layout_before, found.count) == ([], None, 1)
+    assert found.last[1].state == "kept", found
     assert job.has(1, NEW) and job.has(2, OLD)
 
     job.at("hold", 3, done=1)
@@ -279,9 +278,9 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
     job.on_trial(3, [2, 4])
     job.lose(1)
     job.wait("the ranks have gone back", lambda: job.recovered(4))
-    told = job.recoveries()
-    assert [each.layers for each in told.last[2:]] == [[2, 4], OLD]
-    assert told.last[3].state == "neighbour", f"{told}\n{job}"
+    found = job.recoveries()
+    assert [each.layers for each in found.last[2:]] == [[2, 4], OLD]
+    assert found.last[3].state == "neighbour", f"{found}\n{job}"
     assert job.has(4, OLD)
 
     (job.folder / "dies-at-a-move").touch()
@@ -291,13 +290,13 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
     job.wait("the ranks go on", lambda: job.recovered(5))
     assert job.has(5, [1, 5]), job
     ended(job, undisturbed)
-    told = job.recoveries()
-    assert (told.layers, told.layout_before, told.count, told.counted) == ([1, 5], None, 2, 0)
+    found = job.recoveries()
+    assert (found.layers, found.layout_before, found.count, found.counted) == ([1, 5], None, 2, 0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("asked", "how", "built"),
+    ("requested", "how", "built"),
     [
         ("layers", "copying", [OLD, OLD]),
         ("layers", "lending", [OLD, NEW, OLD]),
@@ -313,23 +312,23 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
 def test_wherever_a_rank_fails_the_old_layout_goes_on(
     started: Any,
     undisturbed: dict[int, float],
-    asked: str,
+    requested: str,
     how: str,
     built: list[list[int] | None],
 ) -> None:
-    job, layout = started(how=how), {asked: NEW if asked == "layers" else [0, 2, 1, 3]}
+    job, layout = started(how=how), {requested: NEW if requested == "layers" else [0, 2, 1, 3]}
     job.ask(layout, after=3)
     last = len(built) - 1
     job.wait("the ranks go on", lambda: job.recovered(last))
     for generation, layers in enumerate(built):
         assert job.has(generation, layers or NEW) is (layers is not None)
     assert job.pods_of(last) == [0, 0, 1, 1]
-    told = job.recoveries()
-    assert (told.layers, told.places, told.layout_before, told.count) == ([], [], None, 1)
-    assert told.last[-1].state == "kept", told
+    found = job.recoveries()
+    assert (found.layers, found.places, found.layout_before, found.count) == ([], [], None, 1)
+    assert found.last[-1].state == "kept", found
     # One that had begun is not tried again.
     failed = RankLayout.model_validate({"layers": OLD, "places": [0, 1, 2, 3], **layout})
-    assert told.layouts_refused == ([failed] if last > 1 else []), told
+    assert found.layouts_refused == ([failed] if last > 1 else []), found
     ended(job, undisturbed)
 
 
@@ -339,7 +338,7 @@ def test_wherever_a_rank_fails_the_old_layout_goes_on(
 def test_a_pod_that_is_lost_has_its_state_from_a_replica(
     started: Any, undisturbed: dict[int, float], pod: int, trial: bool
 ) -> None:
-    """On trial that of before, and that with the new layers when they count."""
+    """The state on trial is that of before, and that with the new layers when they count."""
     job = started(replica=True)
     hold = job.at("hold", 1, done=1 if trial else TRIAL_ITERATIONS + 2)
     job.ask(NEW, after=3)
@@ -351,7 +350,7 @@ def test_a_pod_that_is_lost_has_its_state_from_a_replica(
     job.lose(pod)
     hold.unlink()
     job.wait("the ranks go on", lambda: job.recovered(2))
-    told = job.recoveries()
-    assert told.last[-1].state == "replica", f"{told}\n{job}"
-    assert told.layers == ([] if trial else NEW) and job.has(2, OLD if trial else NEW)
+    found = job.recoveries()
+    assert found.last[-1].state == "replica", f"{found}\n{job}"
+    assert found.layers == ([] if trial else NEW) and job.has(2, OLD if trial else NEW)
     ended(job, undisturbed)

@@ -18,8 +18,8 @@ from manifests import manifest_of
 from pods import Job
 from prepared_processes import EXECUTE
 
-from pipemorph.watch.document import WatchView
-from pipemorph_trainer.launcher.page.gate import PageGate
+from pipemorph.views.live_page.page_document import PageDocument
+from pipemorph_trainer.launcher.page.gateway import PageGateway
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -54,12 +54,12 @@ class Watched:
         finally:
             connection.close()
 
-    def view(self) -> WatchView | None:
+    def view(self) -> PageDocument | None:
         status, body = self.get(f"/{TOKEN}/view")
-        return WatchView.model_validate_json(body) if status == 200 else None
+        return PageDocument.model_validate_json(body) if status == 200 else None
 
-    def until(self, what: str, found: Callable[[WatchView], bool]) -> WatchView:
-        newest: list[WatchView] = []
+    def until(self, what: str, found: Callable[[PageDocument], bool]) -> PageDocument:
+        newest: list[PageDocument] = []
 
         def look() -> bool:
             view = self.view()
@@ -95,7 +95,7 @@ def test_the_page_of_a_pod_goes_on_after_the_ranks_started_again(watched: Watche
     job = watched.job
     job.wait("the pod listens", lambda: watched.get("/x/")[0] == 401)
     job.wait_for_iterations(10)
-    assert watched.pages() == [], "nobody watches"
+    assert watched.pages() == [], "no page is open"
 
     view = watched.until("ops of an iteration", lambda view: view.measured is not None)
     assert (view.job, view.status.state, view.columns) == ("pods", "Running", [""])
@@ -147,12 +147,12 @@ def test_viewers_see_the_end_of_a_job_without_iterations(
     (tmp_path / "job.json").write_text(json.dumps(job))
     monkeypatch.setenv("PIPEMORPH_JOB_FILE", str(tmp_path / "job.json"))
     monkeypatch.setenv(EXECUTE, "1")
-    gate = PageGate(0, TOKEN, tmp_path / "page", print)
-    gate.open()
+    gate = PageGateway(0, TOKEN, tmp_path / "page", print)
+    gate.start_listening()
 
-    def view() -> WatchView:
+    def view() -> PageDocument:
         with urllib.request.urlopen(f"http://127.0.0.1:{gate.port}/{TOKEN}/view") as answer:
-            return WatchView.model_validate_json(answer.read())
+            return PageDocument.model_validate_json(answer.read())
 
     before = view()
     assert (before.status.state, before.live, before.namespace) == ("Starting", True, "team")
@@ -161,5 +161,7 @@ def test_viewers_see_the_end_of_a_job_without_iterations(
     last = before
     while last.live:
         last = view()
-    assert last.status.state == "Failed" and "rank 3 was killed by SIGKILL" in last.story[0][1]
+    assert (
+        last.status.state == "Failed" and "rank 3 was killed by SIGKILL" in last.explanation[0][1]
+    )
     ends.join()

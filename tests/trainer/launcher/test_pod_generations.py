@@ -1,4 +1,4 @@
-"""Two pods on this machine, each with its launcher, and an ingest: their ranks start again."""
+"""Pods on this machine, two, each with its launcher, and an ingest: their ranks start again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pod_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def undisturbed_pods(pod_jobs: Start) -> dict[int, float]:
-    """The losses of a job to which nothing happens."""
+    """Losses of an undisturbed job."""
     job = pod_jobs("undisturbed", pause=0.0)
     assert job.ends() == [0, 0], job
     assert len(job.iterations()) == ITERATIONS, job
@@ -84,25 +84,25 @@ def test_a_lost_pod_is_replaced_while_the_other_one_waits(
     job.wait_for_iterations(done + 2)
     job.lose(0)
     assert job.ends() == [0, 0], job
-    # The agent went with its pod, and what it had not told yet is told by nobody.
+    # The agent went with its pod, and what it had not reported yet is lost.
     assert job.iterations().items() <= undisturbed_pods.items()
     assert max(job.iterations()) == ITERATIONS - 1
-    told = job.recoveries()
-    assert [each.replaced for each in told.last] == [[1], [0]], f"{told}\n{job}"
-    assert [(each.repeated, each.state) for each in told.last] == [(0, "replica")] * 2
-    assert (told.generation, told.counted) == (2, 0)
-    assert "takes the place of another one, in generation 1" in job.log("pod-1")
-    for recovery in told.last:
+    recoveries = job.recoveries()
+    assert [each.replaced for each in recoveries.last] == [[1], [0]], f"{recoveries}\n{job}"
+    assert [(each.repeated, each.state) for each in recoveries.last] == [(0, "replica")] * 2
+    assert (recoveries.generation, recoveries.counted) == (2, 0)
+    assert "replaces another one, in generation 1" in job.log("pod-1")
+    for recovery in recoveries.last:
         assert recovery.seconds is not None
         print(f"from the loss to the next finished iteration: {recovery.seconds} s")
 
 
-def test_a_pod_that_is_asked_to_end_saves_and_the_others_go_on(
+def test_a_drained_pod_saves_and_the_others_go_on(
     pod_jobs: Start, undisturbed_pods: dict[int, float], tmp_path: Path
 ) -> None:
-    """As when its node is drained. The ranks of all pods save; the other pod stays, and waits."""
+    """The node of the pod is drained. The ranks of all pods save; the other pod waits."""
     saves = {"checkpoint": {"directory": str(tmp_path / "saved"), "every": 100}}
-    job = pod_jobs("asked", spec=saves)
+    job = pod_jobs("drained", spec=saves)
     job.wait_for_iterations(5)
     job.pods[1].terminate()
     assert job.pods[1].wait(DEADLINE) == 75, job
@@ -129,10 +129,10 @@ def test_an_ingest_that_is_replaced_meanwhile_counts_on(
     job.ingest.kill()
     job.ingest.wait(DEADLINE)
     os.kill(job.rank(2), signal.SIGKILL)
-    job.wait("pod 1 asks again", lambda: "asking again" in job.log("pod-1"))
+    job.wait("pod 1 asks again", lambda: "retrying for" in job.log("pod-1"))
     job.ingest = job.start_ingest()
     assert job.ends() == [0, 0], job
     assert job.iterations() == undisturbed_pods
-    told = job.recoveries()
-    assert (told.generation, told.count) == (2, 2)
-    assert [each.rank for each in told.last] == [0, 2]
+    recoveries = job.recoveries()
+    assert (recoveries.generation, recoveries.count) == (2, 2)
+    assert [each.rank for each in recoveries.last] == [0, 2]

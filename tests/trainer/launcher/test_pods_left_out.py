@@ -14,13 +14,13 @@ from manifests import manifest_of
 from pods import DEADLINE, Job
 
 from pipemorph.http_client import HttpClient
-from pipemorph.local.generations import Life
-from pipemorph.local.processes.interrupts import Interrupts
-from pipemorph_trainer import Part, TrainerContext
+from pipemorph.local.generation_runner import RankGeneration
+from pipemorph.local.processes.interrupts import InterruptHandler
+from pipemorph_trainer import ModelShard, TrainerContext
 from pipemorph_trainer.examples import gpt
-from pipemorph_trainer.launcher.meeting import Meeting
 from pipemorph_trainer.launcher.pod import Pod
-from pipemorph_trainer.launcher.site import PodSite
+from pipemorph_trainer.launcher.pod_rank_host import PodRankHost
+from pipemorph_trainer.launcher.restart_client import RestartClient
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,7 +37,7 @@ draw, hurry = gpt.sample_batch, Path(__file__).with_name("hurry")
 
 def sample_batch(*args, **given):
     if not hurry.exists():
-        # Slower and slower, so that there are iterations left however long a pod takes.
+        # Slower and slower, so that iterations remain however long a pod takes.
         time.sleep(0.4 if given["iteration"] < 40 else 4.0)
     return draw(*args, **given)
 
@@ -72,11 +72,11 @@ def losses_of_one_process(replicas: list[int]) -> list[float]:
     """The losses of the same model on the same batches. ``replicas``: of each iteration."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    arguments = gpt.Arguments(**ARGS)
+    arguments = gpt.GPTArguments(**ARGS)
     stages = []
     for stage in range(2):
         torch.manual_seed(SEED * 1000 + stage)
-        stages.append(gpt.GPTStage(arguments, Part(stage, 2), 2))
+        stages.append(gpt.GPTStage(arguments, ModelShard(stage, 2), 2))
     model = torch.nn.Sequential(*stages)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     corpus, found = gpt.load_corpus(), []
@@ -112,23 +112,23 @@ def ran(job: Job) -> list[int]:
     return found
 
 
-def compare(job: Job, *, kept: bool = False) -> None:
-    """The losses with those of one process. ``kept``: on the batches of both replicas, always."""
-    expected = losses_of_one_process([2] * len(ran(job)) if kept else ran(job))
+def compare(job: Job, *, whole_batch: bool = False) -> None:
+    """Compare losses with one process's. ``whole_batch``: both replicas' batches."""
+    expected = losses_of_one_process([2] * len(ran(job)) if whole_batch else ran(job))
     for iteration, loss in job.iterations().items():
         assert loss == pytest.approx(expected[iteration], abs=2e-4), f"{iteration}: {ran(job)}"
 
 
 @pytest.mark.full
 def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> None:
-    """With the whole batch."""
+    """The replica trains with the whole batch."""
     job = started(batch="keep")
     job.wait_for_iterations(5)
-    job.kill(3, told=True)
+    job.kill(3, replaced=True)
     job.wait("replica 0 trains on", lambda: job.recovered(1))
     (first,) = job.recoveries().last
     assert (first.replicas, first.pod, first.repeated, first.state) == (1, 3, 0, "kept"), first
-    assert job.recoveries().left_out == [1]
+    assert job.recoveries().excluded_replicas == [1]
     print(f"from the kill to the next finished iteration: {first.seconds} s")
     job.wait("pod 1 waits", lambda: "generation 1 runs without replicas 1" in job.log("pod-1"))
     done = len(job.iterations())
@@ -138,14 +138,14 @@ def test_a_replica_trains_on_alone_until_the_lost_pod_is_back(started: Any) -> N
     (job.folder / "hurry").touch()
     second = job.recoveries().last[1]
     assert (second.replicas, second.repeated, second.state) == (2, 0, "replica"), second
-    assert second.cause == "all pods of replica 1 are there again"
+    assert second.cause == "all pods of replica 1 are present again"
     print(f"from leaving to the next finished iteration: {second.seconds} s")
     assert job.ends() == [0, 0, 0, 0], job
-    told = job.recoveries()
-    assert (told.generation, told.count, told.counted, told.left_out) == (2, 1, 0, [])
+    state = job.recoveries()
+    assert (state.generation, state.count, state.counted, state.excluded_replicas) == (2, 1, 0, [])
     assert sorted(job.iterations()) == list(range(ITERATIONS))
     assert ran(job).count(1) >= 4
-    compare(job, kept=True)
+    compare(job, whole_batch=True)
 
 
 @pytest.mark.soak
@@ -154,9 +154,9 @@ def test_pods_that_wait_or_come_late_end_when_the_others_have_finished(started: 
     batch of half the size."""
     job = started()
     job.wait_for_iterations(3)
-    job.kill(0, told=True)
+    job.kill(0, replaced=True)
     job.wait("replica 1 trains on", lambda: job.recovered(1))
-    assert job.recoveries().left_out == [0]
+    assert job.recoveries().excluded_replicas == [0]
     (job.folder / "hurry").touch()
     assert [job.pods[pod].wait(DEADLINE) for pod in (1, 2, 3)] == [0, 0, 0], job
     assert job.recoveries().completed
@@ -168,7 +168,7 @@ def test_pods_that_wait_or_come_late_end_when_the_others_have_finished(started: 
 
 
 def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
-    """Without the replica of rank 0, whose pod all others meet at otherwise."""
+    """The replica of rank 0 is gone, whose pod all others meet at otherwise."""
     spec = {
         "parallelism": {"stages": 2, "replicas": 3, "minReplicas": 1},
         "schedule": {"microbatches": 4, "globalBatchSize": 24},
@@ -187,13 +187,13 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
         "PIPEMORPH_KEPT_DIR": str(tmp_path),
     }
     pod = Pod.from_env(given)
-    fewer = Life(left_out=(0,))
-    assert not pod.runs_in(Life(left_out=(1,))) and pod.runs_in(fewer)
-    small = pod.within(fewer)
-    with Interrupts(SimpleQueue()) as interrupts:
-        site = PodSite(pod, [], 1.0, SimpleQueue(), interrupts, None, environ=given)
-    env = {**given, **site._changed(tmp_path, fewer)}
-    context = TrainerContext.from_env(small.environment(0, env))
+    fewer = RankGeneration(excluded_replicas=(0,))
+    assert not pod.runs_in(RankGeneration(excluded_replicas=(1,))) and pod.runs_in(fewer)
+    small = pod.select_generation(fewer)
+    with InterruptHandler(SimpleQueue()) as interrupts:
+        site = PodRankHost(pod, [], 1.0, SimpleQueue(), interrupts, None, environ=given)
+    env = {**given, **site._make_changed_environment(tmp_path, fewer)}
+    context = TrainerContext.from_env(small.make_rank_environment(0, env))
     # Rank 4 is stage 1 of replica 1 in the whole job.
     assert (context.rank, context.place, context.world_size) == (2, 4, 4)
     assert (context.coordinate().stage, context.coordinate().replica) == (1, 0)
@@ -201,11 +201,14 @@ def test_a_rank_of_fewer_replicas_sees_a_smaller_job(tmp_path: Path) -> None:
     assert context.job.spec.schedule.global_batch_size == 16
     assert context.job.metadata.namespace == "team"
 
-    # What it kept is of no use once others have gone on without it.
+    # Its copies are of no use once others have gone on without it.
     (tmp_path / "rank-4.generation-0").mkdir()
-    site.meeting = Meeting(HttpClient("http://127.0.0.1:1"), 4, 0, print)
-    site._forget_what_is_old()
+    site.restart_client = RestartClient(HttpClient("http://127.0.0.1:1"), 4, 0, print)
+    site._remove_stale_copies()
     assert (tmp_path / "rank-4.generation-0").exists()
-    site.meeting.missed = True
-    site._forget_what_is_old()
-    assert not (tmp_path / "rank-4.generation-0").exists() and not site.meeting.missed
+    site.restart_client.missed_generation = True
+    site._remove_stale_copies()
+    assert (
+        not (tmp_path / "rank-4.generation-0").exists()
+        and not site.restart_client.missed_generation
+    )

@@ -1,4 +1,4 @@
-"""Ranks that are asked to end save first: nothing is lost and nothing runs twice."""
+"""Ranks that get a request to end save first: nothing is lost and nothing runs twice."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from launch import Ranks
 from local_runs import command, manifest, rank_of, read_until, run
 from torch import nn
 
-from pipemorph.api.sections.trainer import Checkpoint
-from pipemorph.exits import END_NOW
+from pipemorph.exits import ABORT_SIGNAL
+from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.signals import LastWord
+from pipemorph_trainer.signals import SigtermHandler
 
 ITERATIONS, ACCUMULATED = 30, 3
 SCRIPT = """
@@ -49,8 +49,8 @@ optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
 loader = Loader()
 every = context.args["accumulate"]
 restarts = context.job.spec.failure_policy.max_restarts
-assert bool(context.kept_dir) is bool(restarts), "copies in memory that nobody would read"
-told = Path(context.args["losses"])
+assert bool(context.memory_dir) is bool(restarts), "copies in memory without a reader"
+path = Path(context.args["losses"])
 with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional.mse_loss,
               state={"data": loader}) as pipe:
     batches = iter(loader)
@@ -63,7 +63,7 @@ with Pipeline(stage, context=context, optimizer=optimizer, loss_fn=nn.functional
             optimizer.step()
             optimizer.zero_grad()
         if context.rank == 0:
-            with told.open("a") as file:
+            with path.open("a") as file:
                 print(pipe.iteration - 1, float(loss).hex(), file=file)
 """
 
@@ -94,7 +94,7 @@ def losses(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The losses of a run that nobody asks to end."""
+    """The losses of a run without a request to end."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     made = job(folder, checkpoints=folder / "none")
     whole = run(folder, made)
@@ -103,9 +103,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("asked", "restarts"), [("all", 0), ("one rank", 2)])
-def test_a_run_that_is_asked_to_end_loses_no_iteration(
-    asked: str, restarts: int, tmp_path: Path, undisturbed: list[str]
+@pytest.mark.parametrize(("requested", "restarts"), [("all", 0), ("one rank", 2)])
+def test_a_run_with_a_request_to_end_loses_no_iteration(
+    requested: str, restarts: int, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     first, second, saved = tmp_path / "first", tmp_path / "second", tmp_path / "saved"
     host = prepared_processes.PreparedProcess(
@@ -113,7 +113,7 @@ def test_a_run_that_is_asked_to_end_loses_no_iteration(
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     said = read_until(host, 5)
-    if asked == "all":
+    if requested == "all":
         host.send_signal(signal.SIGTERM)
     else:
         os.kill(rank_of(host.pid, 1), signal.SIGTERM)
@@ -121,12 +121,12 @@ def test_a_run_that_is_asked_to_end_loses_no_iteration(
     assert host.returncode == 130, said
     assert "the ranks saved a checkpoint" in said
     done = losses(first)
-    assert 5 <= len(done) < ITERATIONS, "it was asked to end in between"
+    assert 5 <= len(done) < ITERATIONS, "the request came in between"
     assert [path.name for path in saved.iterdir()] == [f"iteration-{len(done):08d}"]
     assert len(done) % ACCUMULATED == 0, "gradients that are not averaged cannot be saved"
     same_bits(done, undisturbed[: len(done)], said)
-    if asked == "one rank":
-        return  # What is saved is the same, and goes on the same.
+    if requested == "one rank":
+        return  # The saved state is the same, and so is its continuation.
 
     again = run(second, job(second, checkpoints=saved, restarts=restarts))
     assert again.status == 0, again
@@ -154,7 +154,7 @@ def waits_for_ever(context: TrainerContext, folder: str, grace: float) -> None:
         pytest.param(
             signal.SIGTERM, 0.5, "not saved within 0.5 s; ", marks=pytest.mark.full, id="grace"
         ),
-        pytest.param(END_NOW, 600.0, "", id="now"),
+        pytest.param(ABORT_SIGNAL, 600.0, "", id="now"),
     ],
 )
 def test_a_rank_that_cannot_save_says_what_it_waited_for(
@@ -172,18 +172,20 @@ def test_a_rank_that_cannot_save_says_what_it_waited_for(
     assert not list(tmp_path.iterdir()), "no checkpoint, not even a part of one"
 
 
-def asked_once(context: TrainerContext) -> None:
-    word = LastWord(lambda: "rank 0 (stage 0) was waiting for nothing", lambda: None, grace=60)
+def request_once(context: TrainerContext) -> None:
+    word = SigtermHandler(
+        lambda: "rank 0 (stage 0) was waiting for nothing", lambda: None, grace=60
+    )
     word.install()
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
-    while not word.asked:
+    while not word.save_requested:
         pass
-    word.remove()
-    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(END_NOW) == signal.SIG_DFL
+    word.uninstall()
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(ABORT_SIGNAL) == signal.SIG_DFL
 
 
 def test_a_second_sigterm_changes_nothing() -> None:
-    (result,) = Ranks(1, asked_once).wait()
+    (result,) = Ranks(1, request_once).wait()
     assert result.exitcode == 0, result
-    assert result.output.count("SIGTERM: to save within 60 s, then to end") == 1
+    assert result.output.count("SIGTERM: saving within 60 s, then ending") == 1

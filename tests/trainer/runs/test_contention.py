@@ -17,7 +17,7 @@ from manifests import manifest_of
 
 FACTOR = float(os.environ.get("PIPEMORPH_SOAK_FACTOR", "1"))
 FIRST_ITERATIONS = 30
-"""Until then op times may be planned for that nobody knew before the start."""
+"""First iteration after plans for op times that were unknown before the start."""
 PROCESSORS = len(os.sched_getaffinity(0))
 
 
@@ -45,9 +45,9 @@ def train(folder: Path, stages: int, iterations: int) -> tuple[dict[str, Any], s
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("busy", [False, True], ids=["quiet", "a busy loop"])
 def test_a_gpt_without_a_fault_keeps_its_plan(tmp_path: Path, busy: bool) -> None:
-    """The first measured op times may ask for another plan, such as one with fused backwards, which
-    then has to pay. Beside a busy loop one stage is slower indeed, and may be planned for; links
-    are not."""
+    """The first measured op times may call for another plan, such as one with fused backwards,
+    which then has to pay. During a busy loop one stage is slower indeed, and may be planned for;
+    links are not."""
     if PROCESSORS < 2:
         pytest.skip("a host with one processor is crowded")
     loop = None

@@ -56,7 +56,7 @@ def test_bfloat16() -> None:
 
 def test_no_step_waits_for_the_device_but_at_its_end() -> None:
     """torch raises at a hidden synchronisation: ``.item()``, a pageable copy, a comparison.
-    What the trainer does on purpose are waits for events, which it does not count."""
+    Deliberate waits of the trainer are for events, which it does not count."""
     check(Job(3, 6, route="delegated", engine="tcp", iterations=3), strict=True)
 
 

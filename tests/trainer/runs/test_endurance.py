@@ -1,4 +1,4 @@
-"""What a run holds does not grow with its length."""
+"""Memory and files of a run do not grow with its length."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from launch import run_ranks
 from trainer_jobs import Job, loss_fn, make_batch, make_stage
 
 from pipemorph_trainer import Options, Pipeline, TrainerContext
-from pipemorph_trainer.links.engine import engine_module
+from pipemorph_trainer.transport.engine_setup import load_engine_module
 
 pytestmark = pytest.mark.full
 
 SETTLED, ITERATIONS = 60, 360
 MESSAGES = 20
-"""What may just be on its way when entries are counted."""
+"""Messages that may be on their way when entries are counted."""
 RESIDENT_BYTES = 6 << 20
 """An allocator does not settle exactly. 20 kB an iteration would be seen."""
 
@@ -80,7 +80,7 @@ def endure(context: TrainerContext, route: str) -> tuple[Held, Held]:
 
 @pytest.mark.parametrize("route", ["direct", "delegated"])
 def test_hundreds_of_iterations_hold_what_sixty_do(route: str) -> None:
-    if route == "delegated" and engine_module() is None:
+    if route == "delegated" and load_engine_module() is None:
         pytest.fail("the engine is not built")
     for rank, (before, after) in enumerate(run_ranks(2, endure, route)):
         assert abs(after.entries - before.entries) < MESSAGES, f"rank {rank}: {before} {after}"

@@ -60,8 +60,8 @@ def test_a_slow_link_changes_no_loss_of_the_gpt(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_torchs_stages_train_the_gpt_to_the_same_losses(tmp_path: Path) -> None:
-    """Without clipping, which the example with torch's stages leaves out; sixteen microbatches, so
-    that to divide the loss by them or the gradients is the same."""
+    """The example with torch's stages has no clipping; sixteen microbatches, so that to divide the
+    loss by them or the gradients is the same."""
 
     def unclipped(spec: dict[str, Any]) -> None:
         short_gpt(spec)

@@ -1,4 +1,4 @@
-"""However a run breaks, every rank ends soon and says which message it was missing."""
+"""Failures of a run: every rank ends soon and names the message that it was missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer_jobs import Job, Stage, assert_same, loss_fn, make_batch, make_stage, reference, train
 from waiting import until
 
-from pipemorph.api.sections.faults import Fault
+from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 
 ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
@@ -62,8 +62,8 @@ def entry(context: TrainerContext, job: Job, broken: int, at: int, how: str) -> 
                 pipe.step(tokens, target=target)
     finally:
         # Caught inside torch when the interpreter ends, a thread aborts the process.
-        left = [t.name for t in threading.enumerate() if t.name.startswith("pipemorph-")]
-        print("THREADS", *(name for name in left if name != "pipemorph-last-word"), flush=True)
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("pipemorph-")]
+        print("THREADS", *(name for name in threads if name != "pipemorph-sigterm"), flush=True)
 
 
 # The self-test before the first F runs the stage some times of its own, so the break is put
@@ -96,7 +96,7 @@ def stopped(context: TrainerContext) -> None:
 @pytest.mark.full
 @pytest.mark.needs_engine
 def test_a_rank_that_is_stopped_is_noticed_whatever_is_waited_for() -> None:
-    """Its connections stay, and the line with them; only its engine does not answer any more."""
+    """Connections of the rank stay, and the line with them; only its engine answers no more."""
     ranks = Ranks(3, stopped)
     try:
         ranks.wait_for_end([0, 2])
@@ -162,7 +162,7 @@ def killed(context: TrainerContext, job: Job, neighbour: str, folder: Path) -> N
     parametrize_product(["delegated", "direct"], ["computes", "waits"], test=1, full=3),
 )
 def test_a_killed_peer_ends_the_others(route: str, neighbour: str, tmp_path: Path) -> None:
-    """Also one that had something for it first: where that is refused, it names that message."""
+    """The peer may have had a message first: where that is refused, the error names it."""
     results = Ranks(3, killed, LONG.with_(route=route), neighbour, tmp_path).wait()
     assert results[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
@@ -198,7 +198,7 @@ def test_an_exception_ends_all_ranks() -> None:
 
 
 def bereaved(context: TrainerContext) -> None:
-    """Rank 1 is killed where rank 0 waits for a collective, whose connections name nobody."""
+    """Kill rank 1 where rank 0 waits for a collective, whose connections name no rank."""
     module = make_stage(context.rank, 2, LONG.dtype)
     with Pipeline(module, context=context, loss_fn=loss_fn, microbatches=2) as pipe:
         tokens, target = make_batch(0, 4)
@@ -210,8 +210,8 @@ def bereaved(context: TrainerContext) -> None:
 
 def test_a_peer_that_is_killed_before_a_collective_is_named() -> None:
     error = Ranks(2, bereaved).wait()[0].error
-    told = "for the gradient norm of iteration 0 of all stages; rank 1 (stage 1) is gone"
-    assert told in error, error[-2000:]
+    expected = "for the gradient norm of iteration 0 of all stages; rank 1 (stage 1) is gone"
+    assert expected in error, error[-2000:]
 
 
 @pytest.mark.needs_engine
@@ -232,7 +232,7 @@ def lopsided(context: TrainerContext) -> None:
             pipe.step(tokens, target=target)
 
 
-def test_a_rank_that_steps_too_often_is_told() -> None:
+def test_a_rank_that_steps_too_often_gets_an_error() -> None:
     results = Ranks(2, lopsided).wait()
     assert results[1].exitcode == 1
     assert "stage 0 to begin for iteration 2" in results[1].error

@@ -22,8 +22,7 @@ SECONDS_APART = 60
 
 
 def disturbed(folder: Path, *options: str, deadline: float) -> dict[str, Any]:
-    """Run the benchmark, and return its figures. It fails if anything but the goodput does not
-    hold, and then says what."""
+    """Run the benchmark, and return its figures. It fails if any but the goodput does not hold."""
     figures = folder / "figures.json"
     command = [sys.executable, str(BENCHMARK), "--out", str(folder / "runs")]
     benchmark = subprocess.Popen(
@@ -35,7 +34,7 @@ def disturbed(folder: Path, *options: str, deadline: float) -> dict[str, Any]:
     try:
         said, _ = benchmark.communicate(timeout=deadline)
     except subprocess.TimeoutExpired:
-        # It ends its run then.
+        # The benchmark ends its run on SIGINT.
         benchmark.send_signal(signal.SIGINT)
         said, _ = benchmark.communicate()
     print(said)

@@ -1,4 +1,4 @@
-"""SIGTERM and forks: who speaks for a rank, and who does not."""
+"""SIGTERM and forks: the process that speaks for a rank, and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch import Ranks, run_ranks
 from torch import nn
 
 from pipemorph_trainer import Options, Pipeline, TrainerContext
-from pipemorph_trainer.signals import LastWord
+from pipemorph_trainer.signals import SigtermHandler
 
 
 def ended_by(child: int) -> int:
@@ -49,7 +49,7 @@ def forking(context: TrainerContext) -> list[float]:
             if child == 0:  # as one that calls sys.exit(), in the block and at its end
                 pipe.__exit__(SystemExit, SystemExit(0), None)
                 pipe.close()
-                pipe._parts.world.leave(clean=False)
+                pipe._parts.world.destroy_groups(clean=False)
                 os._exit(7)
             assert ended_by(child) == 7
     return losses
@@ -65,7 +65,7 @@ def forked_at_once(context: TrainerContext) -> None:
     del context
     # Registered first, so it runs in the child before what the trainer has registered.
     os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    LastWord(lambda: "rank 0 (stage 0) was waiting for nothing", lambda: None).install()
+    SigtermHandler(lambda: "rank 0 (stage 0) was waiting for nothing", lambda: None).install()
     child = os.fork()
     if child == 0:
         os._exit(7)
@@ -78,10 +78,10 @@ def test_a_child_that_is_ended_at_once_does_not_end_its_parent() -> None:
 
 
 def own_handler(context: TrainerContext, how: str) -> list[str]:
-    """Sets a handler, and gets SIGTERM; ``how`` says whether it calls the one that it replaced."""
+    """Sets a handler, and gets SIGTERM; ``how``: whether it calls the one that it replaced."""
     del context
     said: list[str] = []
-    word = LastWord(lambda: "rank 0 (stage 0) was waiting for nothing", lambda: None)
+    word = SigtermHandler(lambda: "rank 0 (stage 0) was waiting for nothing", lambda: None)
     word.install()
     before = signal.getsignal(signal.SIGTERM)
 
@@ -96,7 +96,7 @@ def own_handler(context: TrainerContext, how: str) -> list[str]:
     os.kill(os.getpid(), signal.SIGTERM)
     # Long enough for the thread that would end the process.
     threading.Event().wait(20 if how == "chained" else 0.5)
-    word.remove()
+    word.uninstall()
     assert signal.getsignal(signal.SIGTERM) is save, "it is the script's"
     return said
 

@@ -41,7 +41,7 @@ if context.job.spec.emulation is None:
     optimizer = torch.optim.Adam(stage.parameters(), 1e-2)
     common |= {"optimizer": optimizer, "loss_fn": nn.functional.mse_loss}
 else:
-    stage = EmulatedStage.of(context.job.spec, stage=context.coordinate().stage)
+    stage = EmulatedStage.from_spec(context.job.spec, stage=context.coordinate().stage)
 with Pipeline(stage, **common) as pipe:
     while pipe.iteration < context.job.spec.trainer.iterations:
         disturb(pipe.iteration)
@@ -77,13 +77,13 @@ def job(folder: Path, args: dict[str, Any], iterations: int = 8, **spec: Any) ->
     return made
 
 
-def test_what_ranks_have_finished_counts_though_nobody_was_told(tmp_path: Path) -> None:
-    """They end right after their first iteration, and what they report reaches nobody."""
+def test_unreported_iterations_of_ranks_count(tmp_path: Path) -> None:
+    """Ranks end right after their first iteration, and their reports are lost."""
     made = job(tmp_path / "a", {"at": 1, "how": "kill", "deaf": True}, checkpoint=None)
     made["spec"]["failurePolicy"]["maxRestarts"] = 1
     done = run(tmp_path / "a", made)
     report = done.report
-    assert len(report["attempts"]) == 1, f"an attempt clears what is kept\n{done}"
+    assert len(report["attempts"]) == 1, f"an attempt clears the copies\n{done}"
     (recovery,) = report["recoveries"]
     assert recovery["rung"] == "generation" and recovery["iterations_done"] == 0, done
     assert "the ranks start again as generation 1 after 0 iterations" in done.output
@@ -110,7 +110,7 @@ def test_a_rank_that_stands_still_is_found(tmp_path: Path) -> None:
     assert re.match(r"no iteration was finished for \d+ s \(spec.failureP", recovery["cause"]), done
     assert recovery["rank"] == 1 and recovery["rung"] == "generation"
     assert "rank 1 (stage 1) is stopped, as by SIGSTOP" in done.output
-    assert "killed, since" not in done.output, "it ends by itself once it is asked to"
+    assert "killed, since" not in done.output, "it ends by itself on request"
     for rank in range(2):
         assert "most recent call first" in (done.out / "logs" / f"rank-{rank}.log").read_text()
 

@@ -28,7 +28,7 @@ def one_process(replicas: int) -> list[float]:
     torch.set_num_threads(1)
     model = example.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sources = [example.batches(replica) for replica in range(replicas)]
+    sources = [example.generate_batches(replica) for replica in range(replicas)]
     losses = []
 
     def mean_loss(tokens: torch.Tensor, mask: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -12,13 +12,13 @@ from launch import run_ranks
 from simulated_device import Driver, SimulatedDevice
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
+from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import TrainerContext
-from pipemorph_trainer.links import rendezvous
-from pipemorph_trainer.links.channels import delegated
-from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.steps import parts
+from pipemorph_trainer.schedule import pipeline_builder
+from pipemorph_trainer.transport import rendezvous
+from pipemorph_trainer.transport.channels import delegated
+from pipemorph_trainer.transport.link import LinkEnd
 
 pytestmark = pytest.mark.needs_engine
 
@@ -51,8 +51,8 @@ def train_and_count(context: TrainerContext, job: Job) -> tuple[Record, list[Tra
 def train_on_device(context: TrainerContext, job: Job) -> tuple[Record, list[Traffic]]:
     device = SimulatedDevice(prompt=True)
     driver = Driver(device, 5 + context.rank)
-    for module in (rendezvous, parts):
-        vars(module)["accelerator_of"] = lambda _: device
+    for module in (rendezvous, pipeline_builder):
+        vars(module)["get_accelerator"] = lambda _: device
     found = train_and_count(context, job)
     driver.close()
     assert not device.registered, "memory stayed page-locked"
@@ -75,14 +75,14 @@ def test_on_a_device_messages_are_copied_by_it_alone() -> None:
     found = run_ranks(3, train_on_device, job, timeout=100)
     assert_same([record for record, _ in found], reference(Job(3, 6, iterations=5)))
     for end in (end for _, ends in found for end in ends):
-        # In the first iteration, the sender's slots are not page-locked yet.
+        # The sender's slots are not page-locked yet in the first iteration.
         assert end.copied_in == 0 and end.copied_out < end.sent / 2
         assert end.slots_in_use == 0
 
 
 @pytest.mark.full
 def test_routes_change_while_messages_lie_in_slots() -> None:
-    """From the engine to the direct route and back, and the engine's paths break meanwhile."""
+    """Routes go from the engine to direct and back, and the engine's paths break meanwhile."""
     job = Job(3, 6, policy="1f1b", route="auto", engine="shm", iterations=8)
     delegated_first = (Route.DELEGATED, Route.DIRECT)
     second = make_plan(job, 2, "zero-bubble", routes=delegated_first)

@@ -23,7 +23,7 @@ from served import manifest as served_manifest
 from test_served_runs import SCRIPT as SERVED
 from torch import nn
 
-from pipemorph.wire import IterationSample
+from pipemorph.protocol import IterationSample
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -35,7 +35,7 @@ ADAPTATION = {
     "warmup_after", "routes", "iteration_seconds_before", "iteration_seconds_after",
     "bubble_before", "bubble_after", "peak_memory_before", "peak_memory_after",
 }  # fmt: skip
-"""What a report says of each change of the plan, at least."""
+"""Least fields of a report about a change of the plan."""
 
 SCRIPT = """
 import json, os, signal, time
@@ -43,13 +43,13 @@ from collections import OrderedDict
 from pathlib import Path
 import torch
 from torch import nn
-from pipemorph.exits import leave_file
+from pipemorph.exits import drain_request_file_name
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
 context = TrainerContext.from_env()
 args, generation, here = context.args, context.generation, Path(__file__).parent
 ITERATIONS = context.job.spec.trainer.iterations
-kept = context.kept_dir
+memory = context.memory_dir
 
 def layer(number):
     torch.manual_seed(number)
@@ -59,7 +59,7 @@ def build(part):
     numbers = list(part.layers(6))
     seen = {
         "secret": Path(os.environ["PIPEMORPH_SECRET_FILE"]).read_bytes().hex(),
-        "kept": kept and str(kept), "mode": kept and oct(kept.stat().st_mode & 0o777),
+        "memory": memory and str(memory), "mode": memory and oct(memory.stat().st_mode & 0o777),
         "attempt": context.attempt, "layers": numbers,
     }
     (here / f"seen-{generation}-{context.rank}.json").write_text(json.dumps(seen))
@@ -74,7 +74,7 @@ def disturb(iteration):
     # The agent hears of an iteration in the next one, so the ranks go on, slowly.
     if iteration >= args.get("waits_from", ITERATIONS):
         deadline = time.monotonic() + 15
-        while not (kept / leave_file(0)).exists() and time.monotonic() < deadline:
+        while not (memory / drain_request_file_name(0)).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
 with Pipeline(
@@ -86,8 +86,8 @@ with Pipeline(
         batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(pipe.iteration))
         loss = pipe.step(batch, target=batch.flip(1))
         if context.rank == 0:
-            with (here / "losses").open("a") as told:
-                print(pipe.iteration - 1, float(loss).hex(), file=told)
+            with (here / "losses").open("a") as file:
+                print(pipe.iteration - 1, float(loss).hex(), file=file)
         pipe.optimizer.step()
         pipe.optimizer.zero_grad()
 """
@@ -95,20 +95,21 @@ with Pipeline(
 MOVES_LAYERS = """
 import json, sys
 from pathlib import Path
-from pipemorph.control.decide.layouts import moves
-from pipemorph.control.decide.layouts.relayout import Proposal
-from pipemorph.local import host
+from pipemorph.control.decide.layouts import layout_changes
+from pipemorph.control.decide.layouts.layout_search import LayoutProposal
+from pipemorph.local import run
 
-def consider(self, network, cost, finished):
-    if self.made:
+def search_for_change(self, network, cost, finished):
+    if self.made_changes:
         return None
     layout = self.layout.with_layers([4, 2])
-    return moves.Move("as told", Proposal(layout, 2.0, 1.0, cost, network.left, 0.0), self.layout)
+    proposal = LayoutProposal(layout, 2.0, 1.0, cost, network.iterations_remaining, 0.0)
+    return layout_changes.LayoutChange("by order", proposal, self.layout)
 
-moves.Moves.consider = consider
-sys.exit(host.run_job(sys.argv[1], Path(sys.argv[2])))
+layout_changes.LayoutChanges.search_for_change = search_for_change
+sys.exit(run.run_job(sys.argv[1], Path(sys.argv[2])))
 """
-"""What the controller decides depends on measured times, so the decision is given."""
+"""The controller's decision depends on measured times, so the decision is given."""
 
 
 def job(folder: Path, args: dict[str, Any], **spec: Any) -> dict[str, Any]:
@@ -155,11 +156,11 @@ def expected_losses() -> list[float]:
 
 
 def check_losses(folder: Path, done: Done) -> None:
-    """Every iteration has the bits of one process, however often it ran."""
+    """Check that every iteration has the bits of one process, however often it ran."""
     expected = expected_losses()
     lines = [line.split() for line in (folder / "losses").read_text().splitlines()]
     assert {int(index) for index, _ in lines} == set(range(ITERATIONS)), done
-    same_bits([float.fromhex(told) for _, told in lines], [expected[int(i)] for i, _ in lines])
+    same_bits([float.fromhex(bits) for _, bits in lines], [expected[int(i)] for i, _ in lines])
     reported = {each["index"]: each["loss"] for each in done.report["iterations"]}
     assert ITERATIONS - 1 in reported, done
     for index, loss in reported.items():
@@ -238,7 +239,7 @@ def test_a_killed_rank_comes_back_and_no_loss_changes(tmp_path: Path) -> None:
     assert recovery["rank"] == 1 and recovery["coordinate"] == "rank 1 (stage 1)"
     assert recovery["cause"] == "rank 1 (stage 1) was killed by SIGKILL"
     assert (recovery["rung"], recovery["attempt"], recovery["generation"]) == ("generation", 0, 1)
-    # An iteration is reported when the next one begins, and some time later the host hears of it.
+    # An iteration is reported when the next one begins, and reaches the host some time later.
     assert recovery["iterations_done"] <= KILLED_AT
     assert recovery["repeated"] == 0
     assert f"went on with iteration {recovery['went_on_with']} after" in done.output
@@ -247,8 +248,8 @@ def test_a_killed_rank_comes_back_and_no_loss_changes(tmp_path: Path) -> None:
 
     first, second = seen(tmp_path, 0, 0), seen(tmp_path, 1, 0)
     assert first["secret"] != second["secret"]
-    assert first["kept"] == second["kept"] and first["mode"] == "0o700"
-    assert first["kept"].startswith("/dev/shm/") and not Path(first["kept"]).exists()
+    assert first["memory"] == second["memory"] and first["mode"] == "0o700"
+    assert first["memory"].startswith("/dev/shm/") and not Path(first["memory"]).exists()
 
 
 def test_layers_move_and_no_loss_changes(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_layers_move_and_no_loss_changes(tmp_path: Path) -> None:
 
 
 def test_ranks_of_torchrun_are_served(tmp_path: Path) -> None:
-    """Over TLS, with a link that turns slow."""
+    """The ranks connect over TLS, with a link that turns slow."""
     cert, key = certificate(tmp_path)
     fault = {"link": 0, "fromIteration": SLOW_FROM, "delayMs": SLOW_MS}
     host = Served(
@@ -292,7 +293,7 @@ def test_ranks_of_torchrun_are_served(tmp_path: Path) -> None:
         assert host.ended() == 0, host.output
     finally:
         host.stop()
-    assert "all 2 ranks have come" in host.output
+    assert "all 2 ranks have joined" in host.output
     assert "link 0 +" in host.output and "in effect since iteration" in host.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["completed"] is True

@@ -17,8 +17,8 @@ SLOW_FROM, ITERATIONS, DELAY_MS = 6, 20, 30
 
 @dataclass(frozen=True)
 class Case:
-    """``parallelism``: of the job. ``link``, ``column``: which link becomes slow; ``named``: as
-    users are told of it."""
+    """``parallelism``: of the job. ``link``, ``column``: which link becomes slow; ``named``: its
+    name for users."""
 
     parallelism: dict[str, Any]
     link: int
@@ -47,7 +47,7 @@ CASES = {
     "replicas, tensor": Case(
         {"stages": 2, "replicas": 2, "tensor": 2}, 0, 3, "link 0 of replica 1, tensor 1"
     ),
-    # From the second rank to the first one.
+    # Slow link: from the second rank to the first one.
     "interleaved, replicas": Case(
         SEVERAL | {"replicas": 2}, 1, 1, "link 1 of replica 1", op_ms=8, microbatches=8
     ),
@@ -55,7 +55,7 @@ CASES = {
     "context": Case({"stages": 2, "context": 2}, 0, 1, "link 0 of context 1"),
 }
 LONGER = {"context"}
-"""For `make soak`: the host treats these ranks as those of ``fsdp``."""
+"""Cases of `make soak`: the host treats these ranks as those of ``fsdp``."""
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_it_is_not_taken_for_a_delayed_one_when_it_gets_narrower(narrowed: Done)
         assert "narrow: " in each["reason"], narrowed
 
 
-def test_the_promised_gain_is_kept(narrowed: Done) -> None:
+def test_the_promised_gain_is_measured(narrowed: Done) -> None:
     found = answers(narrowed, FROM, WORSE)
     applied = [each for each in found if each["applied_at_iteration"] is not None]
     assert applied, narrowed
@@ -65,7 +65,7 @@ def test_the_promised_gain_is_kept(narrowed: Done) -> None:
     well, before = median(iterations[1:FROM]), iterations[FROM]
     settled = iterations[WORSE - 6 : WORSE]
     assert applied[0]["promised"] > 0.15, "the best plan saves a quarter of an iteration"
-    # Half of it is what the controller itself asks of a change.
+    # Half of it is what the controller itself requires of a change.
     assert 1 - median(settled) / before > 0.5 * applied[0]["promised"], narrowed
     # It is predicted to take 1.07 times as long as without the fault, and 1.45 with the old plan.
     assert median(settled) < 1.25 * well, narrowed

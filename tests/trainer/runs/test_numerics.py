@@ -8,8 +8,8 @@ from launch import run_ranks
 from pairwise import parametrize_product
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import Route
+from pipemorph.spec.sections.faults import Fault
 
 POLICIES = ("gpipe", "1f1b", "zero-bubble", "pipemorph")
 DISPATCHES = ("static", "guided")

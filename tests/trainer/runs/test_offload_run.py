@@ -41,7 +41,7 @@ def traces(done: Done, rank: int) -> list[dict[str, Any]]:
 
 
 def device_peak(line: dict[str, Any]) -> int:
-    """Most microbatches on the device at a moment, from what the rank says it did."""
+    """Maximum of microbatches on the device at a moment, from the ops of a rank's trace."""
     changes = []
     for kind, microbatch, start, end in line["ops"]:
         copied = {(way, m): (begun, ended) for way, m, begun, ended, _ in line.get("copies", ())}
@@ -54,7 +54,7 @@ def device_peak(line: dict[str, Any]) -> int:
         if kind in ("W", "BW"):
             changes.append((end, -1))
     held = most = 0
-    # What ends at a moment ends before what begins then.
+    # Ends at a moment come before begins at that moment.
     for _, change in sorted(changes, key=lambda each: (each[0], each[1])):
         held += change
         most = max(most, held)

@@ -1,4 +1,4 @@
-"""How a process with a pipeline ends: by itself, with the right exit code, torn down by nobody."""
+"""End of a process with a pipeline: by itself, with the right exit code, torn down by no one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LATE = r"""
 
 static std::atomic<bool> armed{false}, ending{false};
 extern "C" void arm() { armed = true; }
-// Keeps the interpreter while it ends. Whoever asks for it now is too late.
+// Holds the interpreter while it ends. A thread that requests it now is too late.
 extern "C" void end() { ending = true; usleep(1000000); }
 
 void std::condition_variable::notify_all() noexcept {
@@ -119,7 +119,7 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_worker_that_lets_go_late_does_not_abort_the_process(
     how: str, late: Path, tmp_path: Path
 ) -> None:
-    """What made one run in some dozens end with "terminate called without an active exception"."""
+    """Late workers once ended runs with "terminate called without an active exception"."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     done = subprocess.run(
@@ -149,15 +149,15 @@ def test_a_rank_whose_peer_has_stopped_ends_by_itself(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        _, told = ranks[0].communicate(timeout=100)
+        _, output = ranks[0].communicate(timeout=100)
         assert ranks[1].poll() is None, "rank 1 was to be stopped, and has ended"
     finally:
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
             rank.communicate()
-    assert ranks[0].returncode == 1, f"{ranks[0].returncode}: {told[-3000:]}"
-    waited = re.search(r"waited ([\d.]+) s for the gradient norm of iteration 0", told)
-    assert waited is not None and float(waited[1]) >= 5.0, told[-3000:]
+    assert ranks[0].returncode == 1, f"{ranks[0].returncode}: {output[-3000:]}"
+    waited = re.search(r"waited ([\d.]+) s for the gradient norm of iteration 0", output)
+    assert waited is not None and float(waited[1]) >= 5.0, output[-3000:]
 
 
 def workers() -> int:
@@ -195,7 +195,7 @@ def two_pipelines(context: TrainerContext, mine: bool) -> None:
         assert workers() > OF_ONE_GROUP
         pipe.close()
         del pipe
-        # Those of the default group.
+        # Workers of the default group.
         wait_for_workers(OF_ONE_GROUP)
     value = torch.ones(1)
     dist.all_reduce(value)

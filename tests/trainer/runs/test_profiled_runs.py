@@ -15,8 +15,8 @@ pytestmark = pytest.mark.full
 
 
 def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
-    """Steps with a profiler each; how many ranges ``PP:…`` and ends of reductions (the loss, and
-    two of what is reported of the iteration before) each of them saw."""
+    """Steps with a profiler each; the number of ranges ``PP:…`` and of ends of reductions (the
+    loss, and two of the report of the iteration before) in each of them."""
     module = make_stage(context.rank, job.stages, job.dtype)
     counts = []
     with Pipeline(
@@ -39,7 +39,7 @@ def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("route", ["direct", "delegated"])
 def test_a_profiler_may_stop_after_any_iteration(route: str) -> None:
-    """What is still under way then is written to when it is through, in memory that was given
+    """The profiler's stop lets work under way write, when it is through, to memory that was given
     back: sends of the direct route let the process crash, reductions let records get lost."""
     job = Job(2, 8, route=route, iterations=4)
     for counts in run_ranks(2, profiled, job):

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.times, pytest.mark.timeout(300)]
 
 GRADIENT_BYTES, FROM, ITERATIONS = 1 << 15, 8, 16
 SECONDS = 0.6
-"""Of a reduction under the fault: far longer than a stall of this machine."""
+"""Duration of a reduction under the fault: far longer than a stall of this machine."""
 
 
 def test_the_stage_is_named(tmp_path: Path) -> None:

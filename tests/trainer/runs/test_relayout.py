@@ -29,20 +29,20 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from torch import nn
-from pipemorph.exits import leave_file
+from pipemorph.exits import drain_request_file_name
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.state.kept import composed, resuming
-from pipemorph_trainer.state.kept.copies import Copy
-from pipemorph_trainer.state.kept.keeper import Keeper
-from pipemorph_trainer.state.kept.slots import Slots
+from pipemorph_trainer.checkpoint.memory import resume_agreement
+from pipemorph_trainer.checkpoint.memory.state_copy import StateCopy
+from pipemorph_trainer.checkpoint.memory.checkpointer import InMemoryCheckpointer
+from pipemorph_trainer.checkpoint.memory.copy_slots import CopySlots
 
 context = TrainerContext.from_env()
-asks_in = context.kept_dir
+asks_in = context.memory_dir
 if context.args["how"] in ("pods", "borrowing") and context.rank > 1:
-    # The second stage is in another pod, whose host asks nobody to leave.
-    own = context.kept_dir / "pod"
+    # The second stage is in another pod, whose host requests no rank to depart.
+    own = context.memory_dir / "pod"
     own.mkdir(exist_ok=True)
-    context = replace(context, kept_dir=own)
+    context = replace(context, memory_dir=own)
 how, generation, here = context.args["how"], context.generation, Path(__file__).parent
 place, moves_layers = context.coordinate(), context.args["what"] == "layers"
 seen = [json.loads(os.environ["PIPEMORPH_PLACES"]), int(os.environ["LOCAL_RANK"])]
@@ -53,40 +53,40 @@ def killed(*_, **__):
 
 victim = context.rank == 1
 if victim and generation == 0 and how == "copying":
-    Keeper.seal = killed
+    InMemoryCheckpointer.seal_for_layout = killed
 if victim and how == "refusing":
     def refuse(*_, **__):
         (here / "refused").touch()
-        return "it has no memory left"
-    Keeper.seal = refuse
+        return "it has no more memory"
+    InMemoryCheckpointer.seal_for_layout = refuse
 if victim and generation == 1 and how == "meeting":
     killed()
 if victim and generation == 1 and how == "resuming":
-    Keeper.resume = killed
+    InMemoryCheckpointer.resume = killed
 if victim and generation == 1 and how == "borrowing":
-    resuming.receive = killed
+    resume_agreement.receive_copy = killed
 if victim and generation == 1 and how == "composing":
-    resuming.compose = killed
+    resume_agreement.compose_state = killed
 if victim and generation == 1 and how == "keeping the new part":
-    Keeper._keep_new_part = killed
-if victim and generation == 1 and how == "kept the new part":
-    def half(self, old, *rest, _keep=Keeper._keep_new_part):
+    InMemoryCheckpointer._copy_new_shard = killed
+if victim and generation == 1 and how == "held the new part":
+    def half(self, old, *rest, _keep=InMemoryCheckpointer._copy_new_shard):
         # Killed with both copies, before all have met.
-        self._world.tell_all = killed
+        self._world.gather_all = killed
         _keep(self, old, *rest)
-    Keeper._keep_new_part = half
+    InMemoryCheckpointer._copy_new_shard = half
 if victim and generation == 1 and how == "no memory":
-    def begin(self, *_, _begin=Slots.begin):
-        Slots.begin = _begin
+    def begin(self, *_, _begin=CopySlots.begin_slot):
+        CopySlots.begin_slot = _begin
         raise OSError(28, "No space left on device")
-    Slots.begin = begin
+    CopySlots.begin_slot = begin
 if victim and generation == 1 and how == "changed":
-    for path in (context.kept_dir / "rank-1.generation-0").glob("[a-f]"):
-        Copy.open(path).raw()[0] += 1
+    for path in (context.memory_dir / "rank-1.generation-0").glob("[a-f]"):
+        StateCopy.open(path).view_tensor_bytes()[0] += 1
 if victim and generation == 1 and how == "misread":
-    Copy.damaged = property(lambda copy: True)
+    StateCopy.damaged = property(lambda copy: True)
 if victim and generation == 1 and how == "gone":
-    shutil.rmtree(context.kept_dir / "rank-1.generation-0")
+    shutil.rmtree(context.memory_dir / "rank-1.generation-0")
 
 class Layer(nn.Module):
     def __init__(self):
@@ -140,8 +140,8 @@ def optimizer(module):
     return torch.optim.AdamW(groups, lr=1e-2)
 
 whole = how == "module" or not moves_layers
-from pipemorph_trainer import Part
-stage = Stage(Part(place.stage, 2)) if whole else build
+from pipemorph_trainer import ModelShard
+stage = Stage(ModelShard(place.stage, 2)) if whole else build
 made = optimizer(stage) if whole else optimizer
 tied = [("embed.weight", 0), ("head.weight", 1)]
 state = lambda made: {"schedule": torch.optim.lr_scheduler.ExponentialLR(made, 0.99)}
@@ -158,10 +158,11 @@ with Pipeline(
             while waits and time.monotonic() < deadline:
                 time.sleep(0.01)
                 # What asks ranks to leave is gone again once one has refused.
-                asks = (asks_in / leave_file(generation), here / "refused")
+                asks = (asks_in / drain_request_file_name(generation), here / "refused")
                 waits = not any(each.exists() for each in asks)
-        asked = victim and generation == 0 and (context.kept_dir / leave_file(0)).exists()
-        if asked and how == "leaving":
+        request = context.memory_dir / drain_request_file_name(0)
+        requested = victim and generation == 0 and request.exists()
+        if requested and how == "leaving":
             killed()
         if victim and generation == 1 and how == "at once" and pipe.iteration == first:
             killed()
@@ -191,9 +192,9 @@ def run(
     cut = {"stages": 2, "replicas": 2, "layers": TOTAL}
     spec = {"parallelism": cut, "iterations": ITERATIONS} | spec
     moves = [NEW if what == "layers" else TO] if moves is None else moves
-    told = [json.dumps(each) for each in moves] if what == "places" else moves
+    texts = [json.dumps(each) for each in moves] if what == "places" else moves
     args = {"how": how, "what": what, "moves": len(moves)}
-    return run_moves(folder, SCRIPT, what, told, args, **spec)
+    return run_moves(folder, SCRIPT, what, texts, args, **spec)
 
 
 Undisturbed = Callable[[str], dict[int, float]]
@@ -201,7 +202,7 @@ Undisturbed = Callable[[str], dict[int, float]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The losses of a job whose layout stays, by what moves in the others."""
+    """Losses of a job whose layout stays, by what moves in the others."""
 
     @cache
     def losses_of(what: str) -> dict[int, float]:
@@ -217,8 +218,8 @@ def soak(*values: Any) -> Any:
 
 
 def began(folder: Path, what: str, generation: int, layout: list[int]) -> bool:
-    """Whether ranks of a generation have begun, and with this layout. A rank may have ended before
-    it could tell."""
+    """True if ranks of a generation have begun, and with this layout. A rank may have ended before
+    it could report."""
     found = list(folder.glob(f"{what}-{generation}-*"))
     for path in found:
         rank = int(path.name[-1])
@@ -241,7 +242,7 @@ def began(folder: Path, what: str, generation: int, layout: list[int]) -> bool:
         soak("layers", "borrowing", [OLD, NEW, OLD]),
         soak("layers", "composing", [OLD, NEW, OLD]),
         soak("layers", "keeping the new part", [OLD, NEW, OLD]),
-        ("layers", "kept the new part", [OLD, NEW, OLD]),
+        ("layers", "held the new part", [OLD, NEW, OLD]),
         soak("layers", "no memory", [OLD, NEW, OLD]),
         soak("layers", "at once", [OLD, NEW, OLD]),
         soak("layers", "unable", [OLD, NEW, OLD]),
@@ -262,8 +263,8 @@ def test_the_old_layout_or_the_new_one(
     how: str,
     generations: list[list[int] | None],
 ) -> None:
-    """With tied weights, two groups of parameters, Adam's state, statistics of layers and a
-    schedule of the learning rate."""
+    """The model has tied weights, two groups of parameters, Adam's state, statistics of layers and
+    a schedule of the learning rate."""
     # An ordinary copy is due long after the ranks leave: those that they leave with are others.
     rare = {} if how else {"recovery": {"snapshotIterations": 50}}
     report = run(tmp_path / "run", how, what=what, **rare)
@@ -274,7 +275,7 @@ def test_the_old_layout_or_the_new_one(
     moved = generations[-1] in (NEW, TO)
     outcome = "moved" if moved else "went back" if len(generations) > 2 else "stayed"
     assert move["outcome"] == outcome, report["said"]
-    assert (how != "refusing") or "no memory left" in move["why"]
+    assert (how != "refusing") or "no more memory" in move["why"]
     if what == "layers":
         assert (move["layers_before"], move["layers"], move["moved"]) == (OLD, NEW, [])
     elif moved:
@@ -282,32 +283,32 @@ def test_the_old_layout_or_the_new_one(
     if not how:
         assert move["seconds"] > 0
         log = (tmp_path / "run" / "out" / "logs" / "rank-0.log").read_text()
-        left = re.search(rf"left at iteration (\d+), (for|with) other {what}", log)
-        assert left is not None and move["iteration"] == int(left[1])
+        stopped = re.search(rf"stopped before iteration (\d+), (for|with) other {what}", log)
+        assert stopped is not None and move["iteration"] == int(stopped[1])
     assert report["completed"]
-    told = losses(report)
-    assert told.items() <= undisturbed(what).items()
+    reported = losses(report)
+    assert reported.items() <= undisturbed(what).items()
     # Ranks that are killed may have finished iterations that they could not report.
-    assert len(told) >= ITERATIONS - (3 if what == "layers" else 0)
+    assert len(reported) >= ITERATIONS - (3 if what == "layers" else 0)
 
 
 @pytest.mark.parametrize(
     ("what", "how", "state"),
     [
-        # A replica has seen other data, of which its layers keep statistics.
+        # A replica has seen other data, and its layers have statistics of them.
         soak("layers", "changed", "replica"),
         ("layers", "gone", "replica"),
-        # With random numbers of its own: there is dropout.
+        # A replica has random numbers of its own: there is dropout.
         ("places", "changed", "replica"),
         ("places", "misread", "kept"),
         soak("places", "gone", "replica"),
     ],
 )
-def test_copies_that_are_not_those_that_were_left(
+def test_copies_that_are_not_those_of_the_departed_ranks(
     tmp_path: Path, undisturbed: Undisturbed, what: str, how: str, state: str
 ) -> None:
     """The new layout does not begin with them. The one before does, if they are right after all,
-    and else with what recovers from every loss of memory."""
+    and otherwise with the copies that survive every loss of memory."""
     report = run(tmp_path, how, what=what)
     (move,) = report["relayouts"]
     assert move["outcome"] == "went back"
@@ -324,7 +325,7 @@ def test_copies_that_are_not_those_that_were_left(
     ("how", "why"),
     [
         ("module", "Pipeline was given a stage, and no function that builds it"),
-        soak("deaf", "the function that builds a stage does not ask part.layers()"),
+        soak("deaf", "the function that builds a stage does not call part.layers()"),
         soak("clashing", "stages 0 and 1 both have 'layers.x0.linear.bias'"),
     ],
 )
@@ -354,7 +355,7 @@ def test_layers_move_there_and_back_and_a_checkpoint_between_resumes_on_any_spli
     assert losses(report).items() <= undisturbed("layers").items()
     for generation, split in enumerate([OLD, NEW, OLD]):
         assert began(tmp_path / "first", "layers", generation, split)
-    # Of the new parts, which were left later.
+    # Copies of the new parts, which were stored later.
     newest = there["iteration"] + 2
     assert newest < back["iteration"]
     for folder in (tmp_path / "saved").iterdir():
@@ -371,7 +372,7 @@ MESHES = [{"shard": 2}, soak({"tensor": 2}), soak({"replicas": 2, "shard": 2})]
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_layers_of_ranks_that_share_a_stage(tmp_path: Path, mesh: dict[str, int]) -> None:
-    """Each takes its part of a layer from the rank of the other stage that had the same part."""
+    """Ranks take their part of a layer from the rank of the other stage that had the same part."""
     job = {
         "parallelism": {"stages": 2, "layers": 4, **mesh},
         "trainer": {
@@ -387,8 +388,8 @@ def test_layers_of_ranks_that_share_a_stage(tmp_path: Path, mesh: dict[str, int]
 
 
 def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
-    """The whole loop, with stages that are EMULATED. What it brings depends on how busy the machine
-    is, and is not judged here."""
+    """The whole loop, with stages that are EMULATED. Its gain depends on how busy the machine is,
+    and is not judged here."""
     job = manifest(
         parallelism={"stages": 4, "layers": 16},
         schedule={"microbatches": 6},
@@ -402,8 +403,8 @@ def test_a_slow_device_gets_fewer_layers(tmp_path: Path) -> None:
         faults=[{"device": 1, "slowdown": 2.0, "fromIteration": 12}],
     )  # fmt: skip
     report = report_of(tmp_path, job)
-    told = "\n".join(line for line in report["said"].splitlines() if "s/it" not in line)
-    assert len(report["relayouts"]) == 1, told
+    output = "\n".join(line for line in report["said"].splitlines() if "s/it" not in line)
+    assert len(report["relayouts"]) == 1, output
     (move,) = report["relayouts"]
     assert move["outcome"] == "moved", report["said"]
     assert move["reason"].startswith("stage 1 computes for ")
@@ -438,8 +439,8 @@ def test_a_late_wire_between_two_pods_goes_between_two_stages(tmp_path: Path) ->
         faults=[{"between": [0, 1], "delayMs": 60, "fromIteration": 15}],
     )  # fmt: skip
     report = report_of(tmp_path, job)
-    told = "\n".join(line for line in report["said"].splitlines() if "s/it" not in line)
-    assert len(report["relayouts"]) == 1, told
+    output = "\n".join(line for line in report["said"].splitlines() if "s/it" not in line)
+    assert len(report["relayouts"]) == 1, output
     (move,) = report["relayouts"]
     assert move["outcome"] == "moved", report["said"]
     assert "pods 0 and 1" in move["reason"]

@@ -57,7 +57,7 @@ def test_all_replicas_run_the_plan_for_the_slow_links_of_each(tmp_path: Path) ->
     assert record["routes"] == ["delegated", "direct", "delegated"]
     assert record["kind"] == "adapt"
 
-    # What ran is what is told, in both replicas, under one version.
+    # What ran is what is reported, in both replicas, under one version.
     trace = json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
     versions = {i["index"]: i["plan_version"] for i in report["iterations"]}
     last = max(index for index, version in versions.items() if version == record["plan_version"])

@@ -60,7 +60,7 @@ def test_the_plan_changes_in_the_iteration_after_the_change_shows(
     assert soonest["applied_at_iteration"] - shown(soonest) <= 1
     assert adapt["warmup_after"][SLOW_LINK] > adapt["warmup_before"][SLOW_LINK]
     assert "link 2 is slow" in adapt["reason"]
-    # By the end of the fault: a stall may make the first estimate of the delay a bad one.
+    # The end of the fault is the limit: a stall may make the first estimate of the delay bad.
     slow = adapted.report["iterations"][SLOW_FROM:SLOW_TO]
     at_first, at_last = slow[0], slow[-3:]
     assert median(i["seconds"] for i in at_last) < 0.7 * at_first["seconds"], adapted
@@ -80,12 +80,12 @@ def test_the_plan_of_the_start_comes_back(adapted: Done) -> None:
 
 
 def test_directives_reach_the_ranks_at_once(adapted: Done) -> None:
-    """From the controller's decision to the ranks' sockets, as the agent measured it."""
+    """The agent measures from the controller's decision to the ranks' sockets."""
     log = (adapted.out / "logs" / "rank-0.log").read_text()
-    told = re.findall(r"plan v(\d+) to 4 ranks (\d+) ms after it was issued", log)
-    taken = {int(plan_version): int(ms) for plan_version, ms in told}
+    sent = re.findall(r"plan v(\d+) to 4 ranks (\d+) ms after it was issued", log)
+    taken = {int(plan_version): int(ms) for plan_version, ms in sent}
     print(f"directive → ranks: {taken} ms")
-    # One that another followed at once, or the end, need not have reached anybody.
+    # A plan that another followed at once, or the end, need not have reached any rank.
     adaptations = adapted.report["adaptations"]
     applied = {a["plan_version"] for a in adaptations if a["applied_at_iteration"] is not None}
     assert applied and applied <= set(taken), adapted

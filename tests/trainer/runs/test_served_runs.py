@@ -14,10 +14,10 @@ import pytest
 from served import Served, certificate, job, manifest, torchrun
 
 from pipemorph.errors import InputError
-from pipemorph.local.results.history import Journal
-from pipemorph.local.serve import RollCall, ServeOptions, tls_context
+from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.serve import JoinTracker, ServeOptions, make_tls_context
 from pipemorph.local.service import ControlService
-from pipemorph_trainer.context import TrainerContext, ask_for_job
+from pipemorph_trainer.context import TrainerContext, request_job
 
 SCRIPT = """
 import os
@@ -27,7 +27,7 @@ from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 dist.init_process_group("gloo")
 context = TrainerContext.from_env()
 assert context.args == {"width": 3}, context.args
-stage = EmulatedStage.of(context.job.spec, stage=context.rank)
+stage = EmulatedStage.from_spec(context.job.spec, stage=context.rank)
 with Pipeline(stage, context=context) as pipe:
     for iteration in range(context.job.spec.trainer.iterations):
         if os.environ.get("FAIL_ONCE") and (context.attempt, context.rank, iteration) == (0, 1, 2):
@@ -73,11 +73,11 @@ class Host:
     """The service of ``pipemorph serve``, in this process."""
 
     def __init__(self, *, tls: tuple[Path, Path] | None = None) -> None:
-        self.roll = RollCall(job(stages=2), Journal())
+        self.roll = JoinTracker(job(stages=2), RunJournal())
         options = ServeOptions("", Path(), Path(), *(tls or ()))
         self.service = ControlService(
             job(stages=2), self.roll.journal, token="right",
-            tls=tls_context(options, "127.0.0.1"), join=self.roll.join,
+            tls=make_tls_context(options, "127.0.0.1"), join=self.roll.handle_join,
         )  # fmt: skip
         self.roll.service = self.service
 
@@ -92,7 +92,7 @@ def ask(url: str, folder: Path, *, token: str = "right", authority: Path | None 
     file = folder / "token"
     file.write_text(f"{token}\n")
     where = None if authority is None else str(authority)
-    return ask_for_job(url, file, where, rank=0, world_size=2, attempt=0, patience=0.0)
+    return request_job(url, file, where, rank=0, world_size=2, attempt=0, patience=0.0)
 
 
 def refused(url: str, folder: Path, **options: Any) -> str:
@@ -106,42 +106,42 @@ def refused(url: str, folder: Path, **options: Any) -> str:
 def test_a_rank_with_another_token_is_refused(tmp_path: Path) -> None:
     with Host() as service:
         assert json.loads(ask(service.url, tmp_path))["metadata"]["name"] == "served"
-        told = refused(service.url, tmp_path, token="wrong")
-        assert "refuses this rank: the bearer token is not this" in told
-        assert "PIPEMORPH_TOKEN_FILE has to be the --token-file of pipemorph serve" in told
+        error = refused(service.url, tmp_path, token="wrong")
+        assert "refuses this rank: the bearer token is not this" in error
+        assert "PIPEMORPH_TOKEN_FILE must be the --token-file of pipemorph serve" in error
 
 
 def test_a_certificate_is_checked(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     with Host(tls=(cert, key)) as service:
         assert json.loads(ask(service.url, tmp_path, authority=cert))
-        told = refused(service.url, tmp_path)
-        assert "is not trusted" in told and "set PIPEMORPH_CA_FILE to the authority of" in told
+        error = refused(service.url, tmp_path)
+        assert "is not trusted" in error and "set PIPEMORPH_CA_FILE to the authority of" in error
         plain = service.url.replace("https", "http")
         assert "no ingest answers at" in refused(plain, tmp_path)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        told = refused(url, tmp_path)
-        assert f"no ingest answers at {url}" in told and "start pipemorph serve there" in told
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        error = refused(url, tmp_path)
+        assert f"no ingest answers at {url}" in error and "start pipemorph serve there" in error
     assert "expected http(s)://HOST:PORT" in refused("nowhere:7", tmp_path)
     rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
     with pytest.raises(InputError, match="PIPEMORPH_TOKEN_FILE is not set"):
         TrainerContext.from_env({**rank, "PIPEMORPH_INGEST_URL": url})
     with pytest.raises(InputError, match="none: cannot be read: No such file"):
-        ask_for_job(url, tmp_path / "none", None, rank=0, world_size=2, attempt=0, patience=0.0)
+        request_job(url, tmp_path / "none", None, rank=0, world_size=2, attempt=0, patience=0.0)
 
 
 def test_a_rank_waits_for_the_token_of_a_host_that_starts(tmp_path: Path) -> None:
-    """Its file is made first and written then."""
+    """The token's file is made first and written then."""
     file, found = tmp_path / "token", list[str]()
     with Host() as service:
         rank = threading.Thread(
             target=lambda: found.append(
-                ask_for_job(service.url, file, None, rank=0, world_size=2, attempt=0)
+                request_job(service.url, file, None, rank=0, world_size=2, attempt=0)
             )
         )
         rank.start()

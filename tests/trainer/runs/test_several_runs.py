@@ -32,7 +32,7 @@ def of(report: dict[str, Any], what: str) -> list[float]:
 
 
 def test_by_default_a_job_goes_on_while_a_message_is_late(tmp_path: Path) -> None:
-    """It is guided from the start, so that the fault costs less before anybody knows of it."""
+    """The job is guided from the start, so that the fault costs less before it is detected."""
     slow = {"microbatches": 16, "delay_ms": 60}
     static = run(tmp_path / "static", adapts=False, dispatch="static", **slow)
     auto = run(tmp_path / "auto", adapts=True, **slow)

@@ -18,23 +18,23 @@ from simulated_device import Driver, SimulatedDevice
 from simulated_runs import seat
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
-from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Route
-from pipemorph_trainer import TrainerContext, start
-from pipemorph_trainer.devices import own_device
+from pipemorph.spec.mesh import MeshShape
+from pipemorph_trainer import TrainerContext, startup
+from pipemorph_trainer.devices import choose_device
 from pipemorph_trainer.executor.device_times import (
-    LAUNCHED_AHEAD,
+    MAX_QUEUED_OPS,
     DeviceTimes,
     LossCopy,
-    TimedCopy,
-    TimedOp,
+    MeasuredCopy,
+    MeasuredOp,
 )
-from pipemorph_trainer.links import rendezvous
-from pipemorph_trainer.links.channels.direct import DirectIncoming
-from pipemorph_trainer.start import Start
-from pipemorph_trainer.steps import iteration, parts
+from pipemorph_trainer.schedule import iteration, pipeline_builder
+from pipemorph_trainer.startup import StartupInfo
 from pipemorph_trainer.topology import mesh
+from pipemorph_trainer.transport import rendezvous
+from pipemorph_trainer.transport.channels.direct import DirectIncoming
 
 
 def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
@@ -90,14 +90,14 @@ def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
     Driver(device, context.rank)
     seat(device)
     if context.rank == 1:
-        copy = device.copy
+        copy = device.copy_tensor
 
         def breaks(*args: Any) -> None:
             if len(device.copied) > 20:
                 device.fail("CUDA error: uncorrectable ECC error encountered")
             copy(*args)
 
-        vars(device)["copy"] = breaks
+        vars(device)["copy_tensor"] = breaks
     train(context, job)
 
 
@@ -112,9 +112,9 @@ def test_a_device_that_fails_ends_the_run_in_words() -> None:
 
 
 def _plain(context: TrainerContext) -> list[str]:
-    """What the links of a delegated run on the CPU are made of."""
+    """Parts of the links of a delegated run on the CPU."""
     kinds: list[str] = []
-    meet = rendezvous.meet
+    meet = rendezvous.connect_neighbours
 
     def met(*args: Any, **options: Any) -> Any:
         neighbours = meet(*args, **options)
@@ -124,7 +124,7 @@ def _plain(context: TrainerContext) -> list[str]:
             kinds.append(type(end._outgoing[Route.DELEGATED]).__name__)
         return neighbours
 
-    parts.meet = met  # type: ignore[assignment]
+    pipeline_builder.connect_neighbours = met  # type: ignore[assignment]
     train(context, Job(2, 4, route="delegated"))
     return kinds
 
@@ -139,7 +139,7 @@ def test_the_cpu_needs_none_of_it() -> None:
 
 
 ROUNDING = 1e-5
-"""Of differences between wall-clock times, seconds."""
+"""Error of differences between wall-clock times, seconds."""
 
 
 class Kernel:
@@ -166,14 +166,14 @@ def test_ops_are_timed_where_they_run() -> None:
     first, second = kernels = Kernel(0.03), Kernel(0.06)
     ops = []
     for index, kernel in enumerate(kernels):
-        times.start()
+        times.mark_op_start()
         device.launch(kernel)
-        times.end()
-        ops.append(TimedOp(OpKind.F, index, 0.0, 0.0))
+        times.mark_op_end()
+        ops.append(MeasuredOp(OpKind.F, index, 0.0, 0.0))
     threading.Event().wait(0.05)
     began = time.perf_counter()
     driver = Driver(device, 0)
-    resolved = times.resolve(ops)
+    resolved = times.resolve_ops(ops)
     ended = time.perf_counter()
     driver.close()
     assert [(op.kind, op.microbatch) for op in resolved] == [(OpKind.F, 0), (OpKind.F, 1)]
@@ -185,20 +185,20 @@ def test_ops_are_timed_where_they_run() -> None:
     assert not times._marks
 
 
-def test_a_copy_back_is_timed_where_it_runs_and_one_beside_compute_takes_nothing() -> None:
+def test_a_copy_back_is_timed_where_it_runs_and_one_during_compute_takes_nothing() -> None:
     device = SimulatedDevice()
     times = DeviceTimes(device)
-    times.start()
-    with times.copy():
-        device.record(device.new_stream())
+    times.mark_op_start()
+    with times.mark_copy():
+        device.record_event(device.new_stream())
     kernel = Kernel(0.05)
-    with times.copy():
+    with times.mark_copy():
         device.launch(kernel)
-    times.end()
-    copies = [TimedCopy(OpKind.F, 0, 0.0, 9.0, 1), TimedCopy(OpKind.B, 0, 0.0, 9.0, 1)]
+    times.mark_op_end()
+    copies = [MeasuredCopy(OpKind.F, 0, 0.0, 9.0, 1), MeasuredCopy(OpKind.B, 0, 0.0, 9.0, 1)]
     began = time.perf_counter()
     driver = Driver(device, 0)
-    (op,) = times.resolve([TimedOp(OpKind.B, 0, 0.0, 0.0)])
+    (op,) = times.resolve_ops([MeasuredOp(OpKind.B, 0, 0.0, 0.0)])
     out, back = times.resolve_copies(copies)
     driver.close()
     assert out.end - out.start <= kernel.began - began + ROUNDING
@@ -209,11 +209,11 @@ def test_a_copy_back_is_timed_where_it_runs_and_one_beside_compute_takes_nothing
 def test_an_op_is_chosen_when_the_device_needs_it() -> None:
     device = SimulatedDevice()
     times = DeviceTimes(device)
-    for _ in range(LAUNCHED_AHEAD + 1):
-        times.pace()
-        times.start()
-        times.end()
-    waited = threading.Thread(target=times.pace)
+    for _ in range(MAX_QUEUED_OPS + 1):
+        times.wait_for_device()
+        times.mark_op_start()
+        times.mark_op_end()
+    waited = threading.Thread(target=times.wait_for_device)
     waited.start()
     waited.join(0.1)
     assert waited.is_alive(), "the next op was chosen before the device had begun the last"
@@ -228,10 +228,10 @@ def test_losses_cross_behind_their_ops_and_exactly() -> None:
     losses = [device.tensor(value.reshape(())) for value in values]
     device.run()
     copy = LossCopy(device, losses)
-    assert not copy.done()
+    assert not copy.is_complete()
     device.run()
-    assert copy.done()
-    assert copy.take() == [float(value) for value in values]
+    assert copy.is_complete()
+    assert copy.wait_for_losses() == [float(value) for value in values]
 
 
 def test_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,9 @@ def test_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
     )
     with pytest.raises(InputError, match="without gloo, over which ranks agree on plans"):
-        start.join(context, torch.device("cuda", 0), Start(mesh=MeshShape(2), microbatches=1))
+        startup.join_job(
+            context, torch.device("cuda", 0), StartupInfo(mesh=MeshShape(2), microbatches=1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -255,41 +257,41 @@ def test_a_rank_takes_a_gpu_that_it_need_not_share(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert own_device(local_rank) == torch.device(expected)
+    assert choose_device(local_rank) == torch.device(expected)
     shared = "cpu" if not gpus else f"cuda:{local_rank % gpus}"
-    assert own_device(local_rank, share=True) == torch.device(shared)
+    assert choose_device(local_rank, share=True) == torch.device(shared)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(InputError, match="LOCAL_WORLD_SIZE is 'two'"):
-        own_device(local_rank)
+        choose_device(local_rank)
 
 
 def _direct(context: TrainerContext, job: Job) -> tuple[Record, int, list[str]]:
-    """Train on a simulated device; also how many departures its neighbours told this rank, and the
-    threads that are left."""
+    """Train on a simulated device; also count departures that its neighbours sent this rank, and
+    the threads that remain."""
     device = SimulatedDevice(prompt=True)
     driver = Driver(device, context.rank)
     seat(device)
-    told, hear = 0, DirectIncoming._departed
+    departed, hear = 0, DirectIncoming._apply_send_timestamps
 
-    def heard(self: Any, direction: int, departures: Any) -> None:
-        nonlocal told
-        told += len(departures)
+    def count_departures(self: Any, direction: int, departures: Any) -> None:
+        nonlocal departed
+        departed += len(departures)
         hear(self, direction, departures)
 
-    DirectIncoming._departed = heard  # type: ignore[method-assign]
+    DirectIncoming._apply_send_timestamps = count_departures  # type: ignore[method-assign]
     iteration.PLAN_POLL_SECONDS = 0.0  # The iterations are short.
     record = train(context, job)
     threads = [thread.name for thread in threading.enumerate()]
     driver.close()
-    return record, told, threads
+    return record, departed, threads
 
 
 @pytest.mark.full
-def test_ranks_tell_when_messages_of_the_direct_route_left_their_devices() -> None:
+def test_ranks_send_departure_times_of_messages_of_the_direct_route() -> None:
     job = Job(3, 6, policy="1f1b", route="direct", iterations=5)
     found = run_ranks(3, _direct, job, timeout=100)
     assert_same([record for record, _, _ in found], reference(job))
-    for rank, (_, told, threads) in enumerate(found):
+    for rank, (_, departed, threads) in enumerate(found):
         messages = 5 * 6 * (2 if rank == 1 else 1)
-        assert messages / 2 < told <= messages, (rank, told)
+        assert messages / 2 < departed <= messages, (rank, departed)
         assert "pipemorph-departures" not in threads

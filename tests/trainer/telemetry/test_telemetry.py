@@ -1,4 +1,4 @@
-"""What a rank reports: wire times, op times, iterations, traces and what was injected."""
+"""Reports of a rank: wire times, op times, iterations, traces and what was injected."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.planning import OpKind
-from pipemorph.wire import IterationSample, LinkSample
-from pipemorph.wire.ranks import RankAnswer
+from pipemorph.protocol import IterationSample, LinkSample
+from pipemorph.protocol.rank_messages import RankAnswer
+from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
-from pipemorph_trainer.executor.device_times import TimedOp
-from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.executor.device_times import MeasuredOp
+from pipemorph_trainer.executor.waiting import CollectiveWaiter, CurrentWait
 from pipemorph_trainer.telemetry import reporter
-from pipemorph_trainer.telemetry.rounds import Rounds
-from pipemorph_trainer.topology.groups import Groups
+from pipemorph_trainer.telemetry.iteration_reducer import IterationReducer
+from pipemorph_trainer.topology.groups import ProcessGroups
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.topology.world import World
 
@@ -41,25 +41,25 @@ MICROBATCHES, ITERATIONS = 8, 4
 
 @dataclass
 class Recorder:
-    """A control line that keeps what is published."""
+    """Control line that records published messages."""
 
     messages: list[RankTelemetry] = field(default_factory=list)
-    ops_asked: int = -1
+    requested_ops_iteration: int = -1
 
     def publish(self, telemetry: RankTelemetry) -> None:
         self.messages.append(telemetry)
 
-    def newest_plan(self) -> RankPlan | None:
+    def pop_newest_plan(self) -> RankPlan | None:
         return None
 
-    def answers(self) -> list[RankAnswer]:
+    def pop_answers(self) -> list[RankAnswer]:
         return []
 
     acknowledges = False
     connections = 0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing, as nothing is open."""
 
 
 def entry(
@@ -99,13 +99,13 @@ def samples(messages: list[RankTelemetry], direction: str) -> list[LinkSample]:
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_injected_delay_is_what_is_measured(route: str) -> None:
     delay = Fault(link=0, delay_ms=30.0, from_iteration=1, to_iteration=3)
-    told = run_ranks(2, entry, route, [delay])
+    results = run_ranks(2, entry, route, [delay])
     for rank, direction in ((1, "forward"), (0, "backward")):
-        found = samples(told[rank][0], direction)
+        found = samples(results[rank][0], direction)
         held = [s for s in found if s.iteration in (1, 2)]
         free = [s for s in found if s.iteration in (0, 3)]
         assert sum(s.wire.count for s in held) == 2 * MICROBATCHES
-        # Held on its queue for 30 ms, to the microsecond; queueing is told apart. A receiver that
+        # Held on its queue for 30 ms, to the microsecond; queueing is apart. A receiver that
         # a busy machine has stopped sees a message late, and none early.
         assert {sample.route for sample in held} == {route}
         least = [sample.wire.min for sample in held]
@@ -116,22 +116,22 @@ def test_an_injected_delay_is_what_is_measured(route: str) -> None:
         assert sum(s.wire.count for s in free) == 2 * MICROBATCHES
         assert min(s.wire.min for s in free) < 0.010
     if route == "direct":
-        queued = [s.queue_p50 for s in samples(told[1][0], "forward") if s.iteration in (1, 2)]
+        queued = [s.queue_p50 for s in samples(results[1][0], "forward") if s.iteration in (1, 2)]
         assert max(queued) > 0.020, "a slow direct link must queue"
 
 
 @pytest.mark.times
 def test_a_slow_link_is_reported_before_the_iteration_ends() -> None:
-    told = run_ranks(2, entry, "direct", [Fault(link=0, delay_ms=40.0)])
-    first = [m for m in told[1][0] if m.iteration == 0 and m.links and m.profile is None]
+    results = run_ranks(2, entry, "direct", [Fault(link=0, delay_ms=40.0)])
+    first = [m for m in results[1][0] if m.iteration == 0 and m.links and m.profile is None]
     assert first, "nothing was reported in mid-iteration"
     measured = [sample.wire.p50 for message in first for sample in message.links]
     assert pytest.approx(0.040, abs=1e-3) in measured
 
 
 def unheard(context: TrainerContext) -> tuple[int, int]:
-    """Messages made, and the most samples kept at an end of an iteration."""
-    kept = 0
+    """Messages made, and the most samples held at an end of an iteration."""
+    held = 0
     with (
         patch.object(reporter, "RankTelemetry") as made,
         Pipeline(
@@ -144,20 +144,20 @@ def unheard(context: TrainerContext) -> tuple[int, int]:
         for _ in range(2 * ITERATIONS):
             pipe.step()
             ends = pipe._parts.reporter._ends
-            kept = max(kept, *(len(end.recorder._messages) for end in ends))
-    return made.call_count, kept
+            held = max(held, *(len(end.recorder._messages) for end in ends))
+    return made.call_count, held
 
 
 def test_without_an_agent_nothing_is_reported_and_nothing_piles_up() -> None:
-    for made, kept in run_ranks(2, unheard):
+    for made, held in run_ranks(2, unheard):
         assert made == 0
-        assert kept <= 3 * MICROBATCHES
+        assert held <= 3 * MICROBATCHES
 
 
 @pytest.mark.times
 def test_profiles_and_iterations() -> None:
-    told = run_ranks(2, entry, "direct", [])
-    for rank, (messages, _) in enumerate(told):
+    results = run_ranks(2, entry, "direct", [])
+    for rank, (messages, _) in enumerate(results):
         profiles = [m.profile for m in messages if m.profile is not None]
         assert len(profiles) == ITERATIONS
         for profile in profiles:
@@ -172,20 +172,20 @@ def test_profiles_and_iterations() -> None:
             assert median_low(measured) < wanted + 0.02, measured
         assert messages[0].state == "starting"
         assert messages[-1].state == "finished"
-    finished = finished_of(told[0][0])
+    finished = finished_of(results[0][0])
     assert [f.index for f in finished] == list(range(ITERATIONS))
-    assert [f.loss for f in finished] == pytest.approx(told[0][1])
+    assert [f.loss for f in finished] == pytest.approx(results[0][1])
     busy = MICROBATCHES * sum(TIMES)
     for sample in finished:
         assert busy <= sample.ops_seconds <= sample.seconds
         assert 0.0 < sample.bubble_fraction <= 1.0
     assert median_low(sample.bubble_fraction for sample in finished) < 0.8
-    assert not finished_of(told[1][0])
+    assert not finished_of(results[1][0])
 
 
 def test_a_barrier_between_iterations_is_reported() -> None:
-    told = run_ranks(2, entry, "direct", [], "zero-bubble", (True, False, False, True))
-    finished = finished_of(told[0][0])
+    results = run_ranks(2, entry, "direct", [], "zero-bubble", (True, False, False, True))
+    finished = finished_of(results[0][0])
     assert [sample.barrier for sample in finished] == [True, False, False, True]
     for sample in finished:
         assert 0.0 < sample.bubble_fraction <= 1.0
@@ -226,7 +226,7 @@ def test_traces_and_the_record_of_faults(route: str, tmp_path: Path) -> None:
 
 def fourth_forward(context: TrainerContext, route: str) -> float:
     """Seconds from the end of stage 0's F0 to the start of its F3, in an iteration for which the
-    neighbour has granted what a delegated route needs."""
+    neighbour has granted the slots of a delegated route."""
     with Pipeline(
         EmulatedStage(*TIMES, message_bytes=4096),
         context=context,
@@ -257,28 +257,28 @@ def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
 def begun_apart(context: TrainerContext) -> list[int]:
     """Rank 1 begins iteration 1 long after rank 0."""
     join_process_group(context, torch.device("cpu"))
-    groups = Groups()
+    groups = ProcessGroups()
     world = SimpleNamespace(column=dist.GroupMember.WORLD, columns=None)
-    wait = CollectiveWait(Waiting(f"rank {context.rank}"), 30.0)
-    told: list[IterationSample] = []
-    rounds = Rounds(world=cast(World, world), wait=wait, report=told.append)
-    goes_on = groups.new(backend="gloo")
-    rounds.begin(0, at=time.monotonic())
-    rounds.offer(0, 0, [TimedOp(OpKind.F, 0, 1.0, 2.0)], 0.5)
-    rounds.end(0, time.monotonic(), None)
+    wait = CollectiveWaiter(CurrentWait(f"rank {context.rank}"), 30.0)
+    reduced: list[IterationSample] = []
+    rounds = IterationReducer(world=cast(World, world), wait=wait, report=reduced.append)
+    goes_on = groups.create_group(backend="gloo")
+    rounds.begin_iteration(0, at=time.monotonic())
+    rounds.record_ops(0, 0, [MeasuredOp(OpKind.F, 0, 1.0, 2.0)], 0.5)
+    rounds.end_iteration(0, time.monotonic(), None)
     if context.rank == 1:
         dist.barrier(goes_on)
-        rounds.begin(1, at=time.monotonic())
+        rounds.begin_iteration(1, at=time.monotonic())
         rounds.finish_all()
-        return [sample.index for sample in told]
-    rounds.begin(1, at=time.monotonic())
+        return [sample.index for sample in reduced]
+    rounds.begin_iteration(1, at=time.monotonic())
     until = time.monotonic() + 0.3
     while time.monotonic() < until:
-        rounds.advance()
-        assert not told, "reported before all ranks had begun the next one"
+        rounds.report_finished()
+        assert not reduced, "reported before all ranks had begun the next one"
     dist.barrier(goes_on)
     rounds.finish_all()
-    return [sample.index for sample in told]
+    return [sample.index for sample in reduced]
 
 
 def test_an_iteration_is_reported_when_all_ranks_have_begun_the_next_one() -> None:

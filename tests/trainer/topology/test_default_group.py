@@ -1,4 +1,4 @@
-"""A pipeline beside the default process group that the script has made."""
+"""A pipeline in a script that has made the default process group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from launch import run_ranks
 from torch import nn
 from trainer_jobs import Job, Record, assert_same, train
 
-from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
+from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.topology.mesh import join_process_group
 
@@ -23,7 +23,7 @@ LISTEN = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
 
-def beside(context: TrainerContext, backend: str, folder: str) -> Record:
+def train_with_group(context: TrainerContext, backend: str, folder: str) -> Record:
     dist.init_process_group(
         backend,
         init_method=f"tcp://127.0.0.1:{context.master_port}",
@@ -60,7 +60,7 @@ def listening_at(port: int) -> set[str]:
 
 
 def stored(context: TrainerContext, host: str) -> tuple[set[str], float]:
-    """Where the store of the ranks listens, and the sum of ones over all ranks."""
+    """Address of the store of the ranks, and the sum of ones over all ranks."""
     join_process_group(replace(context, master_addr=host), torch.device("cpu"))
     ones = torch.ones(1)
     dist.all_reduce(ones)
@@ -94,9 +94,9 @@ def test_a_port_that_is_in_use_is_named() -> None:
 
 
 def test_a_default_group_for_the_device_alone(tmp_path: Path) -> None:
-    """As ``init_process_group("nccl")`` makes it; here gloo that takes no tensors of the host."""
-    found = run_ranks(4, beside, "cuda:gloo", str(tmp_path / "a"), timeout=100.0)
-    assert_same(found, run_ranks(4, beside, "gloo", str(tmp_path / "b"), timeout=100.0))
+    """Group as ``init_process_group("nccl")`` makes it; gloo that takes no host tensors."""
+    found = run_ranks(4, train_with_group, "cuda:gloo", str(tmp_path / "a"), timeout=100.0)
+    assert_same(found, run_ranks(4, train_with_group, "gloo", str(tmp_path / "b"), timeout=100.0))
     assert len({float(norm) for record in found for norm in record.norms}) == 1
     for name in "ab":
         assert list((tmp_path / name).glob("*/.metadata")), f"no checkpoint in {name}"

@@ -1,4 +1,4 @@
-"""The clock of a device, as a driver that is played says."""
+"""Clock of a device, read through a fake driver."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipemorph.wire import DeviceClock
+from pipemorph.protocol import DeviceClockRate
 from pipemorph_trainer.executor.local_stage import (
-    EVERY_SECONDS,
+    CLOCK_READ_SECONDS,
     DeviceClockReader,
-    device_clock_reader,
+    open_device_clock,
 )
 
 CUDA = torch.device("cuda", 3)
@@ -58,9 +58,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 
 def test_the_clock_and_what_holds_it_down(nvml: Nvml) -> None:
-    reader = device_clock_reader(CUDA)
+    reader = open_device_clock(CUDA)
     assert reader._handle == "GPU-8a7b"
-    assert reader.read() == DeviceClock(mhz=1005, most_mhz=1980, held_by=("power cap",))
+    assert reader.read() == DeviceClockRate(mhz=1005, most_mhz=1980, held_by=("power cap",))
 
 
 def test_heat_is_said_once_and_being_idle_not_at_all(nvml: Nvml) -> None:
@@ -70,7 +70,7 @@ def test_heat_is_said_once_and_being_idle_not_at_all(nvml: Nvml) -> None:
 
 
 def test_it_is_read_once_a_second_at_most(nvml: Nvml) -> None:
-    moments = iter((0.0, 0.1, 0.9 * EVERY_SECONDS, EVERY_SECONDS))
+    moments = iter((0.0, 0.1, 0.9 * CLOCK_READ_SECONDS, CLOCK_READ_SECONDS))
     reader = DeviceClockReader(nvml, "GPU-8a7b", monotonic=lambda: next(moments))
     assert [(reader.read(), nvml.read)[1] for _ in range(4)] == [1, 1, 1, 2]
 
@@ -81,7 +81,7 @@ def test_without_a_driver_or_its_answer_nothing_is_said(
     reader = DeviceClockReader(nvml, "GPU-8a7b")
     nvml.refuses = True
     assert reader.read() is None
-    assert device_clock_reader(CUDA) is None
+    assert open_device_clock(CUDA) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert device_clock_reader(CUDA) is None
-    assert device_clock_reader(torch.device("cpu")) is None
+    assert open_device_clock(CUDA) is None
+    assert open_device_clock(torch.device("cpu")) is None

@@ -1,4 +1,4 @@
-"""A rank that fails alone, inside an op whose collectives others are in, is heard of everywhere."""
+"""A rank that fails alone, inside an op whose collectives others are in, is reported everywhere."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.topology.mesh import join_process_group
 
 N, ROWS, BROKEN, SECONDS = 4, 8, 2, 20.0
-"""``SECONDS``: beside other tests. A rank hears within 0.5 s, and 3 s later in the first forward of
-an iteration; without being told, it would wait for its deadline of 600 s."""
+"""``SECONDS``: with other tests. A rank knows within 0.5 s, and 3 s later in the first forward of
+an iteration; without a report, it would wait for its deadline of 600 s."""
 
 
 def entry(context: TrainerContext, dimension: str, at: int, folder: str) -> str:
-    """``at``: the forward in which the broken rank fails."""
+    """Train; the broken rank fails in forward ``at``."""
     join_process_group(context, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
     # Parameters are gathered in each op, so that those of fsdp2 have collectives inside.
@@ -55,11 +55,11 @@ def entry(context: TrainerContext, dimension: str, at: int, folder: str) -> str:
                 pipe.step(tokens, target=target)
     except (PipelineError, ArithmeticError) as error:
         if context.rank != BROKEN:
-            told = f"{error}"
-            Path(folder, f"told-{context.rank}").write_text(f"{time.time()}")
-            return told
-    # Its process and connections stay until the others have ended, as while a script uploads logs.
-    while len(list(Path(folder).glob("told-*"))) < 3:
+            text = f"{error}"
+            Path(folder, f"time-{context.rank}").write_text(f"{time.time()}")
+            return text
+    # Process and connections stay until the others have ended, as while a script uploads logs.
+    while len(list(Path(folder).glob("time-*"))) < 3:
         threading.Event().wait(0.05)
     return ""
 
@@ -67,7 +67,7 @@ def entry(context: TrainerContext, dimension: str, at: int, folder: str) -> str:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("dimension", "at"),
-    # In the first forward, and later.
+    # Failures in the first forward, and later.
     give_tiers(
         [("tp", 2 * N - 1), ("dp_shard", 1), ("tp", 1), ("dp_shard", 2 * N - 1)], test=1, full=1
     ),
@@ -82,7 +82,7 @@ def test_all_ranks_end_soon_and_name_the_rank_and_its_error(
         if result.rank != BROKEN:
             assert f"rank {BROKEN} (stage 1" in result.value
             assert "ArithmeticError: no such number" in result.value
-            took = float((tmp_path / f"told-{result.rank}").read_text()) - failed
+            took = float((tmp_path / f"time-{result.rank}").read_text()) - failed
             assert took < SECONDS, f"rank {result.rank}: {result.value}"
 
 
@@ -98,7 +98,7 @@ def bad_sample(context: TrainerContext) -> str:
 
     if mesh.get_local_rank("pp") == 1:
         [*part.layers.values()][-1].register_forward_pre_hook(fail, prepend=True)
-    told = ""
+    text = ""
     with Pipeline(
         part, context=context, mesh=mesh, loss_fn=loss_fn, microbatches=N, deadline_seconds=60
     ) as pipe:
@@ -108,13 +108,13 @@ def bad_sample(context: TrainerContext) -> str:
             try:
                 pipe.step(tokens, target=target)
             except BatchError as error:
-                told = str(error)
+                text = str(error)
         assert pipe.iteration == 2
-    return told
+    return text
 
 
 @pytest.mark.full
 def test_an_error_that_all_ranks_of_a_stage_raise_only_refuses_the_step() -> None:
-    for told in run_ranks(4, bad_sample):
-        assert "step() of iteration 1 is refused on all ranks: rank 2 (stage 1, tensor 0)" in told
-        assert "ValueError: a bad sample" in told
+    for text in run_ranks(4, bad_sample):
+        assert "step() of iteration 1 is refused on all ranks: rank 2 (stage 1, tensor 0)" in text
+        assert "ValueError: a bad sample" in text

@@ -1,4 +1,4 @@
-"""The NUMA node of a GPU, as the engine is told."""
+"""The NUMA node of a GPU, as the engine receives it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipemorph_trainer.topology.gpu_affinity import near, pci_address
+from pipemorph_trainer.topology.gpu_affinity import find_numa_option, get_pci_address
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def pci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_slots_come_from_the_gpus_node(pci: Path) -> None:
-    assert pci_address(1) == "0000:1c:00.0"
-    assert near(torch.device("cuda", 0), pci) == {"numa_node": 0}
-    assert near(torch.device("cuda", 1), pci) == {"numa_node": 1}
-    assert near(torch.device("cuda"), pci) == {"numa_node": 1}, "the current device"
+    assert get_pci_address(1) == "0000:1c:00.0"
+    assert find_numa_option(torch.device("cuda", 0), pci) == {"numa_node": 0}
+    assert find_numa_option(torch.device("cuda", 1), pci) == {"numa_node": 1}
+    assert find_numa_option(torch.device("cuda"), pci) == {"numa_node": 1}, "the current device"
 
 
 def test_what_is_not_known_is_not_said(pci: Path) -> None:
     (pci / "0000:1b:00.0" / "numa_node").write_text("-1\n")
-    assert near(torch.device("cuda", 0), pci) == {}
-    assert near(torch.device("cuda", 0), pci / "nowhere") == {}
-    assert near(torch.device("cpu"), pci) == {}
+    assert find_numa_option(torch.device("cuda", 0), pci) == {}
+    assert find_numa_option(torch.device("cuda", 0), pci / "nowhere") == {}
+    assert find_numa_option(torch.device("cpu"), pci) == {}

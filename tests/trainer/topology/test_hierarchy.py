@@ -14,53 +14,53 @@ from pairwise import give_tiers
 
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.topology import hierarchy
-from pipemorph_trainer.topology.groups import Groups
-from pipemorph_trainer.topology.hierarchy import Hierarchy, factors, groups_of
+from pipemorph_trainer.topology.groups import ProcessGroups
+from pipemorph_trainer.topology.hierarchy import RankHierarchy, choose_grid, list_round_groups
 from pipemorph_trainer.topology.mesh import join_process_group
 
 RANKS = 8
 
 
 def messages(count: int) -> int:
-    """One after another, round the rings of all rounds."""
-    return sum(2 * (size - 1) for size in factors(count))
+    """Number of successive messages, round the rings of all rounds."""
+    return sum(2 * (size - 1) for size in choose_grid(count))
 
 
 def test_no_group_is_wide() -> None:
     for count in range(1, 2000):
-        grid = factors(count)
+        grid = choose_grid(count)
         assert prod(grid) == count
         divisors = [d for d in range(2, count + 1) if count % d == 0]
         primes = [d for d in divisors if all(d % other for other in divisors if other < d)]
         assert max(grid) <= max(hierarchy.WIDEST, *primes, 1), grid
         assert len(grid) == 1 or min(grid) > 1, grid
     assert [messages(count) for count in (16, 64, 10_240, 98_304)] == [30, 28, 76, 94]
-    assert factors(17 * 16) == (17, 4, 4)  # 44 messages; two dimensions would take 62
+    assert choose_grid(17 * 16) == (17, 4, 4)  # 44 messages; two dimensions would take 62
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 24, 96, 160, 640])
 def test_all_ranks_hear_of_all_in_order(count: int) -> None:
     ranks = [3 * k + 1 for k in range(count)]
-    rounds = [groups_of(rank, ranks) for rank in ranks]
-    heard = {rank: [rank] for rank in ranks}
-    for number in range(len(factors(count))):
+    rounds = [list_round_groups(rank, ranks) for rank in ranks]
+    received = {rank: [rank] for rank in ranks}
+    for number in range(len(choose_grid(count))):
         now = {}
         for rank, groups in zip(ranks, rounds, strict=True):
             for other in groups[number]:
                 assert rounds[ranks.index(other)][number] == groups[number]
-            now[rank] = [each for other in groups[number] for each in heard[other]]
-        heard = now
-    assert all(found == ranks for found in heard.values())
+            now[rank] = [each for other in groups[number] for each in received[other]]
+        received = now
+    assert all(found == ranks for found in received.values())
 
 
 def collectives(context: TrainerContext, widest: int) -> tuple[list[float], list[list[float]], int]:
-    """Of numbers whose sum depends on the order in which they are added."""
+    """Run collectives of numbers whose sum depends on the order in which they are added."""
     hierarchy.WIDEST = widest
     join_process_group(context, torch.device("cpu"))
-    groups = Groups()
-    mine = groups_of(context.rank, list(range(RANKS)))
-    ranks = Hierarchy(
-        [groups.new(each, backend="gloo", use_local_synchronization=True) for each in mine]
+    groups = ProcessGroups()
+    mine = list_round_groups(context.rank, list(range(RANKS)))
+    ranks = RankHierarchy(
+        [groups.create_group(each, backend="gloo", use_local_synchronization=True) for each in mine]
     )
     assert ranks.size == RANKS
     total = torch.tensor([0.1 * 3.7**context.rank, float(context.rank)], dtype=torch.float64)
@@ -68,13 +68,13 @@ def collectives(context: TrainerContext, widest: int) -> tuple[list[float], list
     most = torch.tensor([context.rank], dtype=torch.float32)
     pending = ranks.all_reduce(most, dist.ReduceOp.MAX)
     waits: list[Any] = []
-    while not pending.over:
+    while not pending.is_done:
         pending.advance()
     pending.wait(waits.append)
     assert not waits and most.item() == RANKS - 1
     found: list[torch.Tensor] = []
     ranks.all_gather(torch.tensor([context.rank, 0.5]), found).wait(lambda work: work.wait())
-    groups.destroy(clean=True)
+    groups.destroy_all(clean=True)
     return total.tolist(), [row.tolist() for row in found], len(mine)
 
 

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from trainer_jobs import Job, make_plan
 
-from pipemorph.api.sections.trainer import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.ir import StagePlacement
+from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.topology import hierarchy
-from pipemorph_trainer.topology.mesh import join_process_group, shape_of
+from pipemorph_trainer.topology.mesh import join_process_group, read_mesh_shape
 from pipemorph_trainer.topology.placement import is_dtensor
 
 N, ROWS, ITERATIONS, LR, CLIP = 4, 8, 3, 0.1, 0.5
@@ -33,7 +33,7 @@ RANKS = 8
 TIED = [("embedding.weight", 0), ("head.weight", -1)]
 SHARED = {"head.weight": "embedding.weight"}
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
-"""Of float64: the order of sums differs where they run over several ranks."""
+"""Tolerance of float64: the order of sums differs where they run over several ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,18 @@ class Case:
     resume: str = ""
     save: str = ""
     hybrid: bool = True
-    """Whether FSDP has the replicas in its mesh, or the pipeline averages over them."""
+    """True if FSDP has the replicas in its mesh, False if the pipeline averages over them."""
     exact: bool = False
-    """Whether gradients have the reference's bits: means are over two ranks, and each product is
-    computed whole."""
+    """True if gradients have the reference's bits: means of two ranks, and whole products."""
     recomputes: bool = False
-    """Whether the second plan runs forwards again."""
+    """True if the second plan runs forwards again."""
     each: int = 1
     """Stages per rank."""
     placement: StagePlacement = "interleaved"
     tied: bool = False
-    """Whether the output layer's weight is that of the embedding."""
+    """True if the output layer's weight is that of the embedding."""
     frees: bool = False
-    """Whether FSDP frees parameters after each use."""
+    """True if FSDP frees parameters after each use."""
 
     @property
     def stages(self) -> int:
@@ -137,8 +136,7 @@ def cut(batch: tuple[Tensor, Tensor], index: int, parts: int) -> list[Tensor]:
 
 
 def train(context: TrainerContext, name: str, case: Case, folder: str) -> str:
-    """One case, compared with the reference in every iteration. Returns how the stages are
-    split."""
+    """Train a case, and compare each iteration with the reference. Returns the stages' splits."""
     join_process_group(context, torch.device("cpu"))
     mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
     place = {dim: mesh.get_local_rank(dim) for dim in case.mesh}
@@ -147,7 +145,9 @@ def train(context: TrainerContext, name: str, case: Case, folder: str) -> str:
     shards = size("dp_shard", 1)
     data = place.get("dp_replicate", 0) * shards + place.get("dp_shard", 0)
     whole = whole_model(tied=case.tied)
-    coordinate = shape_of(mesh, RANKS, case.each, case.placement).coordinate(context.rank)
+    coordinate = read_mesh_shape(mesh, RANKS, case.each, case.placement).find_coordinate(
+        context.rank
+    )
     parts = {
         stage: distribute(
             part_of(whole, stage, stages),
@@ -155,7 +155,7 @@ def train(context: TrainerContext, name: str, case: Case, folder: str) -> str:
             hybrid=case.hybrid,
             reshard=(True, True) if case.frees else (None, None),
         )
-        for stage in coordinate.held
+        for stage in coordinate.held_stages
     }
     named = [(f"{s}.", n, p) for s, part in parts.items() for n, p in part.named_parameters()]
     if place.get("dp_replicate"):
@@ -180,11 +180,11 @@ def train(context: TrainerContext, name: str, case: Case, folder: str) -> str:
         assert (pipe.is_first, pipe.is_last) == (0 in parts, stages - 1 in parts)
         assert pipe.start_iteration == (ITERATIONS if case.resume else 0)
         for iteration in range(pipe.start_iteration):
-            # Of the run that saved, which had as many ranks with data of their own.
+            # Steps of the run that saved, which had as many ranks with data of their own.
             reference.step(iteration, 2, CLIP)
         for iteration in range(pipe.start_iteration, pipe.start_iteration + ITERATIONS):
             if iteration == pipe.start_iteration:
-                pipe.install(case.plan(1))
+                pipe.install_plan(case.plan(1))
             batch = batch_of(iteration, data, ROWS)
             tokens, target = cut(batch, place.get("cp", 0), size("cp", 1))
             loss = pipe.step(tokens, target=target)
@@ -218,17 +218,17 @@ def train(context: TrainerContext, name: str, case: Case, folder: str) -> str:
 
 
 def refusals(context: TrainerContext) -> list[str]:
-    """What cannot be trained, and what is said of it. A batch that does not fit on one rank of a
+    """Collect the errors of what cannot be trained. A batch that does not fit on one rank of a
     stage is refused before its ranks wait for each other; the next step runs."""
     cpu = torch.device("cpu")
     join_process_group(context, cpu)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_replicate", "tp"))
-    told = []
+    errors = []
 
     def refused(part: nn.Module, **options: Any) -> None:
         with pytest.raises(InputError) as error:
             Pipeline(part, context=context, loss_fn=loss_fn, microbatches=N, **options)
-        told.append(str(error.value))
+        errors.append(str(error.value))
 
     part = part_of(whole_model(), mesh.get_local_rank("pp"), 2)
     everyone = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
@@ -238,7 +238,7 @@ def refusals(context: TrainerContext) -> list[str]:
     refused(part, mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp")))
     refused(part, mesh=mesh, stages=4)
     apart = part_of(whole_model(tied=True), mesh.get_local_rank("pp"), 2)
-    # By columns of the embedding, and by words of the head.
+    # Splits by columns of the embedding, and by words of the head.
     kind = {"embedding": ColwiseParallel(), "head": ColwiseParallel()}
     parallelize_module(apart, mesh["tp"], {k: v for k, v in kind.items() if hasattr(apart, k)})
     refused(apart, mesh=mesh, tied=TIED)
@@ -249,8 +249,8 @@ def refusals(context: TrainerContext) -> list[str]:
     ) as pipe:  # fmt: skip
         guided = make_plan(Job(2, N), 1, "pipemorph", dispatch="guided")
         with pytest.raises(InputError) as error:
-            pipe.install(guided)
-        told.append(str(error.value))
+            pipe.install_plan(guided)
+        errors.append(str(error.value))
         for rows in (ROWS - 1, ROWS):
             tokens, target = batch_of(0, mesh.get_local_rank("dp_replicate"), ROWS)
             # The other tensor rank of the stage has a batch that fits.
@@ -259,10 +259,10 @@ def refusals(context: TrainerContext) -> list[str]:
                 pipe.step(tokens, target=target)
             except BatchError as refusal:
                 assert rows < ROWS
-                told.append(str(refusal))
+                errors.append(str(refusal))
         assert pipe.iteration == 1
         assert all(parameter.grad is not None for parameter in part.parameters())
-    return told
+    return errors
 
 
 def more_cases(context: TrainerContext, cases: dict[str, Case], folder: str) -> dict[str, str]:
@@ -286,9 +286,9 @@ def test_every_mesh_trains_as_one_process(tmp_path: Path) -> None:
     results = run_ranks(RANKS, every_case, str(tmp_path), timeout=300.0)
     for name in CASES:
         assert {result[0][name] for result in results} == {"deferred"}, name
-    for _, told in results:
-        for line, words in zip(told, REFUSALS, strict=True):
-            assert words in line, told
+    for _, errors in results:
+        for line, words in zip(errors, REFUSALS, strict=True):
+            assert words in line, errors
             assert "\n" not in line
 
 

@@ -1,4 +1,4 @@
-"""Ranks of several machines, or namespaces of one, whatever those are called."""
+"""Ranks of several machines, or namespaces of one, whatever their names."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from launch import run_ranks
 from torch import nn
 
 from pipemorph_trainer import Options, Pipeline, TrainerContext
-from pipemorph_trainer.links import peer_socket, rendezvous
 from pipemorph_trainer.topology import addresses
-from pipemorph_trainer.topology.addresses import Machine, this_machine
+from pipemorph_trainer.topology.addresses import Machine, identify_machine
+from pipemorph_trainer.transport import control_socket, rendezvous
 
 ELSEWHERE = "127.0.0.2"
 """Stands for the address a machine has in its network; what listens at 127.0.0.1 is not there."""
 
 
-def test_a_machine_is_told_by_its_kernel_and_its_network() -> None:
-    here = this_machine()
-    assert here == this_machine()
+def test_a_machine_is_identified_by_its_kernel_and_its_network() -> None:
+    here = identify_machine()
+    assert here == identify_machine()
     assert here.hostname == socket.gethostname()
     assert here.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert here.network == str(Path("/proc/self/ns/net").readlink())
 
 
 def test_where_the_kernel_does_not_say_names_have_to_do(tmp_path: Path) -> None:
-    here = this_machine(tmp_path)
+    here = identify_machine(tmp_path)
     assert here == Machine(socket.gethostname(), "", "")
     assert here.shares_clock(here) and here.shares_loopback(here)
-    assert not here.shares_clock(this_machine())
+    assert not here.shares_clock(identify_machine())
 
 
 def meet(
@@ -43,23 +43,23 @@ def meet(
     *,
     loopback_stands_for_a_network: bool = True,
 ) -> tuple[list[str], list[bool], float]:
-    """What this rank dialled, whether each neighbour reads its clock, and its loss. Rank 1 is
-    where ``changed`` is another."""
+    """Addresses that this rank dialled, whether each neighbour reads its clock, and its loss. Rank
+    1 is where ``changed`` is another."""
     if context.rank == 1 and changed is not None:
-        there = this_machine()._replace(**{changed: "another"})
-        vars(rendezvous)["this_machine"] = lambda: there
+        there = identify_machine()._replace(**{changed: "another"})
+        vars(rendezvous)["identify_machine"] = lambda: there
     if loopback_stands_for_a_network:
-        vars(addresses)["for_other_machines"] = lambda address, peers=(): address
+        vars(addresses)["find_reachable_address"] = lambda address, peers=(): address
         if context.master_addr == "127.0.0.1":
-            vars(addresses)["own_address"] = lambda master_addr: ELSEWHERE
+            vars(addresses)["find_own_address"] = lambda master_addr: ELSEWHERE
     dialled: list[str] = []
-    dial = peer_socket.dial
+    dial = control_socket.connect_to_peer
 
-    def watched(host: str, *args: Any, **options: Any) -> peer_socket.PeerSocket:
+    def watched(host: str, *args: Any, **options: Any) -> control_socket.ControlSocket:
         dialled.append(host)
         return dial(host, *args, **options)
 
-    vars(peer_socket)["dial"] = watched
+    vars(control_socket)["connect_to_peer"] = watched
     torch.manual_seed(context.rank)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Pipeline(
@@ -89,7 +89,7 @@ def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_c
 
 @pytest.mark.parametrize("route", ["direct", pytest.param("delegated", marks=pytest.mark.full)])
 def test_a_machine_whose_own_name_is_a_loopback_address_is_reached_by_others(route: str) -> None:
-    reached = addresses.for_other_machines("127.0.1.1")
+    reached = addresses.find_reachable_address("127.0.1.1")
     among_machines = partial(meet, loopback_stands_for_a_network=False)
     zero, one = run_ranks(2, among_machines, "hostname", route, context={"secret": b"secret"})
     assert zero == ([reached], [False], one[2])

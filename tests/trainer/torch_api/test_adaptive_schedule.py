@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trainer_jobs import Job, make_plan
 
-from pipemorph.api.sections.faults import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Route
+from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import Options, TrainerContext
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.torch import AdaptiveSchedule, SplitBackward
@@ -36,7 +36,7 @@ LINEARS = {f"{layer}.{parameter}" for layer in ("up", "down") for parameter in (
 
 
 class Part(nn.Module):
-    """A stage with two outputs, of which one gets no gradient, and with dropout."""
+    """Stage with two outputs, one of which gets no gradient, and with dropout."""
 
     def __init__(self, index: int, stages: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass
 class Seen:
-    """What one run of one rank gave."""
+    """Results of one run of one rank."""
 
     losses: list[list[float]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -111,7 +111,7 @@ def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **mor
         last = {"target": target, "losses": losses} if part.last else {}
         if adapts and step == 1:
             routes = (Route.DELEGATED,) * (stage.num_stages - 1)
-            schedule.pipeline.install(
+            schedule.pipeline.install_plan(
                 make_plan(Job(stage.num_stages, MICROBATCHES), 7, "pipemorph", routes=routes)
             )
         optimizer.zero_grad()
@@ -125,7 +125,9 @@ def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **mor
         )
         if adapts:
             seen.plans.append(schedule.pipeline.plan.version)
-            assert schedule.pipeline._calls.barrier() is None, "what follows a step is the script's"
+            assert schedule.pipeline._calls.had_barrier() is None, (
+                "what follows a step is the script's"
+            )
         optimizer.step()
         if step == 2:
             state = torch.get_rng_state()
@@ -181,7 +183,7 @@ def differences(context: TrainerContext) -> Iterator[str]:
         for what in ("losses", "outputs", "grads", "evaluated"):
             if not same(getattr(found, what), getattr(wanted, what)):
                 yield f"{name}: {what} differ"
-        # It is in force when stage 0 has heard that the others hold it.
+        # The plan is in force when stage 0 knows that the others hold it.
         if found.plans != sorted(found.plans) or found.plans[0] or found.plans[-3:] != [7] * 3:
             yield f"{name}: plans {found.plans}"
         if found.deferred != (frozenset() if name == "whole backward" else LINEARS):
@@ -206,21 +208,21 @@ def sharded_part(mesh: DeviceMesh, case: str) -> tuple[Part, PipelineStage]:
 
 def compare_sharded(context: TrainerContext) -> list[str]:
     join_process_group(context, torch.device("cpu"))
-    told = []
+    lines = []
     for names in (("pp", "dp_shard"), ("dp_shard", "pp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         for case in ("gathered", "reshard", "mixed") if names[0] == "pp" else ("gathered",):
             wanted = train_stage(*sharded_part(mesh, case), Schedule1F1B)
             make = partial(adaptive, context=context, mesh=mesh)
             found = train_stage(*sharded_part(mesh, case), make)
-            told += [
+            lines += [
                 f"{names} {case}: {what} differ"
                 for what in ("losses", "outputs", "grads", "evaluated")
                 if not same(getattr(found, what), getattr(wanted, what))
             ]
             if found.plans[-1] != 7 or found.deferred != LINEARS:
-                told.append(f"{names} {case}: plans {found.plans}, deferred {found.deferred}")
-    return told
+                lines.append(f"{names} {case}: plans {found.plans}, deferred {found.deferred}")
+    return lines
 
 
 @pytest.mark.full
@@ -233,7 +235,7 @@ def misfits(context: TrainerContext) -> list[str]:
     part = Part(context.rank, 2)
     stage = PipelineStage(part, 1 - context.rank, 2, torch.device("cpu"))
     wrapped = PipelineStage(DistributedDataParallel(nn.Linear(2, 2)), 0, 2, torch.device("cpu"))
-    told = []
+    errors = []
     for make in (
         lambda: AdaptiveSchedule([stage], 4, loss_fn, context=context),
         lambda: AdaptiveSchedule([], 4, loss_fn, context=context),
@@ -242,13 +244,13 @@ def misfits(context: TrainerContext) -> list[str]:
     ):
         with pytest.raises(InputError) as raised:
             make()
-        told.append(str(raised.value))
-    return told
+        errors.append(str(raised.value))
+    return errors
 
 
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
-    for told in run_ranks(2, misfits):
-        assert told == [
+    for errors in run_ranks(2, misfits):
+        assert errors == [
             "rank 0: rank 0 (stage 0) of 2 stages was given stage 1 of 2; give each rank the stage"
             " of its place (1 other rank cannot start either)",
             "stages are: none; expected PipelineStages",

@@ -40,7 +40,7 @@ def train(
         schedule = THEIRS[placement](stages, MICROBATCHES, loss_fn)
         if policy is not None:
             # The stages are where torch's schedule has them.
-            schedule = AdaptiveSchedule.of(
+            schedule = AdaptiveSchedule.from_schedule(
                 schedule,
                 context=context,
                 policy=policy,

@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """One stage; the last one has a norm, and a head that its loss applies."""
+    """Stage; the last one has a norm, and a head that its loss applies."""
 
     def __init__(self, index: int, stages: int, recompute: str) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (kept,) = ctx.saved_tensors
-        return kept * grad, None, None
+        (saved,) = ctx.saved_tensors
+        return saved * grad, None, None
 
 
 def plain_loss(head: nn.Module, hidden: Tensor, target: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def train(
 
 
 def cases(context: TrainerContext, folder: str) -> Iterator[str]:
-    """What is wrong, on one rank of two."""
+    """Errors of cases, on one rank of two."""
     dist.init_process_group("gloo", rank=context.rank, world_size=2,
         init_method=f"tcp://{context.master_addr}:{context.master_port}")  # fmt: skip
     rank = context.rank
@@ -270,7 +270,7 @@ def test_a_copy_is_a_plain_module(make: Callable[[nn.Module], nn.Module]) -> Non
 
 
 def test_a_wrapped_forward_is_deferred() -> None:
-    """As torchtitan wraps those of its Linears."""
+    """torchtitan wraps the forwards of its Linears so."""
     linear, other = nn.Linear(3, 2), nn.Linear(3, 2)
     other.load_state_dict(linear.state_dict())
     own = linear.forward
@@ -296,8 +296,11 @@ def test_its_report_says_what_waits() -> None:
     assert builder
     out.sum().backward()
     builder()()
-    assert builder.report().deferred == ("0.weight",)
-    assert builder.report().not_deferred["1.weight"] == "of a LayerNorm, without a gradient so far"
+    assert builder.build_report().deferred == ("0.weight",)
+    assert (
+        builder.build_report().not_deferred["1.weight"]
+        == "of a LayerNorm, without a gradient so far"
+    )
 
 
 def test_torchs_functions_are_given_back() -> None:

@@ -1,4 +1,4 @@
-"""Progress of a TrainJob, posted to a server with TLS that checks what the controller's does."""
+"""Progress of a TrainJob, posted to a server with TLS that checks as the controller's does."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Controller:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 assert (self.path, self.headers["Content-Type"]) == (PATH, "application/json")
                 outer.posts.append((self.headers["Authorization"], json.loads(body)))
-                told = json.dumps({"kind": "Status", "message": "Forbidden"}).encode()
+                reply = json.dumps({"kind": "Status", "message": "Forbidden"}).encode()
                 self.send_response(outer.answer)
                 if outer.answer == 307:
                     self.send_header("Location", "https://elsewhere.example/")
-                self.send_header("Content-Length", str(len(told)))
+                self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
-                self.wfile.write(told)
+                self.wfile.write(reply)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -90,7 +90,7 @@ def reporter(controller: Controller, clock: Clock) -> TrainJobStatus:
     return found
 
 
-def test_progress_time_left_and_figures(controller: Controller) -> None:
+def test_progress_remaining_time_and_figures(controller: Controller) -> None:
     reporter(controller, Clock())(finished(9))
     ((authorization, body),) = controller.posts
     assert authorization == "Bearer first"
@@ -122,7 +122,7 @@ def test_a_status_keeps_to_the_limits_of_the_field(
     given: FinishedIteration, wanted: tuple[int, int]
 ) -> None:
     made = TrainJobStatus("https://h/", Path("ca"), Path("token"))
-    status = made.status(given, datetime.now(UTC))["trainerStatus"]
+    status = made.make_status(given, datetime.now(UTC))["trainerStatus"]
     assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == wanted
     assert len(status["metrics"]) <= MOST_METRICS
     for metric in status["metrics"]:
@@ -174,19 +174,19 @@ def test_what_cannot_be_reached_or_read_is_one_line(controller: Controller) -> N
     for name, value in bad.items():
         tell = TrainJobStatus.from_env(environ | {name: value})
         assert tell is not None
-        with pytest.raises(PipeMorphError, match=f"{URL} https://") as told:
+        with pytest.raises(PipeMorphError, match=f"{URL} https://") as raised:
             tell(finished(0))
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(raised.value)
     controller.token.write_text("se\ncret")
     tell = TrainJobStatus.from_env(environ)
     assert tell is not None
-    with pytest.raises(PipeMorphError, match="holds no token") as told:
+    with pytest.raises(PipeMorphError, match="holds no token") as raised:
         tell(finished(0))
-    assert "cret" not in str(told.value)
+    assert "cret" not in str(raised.value)
     assert controller.posts == []
 
 
-def test_nobody_is_told_without_all_variables(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_sent_without_all_variables(caplog: pytest.LogCaptureFixture) -> None:
     environ = {URL: "https://h:1/status", AUTHORITY: "ca", TOKEN: "token"}
     assert TrainJobStatus.from_env(environ) is not None
     for name in environ:

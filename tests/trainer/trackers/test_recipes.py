@@ -1,4 +1,4 @@
-"""Recipes of docs/trainer.md for experiment trackers: each block is executed as the page has it."""
+"""Recipes for experiment trackers: each block of docs/how-to/track-experiments.md is executed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from pipemorph_trainer.trackers import FinishedIteration, PlanChange
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/trainer.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/track-experiments.md"
 MOST_LINES = 15
 PLAIN = FinishedIteration(
     index=7, seconds=0.5, loss=2.25, bubble_fraction=0.125, plan_version=1, total=20
@@ -121,7 +121,7 @@ def test_mlflow_has_every_iteration_and_the_change_of_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed: not checked")
-    # Newer releases require a word that files are meant.
+    # Newer releases require a setting for files.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     names = executed("MLflow")
@@ -141,7 +141,7 @@ def test_mlflow_has_every_iteration_and_the_change_of_plan(
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_wandb_has_every_iteration_beside_what_the_script_logs(
+def test_wandb_has_every_iteration_and_what_the_script_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed: not checked")

@@ -16,96 +16,96 @@ import socket
 import sys
 import time
 
-from pipemorph.control.observe.observer import Observer
+from pipemorph.detection.job_observer import JobObserver
 from pipemorph.errors import InputError
-from pipemorph.log_level import log_level
-from pipemorph.wire import Directive
-from pipemorph.wire.ranks import RankReport
-from pipemorph_trainer.agent.launch import AgentConfig
-from pipemorph_trainer.agent.ops import OpsCollector
-from pipemorph_trainer.agent.page_feed import PageServer
-from pipemorph_trainer.agent.ranks import RankServer
-from pipemorph_trainer.agent.uplink import Uplink
+from pipemorph.log_level import read_log_level
+from pipemorph.protocol import Directive
+from pipemorph.protocol.rank_messages import RankReport
+from pipemorph_trainer.agent.agent_process import AgentConfig
+from pipemorph_trainer.agent.ingest_client import IngestClient
+from pipemorph_trainer.agent.ops_collector import OpsCollector
+from pipemorph_trainer.agent.page_feed import PageFeedServer
+from pipemorph_trainer.agent.rank_server import RankServer
 
 LAST_REPORT_SECONDS = 2.0
-LAST_WORDS_SECONDS = 0.5
-"""Time for the other ranks to report that they have finished, too."""
-LAST_RESORT_SECONDS = 10
+FINAL_REPORTS_SECONDS = 0.5
+"""Time for the other ranks to report that they have finished."""
+FORCED_EXIT_SECONDS = 10
 PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("pipemorph.agent")
 
 
-async def serve(config: AgentConfig) -> None:
+async def run_agent(config: AgentConfig) -> None:
     """Serve the ranks and report to the ingest until rank 0 ends, then send the last report."""
-    observer = Observer(
+    observer = JobObserver(
         config.mesh, job=config.job, namespace=config.namespace, attempt=config.attempt
     )
 
-    # The first agent reports at once that the ranks are starting. From a later agent that would be
-    # wrong: it waits until rank 0 has sent the state of training.
+    # The first agent reports at once that the ranks are starting. A restarted agent waits for the
+    # state of training from rank 0.
     informed = asyncio.Event()
-    if not config.again:
+    if not config.is_restarted:
         informed.set()
 
     def on_report(report: RankReport) -> None:
-        observer.hear(report, time.time())
-        uplink.notify()
+        observer.process_report(report, time.time())
+        uplink.schedule_observation()
         now = time.monotonic()
         if report.ops is not None:
-            collector.take(report.ops, now)
+            collector.record_ops(report.ops, now)
         if report.rank == 0:
             informed.set()
             done = report.finished_iteration
-            collector.progress(report.iteration, done.seconds if done else None, now)
+            collector.record_progress(report.iteration, done.seconds if done else None, now)
 
     def on_connected(rank: int) -> None:
-        observer.connect(rank)
-        answer()
+        observer.record_connection(rank)
+        send_answers()
 
-    def answer() -> None:
-        for them, found in observer.answers(ranks.connected):
-            ranks.answer(them, found)
+    def send_answers() -> None:
+        for receivers, found in observer.take_answers(ranks.connected_ranks):
+            ranks.send_answer(receivers, found)
 
-    async def report() -> None:
+    async def report_to_ingest() -> None:
         await informed.wait()
         await uplink.run()
 
-    # One after the other, so that a plan never overtakes a later one.
+    # Directives are sent in order, so that no plan overtakes a newer one.
     directives: asyncio.Queue[Directive] = asyncio.Queue()
 
-    async def hand_out() -> None:
+    async def broadcast_plans() -> None:
         while True:
             directive = await directives.get()
             version = directive.plan_version
             try:
-                await ranks.broadcast(directive)
+                await ranks.broadcast_plan(directive)
             except InputError as error:
                 log.warning("plan v%d refused: %s", version, error)
-                observer.say(f"plan {version} refused: {error}")
-                uplink.notify()
+                observer.report_message(f"plan {version} refused: {error}")
+                uplink.schedule_observation()
                 continue
             log.info(
                 "plan v%d to %d ranks %.0f ms after it was issued: %s",
-                version, len(ranks.connected),
+                version, len(ranks.connected_ranks),
                 max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
             )  # fmt: skip
 
     def on_directive(directive: Directive) -> None:
         directives.put_nowait(directive)
-        show_plan()
+        send_plan_to_page()
 
-    def show_plan() -> None:
-        if page is not None and (message := uplink.message()) is not None:
-            page.plan(message)
+    def send_plan_to_page() -> None:
+        if page is not None and (message := uplink.make_snapshot_message()) is not None:
+            page.send_plan(message)
 
-    def on_page() -> None:
-        show_plan()
+    def on_page_connected() -> None:
+        send_plan_to_page()
         observer.repeat_states()
-        uplink.observed()
+        uplink.report_if_due()
 
     ranks = RankServer(bytes.fromhex(config.secret_hex), config.mesh, on_connected, on_report)
-    uplink = Uplink(
+    uplink = IngestClient(
         base_url=config.ingest_url,
         namespace=config.namespace,
         job=config.job,
@@ -113,48 +113,48 @@ async def serve(config: AgentConfig) -> None:
         token_file=config.token_file,
         observer=observer,
         on_directive=on_directive,
-        on_observed=answer,
-        on_report=lambda report: page.report(report) if page is not None else None,
+        on_observed=send_answers,
+        on_report=lambda report: page.send_report(report) if page is not None else None,
     )
-    page = PageServer.from_env(
+    page = PageFeedServer.from_env(
         os.environ,
         config.attempt,
-        on_wanted=lambda wanted: collector.wanted(wanted, time.monotonic()),
-        on_connected=on_page,
+        on_wanted=lambda wanted: collector.extend_watch(wanted, time.monotonic()),
+        on_connected=on_page_connected,
     )
     collector = OpsCollector(
-        config.mesh, ranks.ask_ops, lambda ops: page.ops(ops) if page is not None else None
+        config.mesh, ranks.request_ops, lambda ops: page.send_ops(ops) if page is not None else None
     )
     if page is not None:
         await page.start()
     await ranks.start(socket.socket(fileno=config.listen_fd))
-    working = [asyncio.create_task(report()), asyncio.create_task(hand_out())]
-    await _rank_zero_is_gone()
-    signal.alarm(LAST_RESORT_SECONDS)
+    working = [asyncio.create_task(report_to_ingest()), asyncio.create_task(broadcast_plans())]
+    await _wait_for_rank_zero_exit()
+    signal.alarm(FORCED_EXIT_SECONDS)
     for task in working:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    sent = informed.is_set() and await uplink.flush(LAST_REPORT_SECONDS)
-    await ranks.close(LAST_WORDS_SECONDS)
-    if informed.is_set() and (uplink.has_news or not sent):
-        await uplink.flush(LAST_REPORT_SECONDS)
+    sent = informed.is_set() and await uplink.flush_reports(LAST_REPORT_SECONDS)
+    await ranks.close(FINAL_REPORTS_SECONDS)
+    if informed.is_set() and (uplink.has_unsent_changes or not sent):
+        await uplink.flush_reports(LAST_REPORT_SECONDS)
     if page is not None:
         await page.close()
 
 
-async def _rank_zero_is_gone() -> None:
-    """Return when standard input closes, or on SIGTERM (see also :func:`_die_with`)."""
+async def _wait_for_rank_zero_exit() -> None:
+    """Wait until standard input closes or SIGTERM arrives (see :func:`_exit_with_parent`)."""
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, gone.set)
 
-    def read() -> None:
+    def stop_at_end_of_input() -> None:
         if not os.read(sys.stdin.fileno(), 4096):
             loop.remove_reader(sys.stdin.fileno())
             gone.set()
 
-    loop.add_reader(sys.stdin.fileno(), read)
+    loop.add_reader(sys.stdin.fileno(), stop_at_end_of_input)
     await gone.wait()
 
 
@@ -168,9 +168,9 @@ def _read_config() -> AgentConfig:
     return AgentConfig.model_validate_json(line)
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGTERM when ``parent`` dies: a forked child of rank 0 may keep the other
-    end of our standard input open longer."""
+def _exit_with_parent(parent: int) -> None:
+    """Request SIGTERM from the kernel when ``parent`` dies: a forked child of rank 0 may hold the
+    other end of standard input open longer."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -179,14 +179,14 @@ def _die_with(parent: int) -> None:
 
 def main() -> None:
     try:
-        level = log_level()
+        level = read_log_level()
     except InputError as error:
         raise SystemExit(f"pipemorph agent: {error}") from None
     logging.basicConfig(level=level, format="%(asctime)s agent: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Rank 0 handles Ctrl-C; EOF follows.
     config = _read_config()
-    _die_with(config.parent)
-    asyncio.run(serve(config))
+    _exit_with_parent(config.parent)
+    asyncio.run(run_agent(config))
 
 
 if __name__ == "__main__":

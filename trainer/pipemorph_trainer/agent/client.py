@@ -1,10 +1,10 @@
-"""A rank's connection to the agent: a socket that is only used without blocking.
+"""Connection of a rank to the agent: a TCP socket that never blocks.
 
-There is no thread: an op may hold the rank's interpreter for its whole time, so a thread would send
-late and compete with ops. Instead, each call of :meth:`AgentClient.publish` or
-:meth:`AgentClient.newest_plan` sends and receives what is possible, in a few microseconds. If the
-agent is lost, telemetry is lost but no iteration: the client reconnects with backoff, and counts
-the messages that it drops meanwhile.
+The client has no thread. An op may hold the rank's interpreter for its whole duration, so a thread
+would send late and compete with ops. Instead, each call of :meth:`AgentClient.publish` or
+:meth:`AgentClient.pop_newest_plan` sends and receives what is possible, in a few microseconds. If
+the agent is lost, telemetry is lost but no iteration: the client reconnects with backoff, and
+counts the messages that it drops meanwhile.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from enum import Enum
 from typing import Any
 
 from pipemorph.errors import InputError, PipeMorphError
-from pipemorph.wire.ranks import RANK_PROTOCOL, RankAnswer, ToRank
+from pipemorph.protocol.rank_messages import RANK_PROTOCOL, RankAnswer, RankFrame
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.messages import RankTelemetry
-from pipemorph_trainer.agent.ops import NONE, OpsAsked
+from pipemorph_trainer.agent.ops_collector import NO_ITERATION, OpsRequest
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 
 log = logging.getLogger("pipemorph.agent")
 
 QUEUED_MESSAGES = 256
-"""Twelve seconds of a stalled agent, at 20 messages a second."""
+"""Room for twelve seconds of a stalled agent, at 20 messages per second."""
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 START_SECONDS = 2.0
 HANDSHAKE_SECONDS = 60.0
-"""Longer than an agent takes to start on a busy machine, where it imports beside the ranks."""
+"""Longer than an agent takes to start on a busy machine, where the ranks import as well."""
 CHALLENGE_SECONDS = 0.05
-"""Wait for the challenge of an agent that runs, once per connection."""
+"""Longest wait for the challenge of a running agent, once per connection."""
 PATIENCE = 3
-"""Failures in a row before the first connection after which there is a warning."""
+"""Consecutive failures before the first connection after which a warning is logged."""
 FLUSH_SECONDS = 1.0
 FIRST_FLUSH_SECONDS = 15.0
 """Limit before the first connection: a short run may end before the agent has started, and would
-otherwise report no iteration."""
+then report no iteration."""
 RECEIVE_BYTES = 1 << 16
 
 _IN_PROGRESS = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY}
 
 
-def connect(
+def connect_to_agent(
     context: TrainerContext, host: str, port: int, *, wait: float = START_SECONDS
 ) -> AgentClient:
     """Connect this rank to the agent at ``host``:``port``.
@@ -63,7 +63,7 @@ def connect(
     return client
 
 
-class _Phase(Enum):
+class _ConnectionPhase(Enum):
     DOWN = "down"
     DIALLING = "dialling"
     CHALLENGE = "waiting for the challenge"
@@ -75,8 +75,8 @@ class _Phase(Enum):
 class AgentClient:
     """A :class:`~pipemorph_trainer.agent.messages.ControlClient` over one TCP socket.
 
-    ``dropped``: messages lost because the agent did not keep up. ``reconnects``: how often an
-    established connection was lost.
+    ``dropped``: messages lost because the agent was too slow. ``reconnects``: number of established
+    connections that were lost.
     """
 
     acknowledges = True
@@ -90,7 +90,7 @@ class AgentClient:
         self._address: Any = found[0][4]
         self._rank = rank
         self._secret = secret
-        self._phase = _Phase.DOWN
+        self._phase = _ConnectionPhase.DOWN
         self._socket: socket.socket | None = None
         self._reader = frames.FrameReader(frames.MAX_HELLO_BYTES)
         self._queue: deque[tuple[bool, bytes]] = deque()
@@ -98,7 +98,7 @@ class AgentClient:
         self._plan: RankPlan | None = None
         self._seen_version = 0
         self._answers: list[RankAnswer] = []
-        self.ops_asked = NONE
+        self.requested_ops_iteration = NO_ITERATION
         self._nonces = ("", "")
         self._retry_at = 0.0
         self._retry_after = FIRST_RETRY_SECONDS
@@ -110,7 +110,7 @@ class AgentClient:
 
     @property
     def ready(self) -> bool:
-        return self._phase is _Phase.READY
+        return self._phase is _ConnectionPhase.READY
 
     def publish(self, telemetry: RankTelemetry) -> None:
         """Queue the report and send what the socket accepts. Never blocks.
@@ -118,67 +118,71 @@ class AgentClient:
         A full queue drops its oldest message; messages that finish an iteration are dropped last.
         """
         report = telemetry.report
-        if self._phase is _Phase.CLOSED or report is None:
+        if self._phase is _ConnectionPhase.CLOSED or report is None:
             return
         if len(self._queue) >= QUEUED_MESSAGES:
-            self._drop_one()
+            self._drop_oldest_message()
         keep = report.finished_iteration is not None or report.state in ("finished", "failed")
-        self._queue.append((keep, frames.frame(report.body())))
-        self._pump()
+        self._queue.append((keep, frames.add_length_prefix(report.to_json())))
+        self._exchange_frames()
 
-    def answers(self) -> list[RankAnswer]:
-        """The agent's answers that this call has not returned yet, oldest first."""
-        self._pump()
+    def pop_answers(self) -> list[RankAnswer]:
+        """New answers of the agent, oldest first; each is returned once."""
+        self._exchange_frames()
         found, self._answers = self._answers, []
         return found
 
-    def newest_plan(self) -> RankPlan | None:
-        """The newest plan that this call has not returned yet, or None."""
-        self._pump()
+    def pop_newest_plan(self) -> RankPlan | None:
+        """Newest plan, returned once; None if no newer plan has arrived."""
+        self._exchange_frames()
         plan, self._plan = self._plan, None
         return plan
 
     def close(self) -> None:
         """Send the queue and close. Idempotent.
 
-        Takes at most :data:`FLUSH_SECONDS`, or :data:`FIRST_FLUSH_SECONDS` if the agent has never
-        answered.
+        Takes at most :data:`FLUSH_SECONDS`, or :data:`FIRST_FLUSH_SECONDS` if no handshake has
+        completed.
         """
         deadline = time.monotonic() + (FLUSH_SECONDS if self._was_ready else FIRST_FLUSH_SECONDS)
         while (self._queue or self._sending) and time.monotonic() < deadline:
-            self._pump()
-            if self._phase is _Phase.DOWN or not (self._queue or self._sending):
+            self._exchange_frames()
+            if self._phase is _ConnectionPhase.DOWN or not (self._queue or self._sending):
                 break
-            self._wait(deadline)
-        self._hang_up(_Phase.CLOSED)
+            self._wait_for_socket(deadline)
+        self._close_socket(_ConnectionPhase.CLOSED)
 
     def wait_until_ready(self, seconds: float) -> bool:
         """Block until the handshake is done, at most ``seconds``. For the start and for tests."""
         deadline = time.monotonic() + seconds
-        self._pump()
-        while self._phase is not _Phase.READY and time.monotonic() < deadline:
-            self._wait(deadline)
-            self._pump()
+        self._exchange_frames()
+        while self._phase is not _ConnectionPhase.READY and time.monotonic() < deadline:
+            self._wait_for_socket(deadline)
+            self._exchange_frames()
         return self.ready
 
     # --- the state machine -----------------------------------------------------------
 
-    def _pump(self) -> None:
+    def _exchange_frames(self) -> None:
         """Connect, receive and send as far as possible without blocking."""
-        if self._phase is _Phase.CLOSED:
+        if self._phase is _ConnectionPhase.CLOSED:
             return
         try:
-            if self._phase is _Phase.DOWN:
-                self._dial()
-            if self._phase is _Phase.DIALLING:
-                self._finish_dialling()
-            if self._phase in (_Phase.CHALLENGE, _Phase.WELCOME, _Phase.READY):
-                self._receive()
-                self._send()
+            if self._phase is _ConnectionPhase.DOWN:
+                self._begin_connect()
+            if self._phase is _ConnectionPhase.DIALLING:
+                self._finish_connect()
+            if self._phase in (
+                _ConnectionPhase.CHALLENGE,
+                _ConnectionPhase.WELCOME,
+                _ConnectionPhase.READY,
+            ):
+                self._receive_frames()
+                self._send_queued()
         except (OSError, PipeMorphError, frames.FrameError) as error:
-            self._lose(str(error))
+            self._handle_connection_loss(str(error))
 
-    def _dial(self) -> None:
+    def _begin_connect(self) -> None:
         if time.monotonic() < self._retry_at:
             return
         self._socket = socket.socket(self._family, socket.SOCK_STREAM)
@@ -187,10 +191,10 @@ class AgentClient:
         code = self._socket.connect_ex(self._address)
         if code not in _IN_PROGRESS:
             raise OSError(code, errno.errorcode.get(code, "connect failed"))
-        self._phase = _Phase.DIALLING
+        self._phase = _ConnectionPhase.DIALLING
         self._give_up_at = time.monotonic() + HANDSHAKE_SECONDS
 
-    def _finish_dialling(self) -> None:
+    def _finish_connect(self) -> None:
         assert self._socket is not None
         self._check_handshake_time()
         if not select.select([], [self._socket], [], 0)[1]:
@@ -199,13 +203,13 @@ class AgentClient:
         if code:
             raise OSError(code, errno.errorcode.get(code, "connect failed"))
         self._reader = frames.FrameReader(frames.MAX_HELLO_BYTES)
-        self._phase = _Phase.CHALLENGE
-        # The agent waits for seconds only, and the next call may come after a long op.
+        self._phase = _ConnectionPhase.CHALLENGE
+        # The agent waits for seconds only, and the next call may follow a long op.
         select.select([self._socket], [], [], CHALLENGE_SECONDS)
 
-    def _receive(self) -> None:
+    def _receive_frames(self) -> None:
         assert self._socket is not None
-        if self._phase is not _Phase.READY:
+        if self._phase is not _ConnectionPhase.READY:
             self._check_handshake_time()
         while True:
             try:
@@ -215,47 +219,47 @@ class AgentClient:
             if not data:
                 raise frames.FrameError("the agent closed the connection")
             self._reader.feed(data)
-            while (payload := self._reader.next()) is not None:
-                self._take(payload)
+            while (payload := self._reader.next_frame()) is not None:
+                self._handle_frame(payload)
 
-    def _take(self, payload: bytes) -> None:
-        if self._phase is _Phase.CHALLENGE:
-            challenge = frames.decode(frames.Challenge, payload).nonce
+    def _handle_frame(self, payload: bytes) -> None:
+        if self._phase is _ConnectionPhase.CHALLENGE:
+            challenge = frames.decode_message(frames.Challenge, payload).nonce
             nonce = frames.new_nonce()
             self._nonces = (challenge, nonce)
-            answer = frames.proof(self._secret, "rank", challenge, nonce, self._rank)
+            answer = frames.compute_proof(self._secret, "rank", challenge, nonce, self._rank)
             hello = frames.Hello(rank=self._rank, nonce=nonce, proof=answer, protocol=RANK_PROTOCOL)
-            self._sending = memoryview(frames.encode(hello))
-            self._phase = _Phase.WELCOME
-        elif self._phase is _Phase.WELCOME:
-            welcome = frames.decode(frames.Welcome, payload)
+            self._sending = memoryview(frames.encode_frame(hello))
+            self._phase = _ConnectionPhase.WELCOME
+        elif self._phase is _ConnectionPhase.WELCOME:
+            welcome = frames.decode_message(frames.Welcome, payload)
             if welcome.proof is None:
                 raise frames.FrameError(f"the agent refused this rank: {welcome.refused}")
-            expected = frames.proof(self._secret, "agent", *self._nonces, self._rank)
-            if not frames.proves(welcome.proof, expected):
-                raise frames.FrameError("the peer does not know this attempt's secret")
+            expected = frames.compute_proof(self._secret, "agent", *self._nonces, self._rank)
+            if not frames.equal_proofs(welcome.proof, expected):
+                raise frames.FrameError("the peer does not have this attempt's secret")
             self._reader.limit = frames.MAX_FRAME_BYTES
             self._retry_after = FIRST_RETRY_SECONDS
             self._failures = 0
             self._was_ready = True
             self.connections += 1
             self._answers.clear()
-            self._phase = _Phase.READY
-        elif ToRank.is_one(payload):
-            self._answers.append(frames.decode(ToRank, payload).answer)
-        elif OpsAsked.is_one(payload):
-            self.ops_asked = frames.decode(OpsAsked, payload).ops_of
+            self._phase = _ConnectionPhase.READY
+        elif RankFrame.is_answer(payload):
+            self._answers.append(frames.decode_message(RankFrame, payload).answer)
+        elif OpsRequest.is_ops_request(payload):
+            self.requested_ops_iteration = frames.decode_message(OpsRequest, payload).ops_of
         else:
-            plan = frames.decode(RankPlan, payload)
+            plan = frames.decode_message(RankPlan, payload)
             if plan.version > self._seen_version:
                 self._seen_version = plan.version
                 self._plan = plan
 
-    def _send(self) -> None:
+    def _send_queued(self) -> None:
         assert self._socket is not None
         while True:
             if not self._sending:
-                if self._phase is not _Phase.READY or not self._queue:
+                if self._phase is not _ConnectionPhase.READY or not self._queue:
                     return
                 self._sending = memoryview(self._queue.popleft()[1])
             try:
@@ -270,8 +274,8 @@ class AgentClient:
                 f"no agent after {HANDSHAKE_SECONDS:.0f} s ({self._phase.value})"
             )
 
-    def _lose(self, why: str) -> None:
-        was_up = self._phase is _Phase.READY
+    def _handle_connection_loss(self, why: str) -> None:
+        was_up = self._phase is _ConnectionPhase.READY
         self.reconnects += was_up
         self._failures += 1
         if was_up or self._failures == PATIENCE:
@@ -280,11 +284,11 @@ class AgentClient:
                 "telemetry waits for the connection",
                 self._rank, why,
             )  # fmt: skip
-        self._hang_up(_Phase.DOWN)
+        self._close_socket(_ConnectionPhase.DOWN)
         self._retry_at = time.monotonic() + self._retry_after
         self._retry_after = min(2 * self._retry_after, LAST_RETRY_SECONDS)
 
-    def _hang_up(self, phase: _Phase) -> None:
+    def _close_socket(self, phase: _ConnectionPhase) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.close()
@@ -294,17 +298,17 @@ class AgentClient:
             self._sending = memoryview(b"")
             self.dropped += 1
 
-    def _drop_one(self) -> None:
+    def _drop_oldest_message(self) -> None:
         oldest = next((i for i, (keep, _) in enumerate(self._queue) if not keep), 0)
         del self._queue[oldest]
         self.dropped += 1
 
-    def _wait(self, deadline: float) -> None:
+    def _wait_for_socket(self, deadline: float) -> None:
         """Sleep until the socket is ready or it is time to reconnect. Only at the start and end."""
-        left = max(0.0, deadline - time.monotonic())
+        remaining = max(0.0, deadline - time.monotonic())
         if self._socket is None:
-            time.sleep(min(left, max(0.001, self._retry_at - time.monotonic())))
+            time.sleep(min(remaining, max(0.001, self._retry_at - time.monotonic())))
             return
-        wants_write = self._phase is _Phase.DIALLING or bool(self._sending)
-        writers = [self._socket] if wants_write else []
-        select.select([self._socket], writers, [], min(left, 0.5))
+        awaits_write = self._phase is _ConnectionPhase.DIALLING or bool(self._sending)
+        writers = [self._socket] if awaits_write else []
+        select.select([self._socket], writers, [], min(remaining, 0.5))

@@ -1,7 +1,7 @@
-"""Agent's end of the live page: a Unix socket of the pod, at which the page's process reads what
-the agent reports. While no such process is connected, nothing is sent or collected.
+"""Feed of the live page: a Unix socket of the pod, from which the page's process reads what the
+agent reports. Without a connected process, nothing is sent or collected.
 
-The socket is in a folder that only the pod's user can enter, which the launcher makes.
+The launcher makes the folder of the socket, which only the pod's user can enter.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pipemorph.wire import HandIn, IterationSample, LinkHealthReport, OpsTrace
-from pipemorph.wire.page import OpsWanted, PageFeed, PageHello
+from pipemorph.protocol import IterationSample, LinkHealthReport, OpsTrace, SnapshotMessage
+from pipemorph.protocol.page_messages import OpsWanted, PageFeed, PageHello
 from pipemorph_trainer.agent import frames
 
 log = logging.getLogger("pipemorph.agent")
@@ -22,15 +22,15 @@ log = logging.getLogger("pipemorph.agent")
 SOCKET_VARIABLE = "PIPEMORPH_PAGE_SOCKET"
 """Path of the socket, set by the launcher."""
 MOST_ITERATIONS = 512
-"""Newest iterations that a page begins with."""
+"""Newest iterations that are sent to a new page."""
 CLOSE_SECONDS = 1.0
 MOST_UNSENT_BYTES = 8 << 20
-"""A page that does not read is disconnected; it connects again."""
+"""Limit of unread data, at which the page is disconnected. It connects again."""
 
 
-class PageServer:
-    """Serves one page at a time, the newest. ``on_connected`` is called when one has connected, and
-    makes the agent send the plan in force and the whole state."""
+class PageFeedServer:
+    """Server of one page at a time, the newest. ``on_connected`` is called for each new page, and
+    makes the agent send the current plan and the whole state."""
 
     def __init__(
         self,
@@ -55,25 +55,25 @@ class PageServer:
         *,
         on_wanted: Callable[[OpsWanted], None],
         on_connected: Callable[[], None],
-    ) -> PageServer | None:
-        """None where no launcher serves a page."""
+    ) -> PageFeedServer | None:
+        """Make the server from ``environ``; None if no launcher serves a page."""
         path, job_file = environ.get(SOCKET_VARIABLE), environ.get("PIPEMORPH_JOB_FILE")
         if not path or not job_file:
             return None
-        return PageServer(
+        return PageFeedServer(
             Path(path), job_file, attempt, on_wanted=on_wanted, on_connected=on_connected
         )
 
     async def start(self) -> None:
-        """Listen, in the place of an agent before this one."""
+        """Listen, and replace the socket of a previous agent."""
         try:
             self._path.unlink(missing_ok=True)
-            self._server = await asyncio.start_unix_server(self._accept, self._path)
+            self._server = await asyncio.start_unix_server(self._accept_page, self._path)
         except OSError as error:
             log.warning("no live page: %s: %s", self._path, error.strerror)
 
     async def close(self) -> None:
-        """Send the rest, and end."""
+        """Send the unsent data, and close."""
         if self._server is not None:
             self._server.close()
         if self._page is not None:
@@ -81,37 +81,37 @@ class PageServer:
         if self._serving:
             await asyncio.wait(self._serving, timeout=CLOSE_SECONDS)
 
-    def report(self, report: LinkHealthReport) -> None:
+    def send_report(self, report: LinkHealthReport) -> None:
         """Send a report."""
         if self._page is not None:
-            self._send(PageFeed(report=report))
+            self._send_message(PageFeed(report=report))
         self._iterations.extend(report.iterations)
 
-    def plan(self, message: HandIn) -> None:
-        """Send the plan in force."""
-        self._send(PageFeed(plan=message))
+    def send_plan(self, message: SnapshotMessage) -> None:
+        """Send the current plan."""
+        self._send_message(PageFeed(plan=message))
 
-    def ops(self, stages: list[OpsTrace]) -> None:
+    def send_ops(self, stages: list[OpsTrace]) -> None:
         """Send the ops of all stages of a column in one iteration."""
-        self._send(PageFeed(ops=stages))
+        self._send_message(PageFeed(ops=stages))
 
-    def _send(self, message: PageFeed) -> None:
+    def _send_message(self, message: PageFeed) -> None:
         page = self._page
         if page is None:
             return
         if page.transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
-            log.warning("the live page does not read what it is sent; it is disconnected")
+            log.warning("the live page does not read its feed; it is disconnected")
             page.transport.abort()
             self._page = None
             return
-        page.write(frames.encode(message))
+        page.write(frames.encode_frame(message))
 
-    def _accept(self, reader: asyncio.StreamReader, page: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._serve(reader, page))
+    def _accept_page(self, reader: asyncio.StreamReader, page: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve_page(reader, page))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, page: asyncio.StreamWriter) -> None:
+    async def _serve_page(self, reader: asyncio.StreamReader, page: asyncio.StreamWriter) -> None:
         if self._page is not None:
             self._page.transport.abort()
         self._page = page
@@ -119,13 +119,13 @@ class PageServer:
             hello = PageHello(
                 attempt=self._attempt, job_file=self._job_file, iterations=list(self._iterations)
             )
-            self._send(PageFeed(hello=hello))
+            self._send_message(PageFeed(hello=hello))
             self._on_connected()
             while True:
-                body = await frames.read(reader, frames.MAX_HELLO_BYTES)
-                self._on_wanted(frames.decode(OpsWanted, body))
+                body = await frames.read_frame(reader, frames.MAX_HELLO_BYTES)
+                self._on_wanted(frames.decode_message(OpsWanted, body))
         except (OSError, asyncio.IncompleteReadError, frames.FrameError):
-            pass  # It has ended, or is no page.
+            pass  # The page has ended, or the client is no page.
         finally:
             if self._page is page:
                 self._page = None

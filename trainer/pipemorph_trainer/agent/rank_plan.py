@@ -1,9 +1,9 @@
-"""What one rank runs of a plan, and how the agent cuts a plan into these.
+"""Plan of a single rank, and the split of a pipeline's plan into such parts.
 
-A plan says what all ranks of a pipeline do. A rank needs the order of its own stages, when to post
-receives, and the routes of its links. To decode and check the whole takes a large job tens of
-milliseconds. So the agent does it once, beside the iteration, and each rank gets its part.
-``digest`` names the whole plan: ranks whose digests differ do not run together.
+A plan names the ops of all ranks of a pipeline. A rank needs only the order of its own stages, the
+conditions of its receives, and the routes of its links. Decoding and checking a large plan takes
+tens of milliseconds, so the agent does it once, while the ranks train, and sends each rank its
+part. ``digest`` names the whole plan: ranks with different digests do not run together.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from functools import cached_property
 
 from pydantic import Field
 
-from pipemorph.api.mesh import MeshShape
-from pipemorph.api.sections.schedule import ONE_ORDER_IN_LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
@@ -27,19 +25,21 @@ from pipemorph.planning import (
     validate,
     validate_waits,
 )
-from pipemorph.wire import Count, PlanMessage, PlanVersion, WireModel
-from pipemorph_trainer.agent import receives
+from pipemorph.protocol import Count, PlanMessage, PlanVersion, ProtocolModel
+from pipemorph.spec.mesh import MeshShape
+from pipemorph.spec.sections.schedule import ONE_ORDER_IN_LOCKSTEP
+from pipemorph_trainer.agent import receive_windows
 
 DIGEST_LETTERS = 8
-"""32 bits: two plans of one version differ by a mistake, not by intent."""
+"""Length of a digest, hex: 32 bits, since plans of one version differ by mistake, not by intent."""
 
 
-class RankReceives(WireModel):
-    """When a stage may post its receives of one link; see :mod:`.receives`.
+class RankReceiveLimits(ProtocolModel):
+    """Conditions under which a stage may post receives of one link; see :mod:`.receive_windows`.
 
     ``after[m]``: number of messages that the stage must have sent in the other direction before the
-    sender can send message *m*; ``ops[m]``, in its place, of a rank with several stages: number of
-    ops that the rank must have run. ``window``: most messages received ahead of their ops.
+    sender can send message *m*. ``ops[m]`` replaces it on a rank with several stages: number of ops
+    that the rank must have run. ``window``: most messages received ahead of their ops.
     """
 
     after: tuple[Count, ...] = ()
@@ -47,67 +47,66 @@ class RankReceives(WireModel):
     window: Count
 
 
-class RankStage(WireModel):
-    """One stage of the rank."""
+class RankStage(ProtocolModel):
+    """Stage of a rank, as its plan runs it."""
 
     stage: Count
     device_limit: Count | None = None
     recompute: bool = False
-    above: RankReceives | None = None
+    above: RankReceiveLimits | None = None
     """None on the first stage."""
-    below: RankReceives | None = None
+    below: RankReceiveLimits | None = None
     """None on the last stage."""
 
 
-class RankLink(WireModel):
-    """A link with an end on this rank. ``slack``: the warm-up that absorbs its delay."""
+class RankLink(ProtocolModel):
+    """Link with an end on this rank. ``slack``: the warm-up that absorbs its delay."""
 
     link: Count
     route: Route
     slack: int
 
 
-class RankPlan(WireModel):
-    """What one rank runs of a plan. The fields have the meaning of those of
+class RankPlan(ProtocolModel):
+    """Plan of a single rank. The fields have the meaning of those of
     :class:`~pipemorph.planning.Plan`.
 
-    ``reason``, ``promised``: of the directive, for the trackers of rank 0; other ranks are not
-    told.
+    ``reason`` and ``promised`` come from the directive. Only rank 0 gets them, for its trackers.
     """
 
     version: PlanVersion
     digest: str = Field(min_length=DIGEST_LETTERS, max_length=DIGEST_LETTERS)
     microbatches: Count
     stage_count: Count
-    """Of the whole pipeline."""
+    """Number of stages of the whole pipeline."""
     dispatch: Dispatch = Dispatch.STATIC
     ops: str
-    """The ops of the rank in order, as in the wire format of a schedule."""
+    """Ops of the rank in order, as in the wire format of a schedule."""
     waits: tuple[Count, ...] = ()
     stages: tuple[RankStage, ...]
-    """By chunk."""
+    """Stages of the rank, by chunk."""
     links: tuple[RankLink, ...] = ()
     reason: str = ""
     promised: float | None = None
 
     @cached_property
     def order(self) -> tuple[tuple[int, Op], ...]:
-        """The ops of the rank in order, each with its stage."""
+        """Ops of the rank in order, each with its stage."""
         chunks = (0,) * len(self.stages)
         (ops,) = Schedule.decode(len(self.ops), [self.ops], chunks).ranks
         return tuple((self.stages[op.chunk].stage, op) for op in ops)
 
     @cached_property
     def orders(self) -> dict[int, tuple[Op, ...]]:
-        """The ops of each stage in order."""
+        """Ops of each stage in order."""
         return {
             mine.stage: tuple(op for stage, op in self.order if stage == mine.stage)
             for mine in self.stages
         }
 
-    def used(self, stage: int) -> tuple[int, int]:
-        """Most microbatches whose activations from above, and whose gradients from below, ops of a
-        stage need at one time in this order: from F, or from B, to W."""
+    def count_peak_activations(self, stage: int) -> tuple[int, int]:
+        """Peak number of microbatches whose activations from above (from F to W), and whose
+        gradients from below (from B to W), ops of a stage need at one time."""
         now, most = [0, 0], [0, 0]
         for op in self.orders[stage]:
             now[0] += op.kind is OpKind.F
@@ -139,56 +138,66 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
         )
     if len(plan.recompute) != mesh.stages:
         raise InputError(
-            f"plan {plan.version} says of {len(plan.recompute)} stages whether they recompute;"
+            f"plan {plan.version} has recompute for {len(plan.recompute)} stages;"
             f" expected {mesh.stages}"
         )
-    if schedule.placement != mesh.placed:
+    if schedule.placement != mesh.pp_indices:
         raise InputError(
             f"plan {plan.version} has its stages on ranks {list(schedule.placement)} of a pipeline;"
-            f" this job has them on {list(mesh.placed)}"
+            f" this job has them on {list(mesh.pp_indices)}"
         )
     has = f"plan {plan.version} has dispatch {plan.dispatch}"
-    if plan.dispatch is Dispatch.GUIDED and mesh.lockstep > 1:
+    if plan.dispatch is Dispatch.GUIDED and mesh.lockstep_size > 1:
         raise InputError(f"{has}; {ONE_ORDER_IN_LOCKSTEP}")
     validate(schedule, plan.in_flight_limits, plan.device_limits)
     validate_waits(schedule, plan.waits)
 
 
-def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> list[RankPlan]:
-    """The parts of a plan for the ranks at ``places`` along ``pp``; None: for all of a pipeline.
+def split_plan(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> list[RankPlan]:
+    """Split ``plan`` into the plans of the ranks at ``places`` along ``pp``; None: of all ranks.
 
     Raises :class:`InputError` if the pipelines of ``mesh`` cannot run it.
     """
     check_plan(plan, mesh)
-    message = PlanMessage.of(plan)
+    message = PlanMessage.from_plan(plan)
     body = message.model_dump_json(exclude_defaults=True).encode()
     digest = hashlib.sha256(body).hexdigest()[:DIGEST_LETTERS]
-    windows, last = receives.windows(plan), mesh.stages - 1
+    windows, last = receive_windows.compute_windows(plan), mesh.stages - 1
 
-    def received(stage: int, *, forward: bool, ops: receives.OpsBefore | None) -> RankReceives:
+    def make_receive_limits(
+        stage: int, *, forward: bool, ops: receive_windows.OpsBefore | None
+    ) -> RankReceiveLimits:
         window = windows[stage - 1 if forward else stage]
         if ops is not None:
-            return RankReceives(ops=ops[stage, forward], window=window)
-        after = receives.after_above if forward else receives.after_below
-        return RankReceives(after=after(plan, stage), window=window)
+            return RankReceiveLimits(ops=ops[stage, forward], window=window)
+        after = (
+            receive_windows.count_sends_before_forward
+            if forward
+            else receive_windows.count_sends_before_backward
+        )
+        return RankReceiveLimits(after=after(plan, stage), window=window)
 
-    def stage_of(stage: int, ops: receives.OpsBefore | None) -> RankStage:
+    def make_stage(stage: int, ops: receive_windows.OpsBefore | None) -> RankStage:
         return RankStage(
             stage=stage,
             device_limit=plan.device_limits[stage],
             recompute=plan.recompute[stage],
-            above=received(stage, forward=True, ops=ops) if stage else None,
-            below=received(stage, forward=False, ops=ops) if stage < last else None,
+            above=make_receive_limits(stage, forward=True, ops=ops) if stage else None,
+            below=make_receive_limits(stage, forward=False, ops=ops) if stage < last else None,
         )
 
-    def link(number: int) -> RankLink:
+    def make_link(number: int) -> RankLink:
         slack = plan.warmup[number] - plan.warmup[number + 1]
         return RankLink(link=number, route=plan.routes[number], slack=slack)
 
-    def rank(place: int) -> RankPlan:
-        held = plan.schedule.stages_of[place]
+    def make_rank_plan(place: int) -> RankPlan:
+        held = plan.schedule.stages_by_rank[place]
         ends = sorted({end for s in held for end in (s - 1, s) if 0 <= end < last})
-        ops = None if plan.schedule.one_stage_each else receives.after_ops(plan.schedule, place)
+        ops = (
+            None
+            if plan.schedule.one_stage_each
+            else receive_windows.count_ops_before_receives(plan.schedule, place)
+        )
         return RankPlan(
             version=plan.version,
             digest=digest,
@@ -197,8 +206,10 @@ def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> lis
             dispatch=plan.dispatch,
             ops=message.ranks[place],
             waits=plan.waits[place] if plan.waits else (),
-            stages=tuple(stage_of(stage, ops) for stage in held),
-            links=tuple(map(link, ends)),
+            stages=tuple(make_stage(stage, ops) for stage in held),
+            links=tuple(map(make_link, ends)),
         )
 
-    return [rank(place) for place in (range(mesh.sizes["pp"]) if places is None else places)]
+    return [
+        make_rank_plan(place) for place in (range(mesh.sizes["pp"]) if places is None else places)
+    ]

@@ -1,1 +1,1 @@
-"""Measuring links: what `pipemorph bench link` and `benchmarks/engine.py` have in common."""
+"""Measurements of links, for `pipemorph bench link` and `benchmarks/engine.py`."""

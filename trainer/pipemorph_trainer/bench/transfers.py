@@ -1,8 +1,8 @@
-"""Both ends of transfers: streaming and ping-pong, over the engine and over gloo.
+"""Sending and receiving ends of transfers: streaming and ping-pong, over the engine and gloo.
 
-A message counts as delivered when it is in a tensor of the receiver's own. All tensors are
-``uint8`` on the CPU, ``[size]``. Keys are (0, ``run``, message, direction, 0), so ``run`` has to
-rise by one with every transfer on a link.
+A message counts as delivered when it is in a tensor of the receiver. All tensors are ``uint8`` on
+the CPU, ``[size]``. Keys are (0, ``run``, message, direction, 0), so ``run`` must grow by one with
+each transfer on a link.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TIMEOUT = 120.0
 FORWARD, BACKWARD = 0, 1
 
 
-def memory(tensor: torch.Tensor) -> Any:
-    """A tensor's bytes, without a copy."""
+def view_bytes(tensor: torch.Tensor) -> Any:
+    """View a tensor's bytes, without a copy."""
     return tensor.numpy()
 
 
-def percentile(samples: Sequence[float], percent: float) -> float:
-    """Percentile by nearest rank: the least sample that ``percent`` of them do not exceed."""
+def compute_percentile(samples: Sequence[float], percent: float) -> float:
+    """Compute a percentile: the least sample that ``percent`` of the samples do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -36,37 +36,37 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-def engine_send(
+def send_over_engine(
     link: Link, run: int, tensors: Sequence[torch.Tensor], count: int, window: int
 ) -> None:
-    """Send ``count`` messages, at most ``window`` of them unacknowledged. With a window of one,
-    wait after each message for an empty message from the receiver."""
+    """Send ``count`` messages, at most ``window`` of them unacknowledged. With a window of 1, wait
+    after each for an empty message from the receiver."""
     tickets: list[int] = []
     for i in range(count):
         if len(tickets) == window:
             link.wait_sent(tickets.pop(0), TIMEOUT)
-        tickets.append(link.send((0, run, i, FORWARD, 0), memory(tensors[i % len(tensors)])))
+        tickets.append(link.send((0, run, i, FORWARD, 0), view_bytes(tensors[i % len(tensors)])))
         if window == 1:
             link.receive((0, run, i, BACKWARD, 0), TIMEOUT)
     for ticket in tickets:
         link.wait_sent(ticket, TIMEOUT)
 
 
-def engine_receive(
+def receive_over_engine(
     link: Link, run: int, tensors: Sequence[torch.Tensor], count: int, window: int
 ) -> None:
-    """The other end of :func:`engine_send`."""
+    """Receive the messages of :func:`send_over_engine`."""
     for i in range(count):
         message = link.receive((0, run, i, FORWARD, 0), TIMEOUT)
-        message.copy_into(memory(tensors[i % len(tensors)]))
+        message.copy_into(view_bytes(tensors[i % len(tensors)]))
         message.release()
         if window == 1:
             link.send((0, run, i, BACKWARD, 0), b"")
 
 
-def engine_ping(link: Link, run: int, tensor: torch.Tensor, count: int) -> list[float]:
-    """Send a message back and forth ``count`` times. Returns half of each round trip, seconds."""
-    own = memory(tensor)
+def ping_over_engine(link: Link, run: int, tensor: torch.Tensor, count: int) -> list[float]:
+    """Send a message back and forth ``count`` times; return half of each round trip, seconds."""
+    own = view_bytes(tensor)
     times = []
     for i in range(count):
         began = time.perf_counter()
@@ -78,9 +78,9 @@ def engine_ping(link: Link, run: int, tensor: torch.Tensor, count: int) -> list[
     return times
 
 
-def engine_pong(link: Link, run: int, tensor: torch.Tensor, count: int) -> None:
-    """The other end of :func:`engine_ping`."""
-    own = memory(tensor)
+def pong_over_engine(link: Link, run: int, tensor: torch.Tensor, count: int) -> None:
+    """Return the messages of :func:`ping_over_engine`."""
+    own = view_bytes(tensor)
     for i in range(count):
         message = link.receive((0, run, i, FORWARD, 0), TIMEOUT)
         message.copy_into(own)
@@ -92,8 +92,8 @@ def engine_pong(link: Link, run: int, tensor: torch.Tensor, count: int) -> None:
 # --- gloo -----------------------------------------------------------------------------------------
 
 
-def gloo_send(tensors: Sequence[torch.Tensor], count: int, window: int, peer: int) -> None:
-    """Like :func:`engine_send`, with ``isend``; with a window of one, one byte comes back."""
+def send_over_gloo(tensors: Sequence[torch.Tensor], count: int, window: int, peer: int) -> None:
+    """Send as :func:`send_over_engine`, by ``isend``; with a window of 1, a byte comes back."""
     token = torch.zeros(1, dtype=torch.uint8)
     work: list[Any] = []
     for i in range(count):
@@ -106,24 +106,24 @@ def gloo_send(tensors: Sequence[torch.Tensor], count: int, window: int, peer: in
         w.wait()
 
 
-def gloo_receive(tensors: Sequence[torch.Tensor], count: int, window: int, peer: int) -> None:
-    """The other end of :func:`gloo_send`, with ``irecv``."""
+def receive_over_gloo(tensors: Sequence[torch.Tensor], count: int, window: int, peer: int) -> None:
+    """Receive the messages of :func:`send_over_gloo`, by ``irecv``."""
     token = torch.zeros(1, dtype=torch.uint8)
 
-    def post(i: int) -> Any:
+    def post_receive(i: int) -> Any:
         return dist.irecv(tensors[i % len(tensors)], peer)
 
-    work = [post(i) for i in range(min(window, count))]
+    work = [post_receive(i) for i in range(min(window, count))]
     for i in range(count):
         work.pop(0).wait()
         if i + window < count:
-            work.append(post(i + window))
+            work.append(post_receive(i + window))
         if window == 1:
             dist.send(token, peer)
 
 
-def gloo_ping(tensor: torch.Tensor, count: int, peer: int) -> list[float]:
-    """Like :func:`engine_ping`."""
+def ping_over_gloo(tensor: torch.Tensor, count: int, peer: int) -> list[float]:
+    """Send back and forth as :func:`ping_over_engine`."""
     times = []
     for _ in range(count):
         began = time.perf_counter()
@@ -133,8 +133,8 @@ def gloo_ping(tensor: torch.Tensor, count: int, peer: int) -> list[float]:
     return times
 
 
-def gloo_pong(tensor: torch.Tensor, count: int, peer: int) -> None:
-    """The other end of :func:`gloo_ping`."""
+def pong_over_gloo(tensor: torch.Tensor, count: int, peer: int) -> None:
+    """Return the messages of :func:`ping_over_gloo`."""
     for _ in range(count):
         dist.recv(tensor, peer)
         dist.send(tensor, peer)

@@ -1,1 +1,1 @@
-"""Training programs a user starts from; each is run as ``python -m`` on every rank."""
+"""Training programs from which users start; each is run as ``python -m`` on every rank."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import EmulatedStage, Options, Part, Pipeline, TrainerContext
+from pipemorph_trainer import EmulatedStage, ModelShard, Options, Pipeline, TrainerContext
 
 
 def train(context: TrainerContext) -> None:
@@ -26,17 +26,17 @@ def train(context: TrainerContext) -> None:
             " direct_duplex: full|half"
         )
 
-    def build_stage(part: Part) -> EmulatedStage:
+    def build_stage(part: ModelShard) -> EmulatedStage:
         layers = spec.parallelism.layers
-        # One that has other layers than in the beginning takes as much longer or shorter.
+        # The op times of a stage are proportional to its number of layers.
         share = 1.0 if layers is None else len(part.layers(layers)) * part.stages / layers
-        return EmulatedStage.of(spec, stage=part.stage, share=share)
+        return EmulatedStage.from_spec(spec, stage=part.stage, share=share)
 
     with Pipeline(build_stage, context=context, options=Options(direct_duplex=duplex)) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()
             if clip:
-                # Like in most training, every rank waits for the global gradient norm.
+                # As in most training, every rank waits for the global gradient norm.
                 pipe.clip_grad_norm_(1.0)
 
 

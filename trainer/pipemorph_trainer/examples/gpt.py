@@ -1,7 +1,7 @@
-"""A byte-level GPT, trained on the sources of Python's standard library.
+"""Byte-level GPT, trained on the sources of Python's standard library.
 
-Runs on GPUs if every rank of the machine can have one, else on the CPU. With one rank per stage and
-``transport.route: delegated``, ranks share the GPUs that there are.
+It runs on GPUs if there is one for every rank of the machine, else on the CPU. With one rank per
+stage and ``transport.route: delegated``, ranks share the available GPUs.
 
 Run it with ``pipemorph run examples/gpt.yaml --out out/gpt``. ``spec.trainer.args``:
 
@@ -30,15 +30,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import Part, Pipeline, TrainerContext, make_mesh
-from pipemorph_trainer.devices import own_device
+from pipemorph_trainer import ModelShard, Pipeline, TrainerContext, make_mesh
+from pipemorph_trainer.devices import choose_device
 
 VOCABULARY = 256
 CORPUS_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Arguments:
+class GPTArguments:
     """Model and data size; see the module's table."""
 
     width: int = 128
@@ -49,17 +49,17 @@ class Arguments:
     clip: float = 1.0
 
     @staticmethod
-    def of(context: TrainerContext) -> Arguments:
-        known = {f.name: f for f in fields(Arguments)}
+    def from_context(context: TrainerContext) -> GPTArguments:
+        known = {f.name: f for f in fields(GPTArguments)}
         for name, value in context.args.items():
             if name not in known:
                 raise InputError(f"spec.trainer.args.{name} is unknown; known: {', '.join(known)}")
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            whole = isinstance(getattr(Arguments, name), int)
+            whole = isinstance(getattr(GPTArguments, name), int)
             if not number or value <= 0 or (whole and not isinstance(value, int)):
                 kind = "a whole number" if whole else "a number"
                 raise InputError(f"spec.trainer.args.{name} is {value!r}; expected {kind} above 0")
-        arguments = Arguments(**context.args)
+        arguments = GPTArguments(**context.args)
         if arguments.width % arguments.heads:
             raise InputError(
                 f"spec.trainer.args.width is {arguments.width}, which {arguments.heads} heads do "
@@ -68,7 +68,7 @@ class Arguments:
         return arguments
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm transformer block; (batch, sequence, width) in and out."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -84,7 +84,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, width = x.shape
         qkv = self.qkv(self.norm_attention(x))
-        # By heads, of which a tensor-parallel rank has some.
+        # Split by heads; a tensor-parallel rank has some of them.
         qkv = qkv.view(batch, sequence, -1, 3, width // self.heads)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -95,13 +95,13 @@ class Block(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """Stage *i* of the model: embedding on the first, head on the last, blocks between.
+    """Stage of the model: embedding on the first, head on the last, blocks on each.
 
     First stage: int64 tokens (batch, sequence) in; last stage: logits
     (batch, sequence, 256) out; between stages (batch, sequence, width).
     """
 
-    def __init__(self, arguments: Arguments, part: Part, layers: int) -> None:
+    def __init__(self, arguments: GPTArguments, part: ModelShard, layers: int) -> None:
         super().__init__()
         self.first, self.last = part.is_first, part.is_last
         if self.first:
@@ -109,7 +109,10 @@ class GPTStage(nn.Module):
             self.positions = nn.Embedding(arguments.sequence, arguments.width)
         # Named by global layer numbers, so that checkpoints fit other numbers of stages.
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(arguments.width, arguments.heads) for layer in part.layers(layers)}
+            {
+                str(layer): TransformerBlock(arguments.width, arguments.heads)
+                for layer in part.layers(layers)
+            }
         )
         if self.last:
             self.norm = nn.LayerNorm(arguments.width)
@@ -125,13 +128,13 @@ class GPTStage(nn.Module):
         return x
 
 
-def distribute(stage: GPTStage, mesh: DeviceMesh) -> None:
-    """Divide the heads and the MLPs over the tensor-parallel ranks, and shard what each has over
-    the data-parallel ones, where the mesh has such ranks."""
+def shard_stage(stage: GPTStage, mesh: DeviceMesh) -> None:
+    """Divide heads and MLPs over tensor-parallel ranks, and shard the parts over data-parallel
+    ranks, if the mesh has such ranks."""
     names = mesh.mesh_dim_names or ()
     for block in stage.blocks.values():
         if "tp" in names:
-            # Its import takes longer than that of torch; so does that of FSDP.
+            # These imports take longer than that of torch.
             from torch.distributed.tensor.parallel import (
                 ColwiseParallel,
                 RowwiseParallel,
@@ -150,7 +153,8 @@ def distribute(stage: GPTStage, mesh: DeviceMesh) -> None:
 
 
 def load_corpus() -> Tensor:
-    """The first :data:`CORPUS_BYTES` of the standard library's sources, uint8, in name order."""
+    """Load the first :data:`CORPUS_BYTES` of the standard library's sources in order of names;
+    uint8."""
     root = Path(sysconfig.get_paths()["stdlib"])
     chunks, size = [], 0
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
@@ -166,10 +170,10 @@ def load_corpus() -> Tensor:
 def sample_batch(
     corpus: Tensor, *, seed: int, iteration: int, replica: int, batch: int, sequence: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens, int64 (batch, sequence): the part of an iteration's samples that a
-    replica has if all have ``batch``. A pure function of its arguments, so that all ranks with the
-    same data draw the same, a resumed run continues with the same data, and fewer replicas with
-    larger parts have the samples of all."""
+    """Sample tokens and next tokens, int64 (batch, sequence): a replica's part of an iteration's
+    samples if all replicas have ``batch``. A pure function of its arguments: ranks with the same
+    data draw the same samples, a resumed run continues with the same data, and fewer replicas with
+    larger parts draw the samples of all."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration * 4099)
     drawn = ((replica + 1) * batch,)
     starts = torch.randint(0, len(corpus) - sequence - 1, drawn, generator=generator)[-batch:]
@@ -186,7 +190,7 @@ def train(context: TrainerContext) -> None:
     if context.job is None:
         raise InputError("start this example with: pipemorph run examples/gpt.yaml --out DIR")
     spec = context.job.spec
-    arguments = Arguments.of(context)
+    arguments = GPTArguments.from_context(context)
     stages = spec.parallelism.stages
     layers = spec.parallelism.layers or stages
     if spec.parallelism.context > 1:
@@ -197,15 +201,15 @@ def train(context: TrainerContext) -> None:
             f"{spec.parallelism.tensor}, does not divide"
         )
     alone = spec.parallelism.world_size == stages
-    device = own_device(context.local_rank, share=alone and spec.transport.route == "delegated")
+    device = choose_device(context.local_rank, share=alone and spec.transport.route == "delegated")
     mesh = make_mesh(context, device)
     corpus = load_corpus()
 
-    def build_stage(part: Part) -> GPTStage:
-        # One seed per stage, so that a stage's weights do not depend on other stages.
+    def build_stage(part: ModelShard) -> GPTStage:
+        # A seed per stage makes its weights independent of other stages.
         torch.manual_seed(spec.trainer.seed * 1000 + part.stage)
         module = GPTStage(arguments, part, layers).to(device)
-        distribute(module, mesh)
+        shard_stage(module, mesh)
         return module
 
     def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:

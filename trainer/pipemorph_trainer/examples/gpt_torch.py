@@ -1,8 +1,8 @@
-"""The GPT of :mod:`pipemorph_trainer.examples.gpt`, with torch's own pipeline stages.
+"""GPT of :mod:`pipemorph_trainer.examples.gpt`, with torch's own pipeline stages.
 
-What is PipeMorph's here is one line, which takes the place of ``Schedule1F1B(stage, …)``. Run it
-with ``pipemorph run examples/gpt-torch.yaml --out out/gpt-torch``. ``spec.trainer.args`` are the
-same, but ``clip`` has no effect.
+Only ``AdaptiveSchedule(…)`` is PipeMorph's; it replaces ``Schedule1F1B(stage, …)``. Run it with
+``pipemorph run examples/gpt-torch.yaml --out out/gpt-torch``. ``spec.trainer.args`` are the same,
+but ``clip`` has no effect.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import Part, TrainerContext, make_mesh
-from pipemorph_trainer.devices import own_device
+from pipemorph_trainer import ModelShard, TrainerContext, make_mesh
+from pipemorph_trainer.devices import choose_device
 from pipemorph_trainer.examples.gpt import (
-    Arguments,
+    GPTArguments,
     GPTStage,
     load_corpus,
     loss_fn,
@@ -31,11 +31,13 @@ def train(context: TrainerContext) -> None:
     spec = context.job.spec
     if spec.parallelism.world_size != spec.parallelism.stages:
         raise InputError("spec.parallelism: this example has one rank per stage")
-    arguments = Arguments.of(context)
+    arguments = GPTArguments.from_context(context)
     stage, stages = context.coordinate().stage, spec.parallelism.stages
     torch.manual_seed(spec.trainer.seed * 1000 + stage)
-    device = own_device(context.local_rank)
-    module = GPTStage(arguments, Part(stage, stages), spec.parallelism.layers or stages).to(device)
+    device = choose_device(context.local_rank)
+    module = GPTStage(arguments, ModelShard(stage, stages), spec.parallelism.layers or stages).to(
+        device
+    )
     optimizer = torch.optim.AdamW(module.parameters(), lr=arguments.learning_rate)
     corpus = load_corpus()
     mesh = make_mesh(context, device)

@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face's transformers, from its config, with tied embeddings.
+"""Llama of Hugging Face's transformers, built from a config, with tied embeddings.
 
 Copy this script and change the model, the data and the loop. It needs ``transformers`` and runs
 under torchrun and under ``pipemorph run``::
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import Part, Pipeline, TrainerContext
-from pipemorph_trainer.devices import own_device
+from pipemorph_trainer import ModelShard, Pipeline, TrainerContext
+from pipemorph_trainer.devices import choose_device
 
 MICROBATCHES, ITERATIONS, EVALUATE_EVERY = 4, 10, 5
 BATCH, LENGTH, PADDING = 8, 16, -100
@@ -38,20 +38,18 @@ TIED = [("embed.weight", 0), ("head.weight", -1)]
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a ``LlamaForCausalLM``; the embedding on the first stage, the norm and the
-    head on the last.
-
-    Only hidden states pass from stage to stage: each computes the mask and the rotary tables from
-    its own ``attention_mask``, which is a keyword argument on every rank.
+    """Layers of a ``LlamaForCausalLM``, with the embedding on the first stage, norm and head on the
+    last. Only hidden states pass from stage to stage: each stage computes the mask and the rotary
+    tables from its ``attention_mask``, which is a keyword argument on every rank.
     """
 
-    def __init__(self, full: Any, part: Part) -> None:
+    def __init__(self, full: Any, part: ModelShard) -> None:
         super().__init__()
         model = full.model
         self.config, self.rotary = full.config, model.rotary_emb
         self.make_mask = import_module("transformers.masking_utils").create_causal_mask
         self.embed: Any = model.embed_tokens if part.is_first else None
-        # Named by their place in the whole model, so that checkpoints fit other numbers of stages.
+        # Named by global layer numbers, so that checkpoints fit other numbers of stages.
         share = part.layers(full.config.num_hidden_layers)
         self.layers = nn.ModuleDict({str(layer): model.layers[layer] for layer in share})
         self.norm: Any = model.norm if part.is_last else None
@@ -74,7 +72,7 @@ class LlamaStage(nn.Module):
 
 
 def make_model() -> Any:
-    """The whole model. A large one is built on the meta device, and only its part is loaded."""
+    """Make the whole model. (Build a large model on the meta device, and load only its part.)"""
     try:
         library = import_module("transformers")
     except ImportError as error:
@@ -85,8 +83,8 @@ def make_model() -> Any:
     return library.LlamaForCausalLM(library.LlamaConfig(**SIZES))
 
 
-def batches(replica: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens, which of them are no padding, and the next tokens: int64 (batch, length) each."""
+def generate_batches(replica: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield tokens, the mask (0 for padding), and the next tokens: each int64 (batch, length)."""
     generator = torch.Generator().manual_seed(replica)
     while True:
         tokens = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH + 1), generator=generator)
@@ -96,14 +94,14 @@ def batches(replica: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    """The sum over tokens that are no padding; ``weight`` makes it a mean."""
+    """Sum of cross-entropies over tokens except padding; ``weight`` makes it a mean."""
     return functional.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=PADDING, reduction="sum"
     )
 
 
 def train(context: TrainerContext) -> None:
-    device = own_device(context.local_rank)
+    device = choose_device(context.local_rank)
     iterations = context.job.spec.trainer.iterations if context.job is not None else ITERATIONS
 
     with Pipeline(
@@ -114,7 +112,7 @@ def train(context: TrainerContext) -> None:
         microbatches=MICROBATCHES if context.job is None else None,
         tied=TIED,
     ) as pipe:
-        data = batches(pipe.coordinate.replica)
+        data = generate_batches(pipe.coordinate.replica)
         for iteration in range(pipe.start_iteration, iterations):
             tokens, mask, target = (tensor.to(device) for tensor in next(data))
             loss = pipe.step(tokens, target=target, weight=mask, attention_mask=mask)

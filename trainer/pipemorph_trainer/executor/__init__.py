@@ -1,1 +1,1 @@
-"""Runs one iteration of one stage: its ops, its loss, and its waits."""
+"""Execution of one iteration of one stage: its ops, its loss, and its waits."""

@@ -1,4 +1,4 @@
-"""One pod, by the variables that the operator gives it: which ranks of the job it has, and when."""
+"""Pod of a job, as described by the variables that the operator sets: its ranks, per generation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipemorph.api.running import Running
-from pipemorph.api.sections.parallelism import Parallelism
-from pipemorph.api.sections.recovery import FailurePolicy
-from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
-from pipemorph.local.generations import Life
-from pipemorph.local.processes.rank_log import PrefixedLog
-from pipemorph.wire import GenerationState
+from pipemorph.local.generation_runner import RankGeneration
+from pipemorph.local.processes.rank_log import PrefixedRankLog
+from pipemorph.protocol import GenerationState
+from pipemorph.spec.job_spec import PipeMorphJob
+from pipemorph.spec.running_subset import RunningSubset
+from pipemorph.spec.sections.parallelism import Parallelism
+from pipemorph.spec.sections.recovery import FailurePolicy
 from pipemorph_trainer.context import TrainerContext
 
 
 @dataclass(frozen=True)
 class Pod:
-    """The pod number ``index`` of a job. ``ranks``: by their numbers in it, those that it runs."""
+    """Pod number ``index`` of a job. ``ranks``: global numbers of its ranks, by local number."""
 
     job: PipeMorphJob
     index: int
@@ -28,16 +28,16 @@ class Pod:
     attempt: int = 0
     namespace: str = "default"
     secret: bytes = b""
-    kept_dir: Path | None = None
+    memory_dir: Path | None = None
     policy: FailurePolicy = field(default_factory=FailurePolicy)
-    """When ranks are taken for hanging."""
+    """Limits after which a rank counts as hung."""
     address: str | None = None
-    """Of any pod of the job, with its number in the place of ``{}``; None: all have that of the
-    first one."""
+    """Address of the pods, with ``{}`` for the number of a pod; None: all use that of the first
+    one."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Pod:
-        """Raises :class:`InputError`, which names the variable that is missing or invalid."""
+        """Read the pod. Raises :class:`InputError`, which names a missing or invalid variable."""
         found = {}
         for name in ("PIPEMORPH_POD_INDEX", "LOCAL_WORLD_SIZE"):
             text = environ.get(name)
@@ -45,7 +45,7 @@ class Pod:
                 raise InputError(f"{name} is {text!r}; expected a number, set by the operator")
             found[name] = int(text)
         index, size = found["PIPEMORPH_POD_INDEX"], found["LOCAL_WORLD_SIZE"]
-        # The same checks as in a rank, and before any of them has started.
+        # These are the checks of a rank, before any rank has started.
         context = TrainerContext.from_env({**environ, "RANK": str(index * size)})
         if context.job is None:
             raise InputError("PIPEMORPH_JOB_FILE is not set; the operator sets it")
@@ -60,8 +60,8 @@ class Pod:
             context.attempt,
             context.namespace,
             context.secret,
-            context.kept_dir,
-            _policy(environ),
+            context.memory_dir,
+            _read_failure_policy(environ),
             environ.get("PIPEMORPH_POD_ADDRESS"),
         )
 
@@ -70,49 +70,49 @@ class Pod:
         return len(self.ranks)
 
     @property
-    def cut(self) -> Parallelism:
+    def parallelism(self) -> Parallelism:
         return self.job.spec.parallelism
 
     @property
-    def pods(self) -> int:
+    def pod_count(self) -> int:
         """Number of pods of the job."""
-        return self.cut.world_size // self.size
+        return self.parallelism.world_size // self.size
 
     @property
-    def resizes(self) -> bool:
-        """Whether generations may have different replicas."""
+    def replicas_can_change(self) -> bool:
+        """True if generations may have different replicas."""
         return self.job.spec.parallelism.min_replicas is not None
 
     @property
-    def moves(self) -> bool:
-        """Whether generations may have different layouts."""
+    def layout_can_change(self) -> bool:
+        """True if generations may have different layouts."""
         return self.job.spec.adaptation.relayout
 
-    def runs_in(self, told: GenerationState | Life) -> bool:
-        """Whether this pod has ranks in a generation."""
-        return Running(self.cut, told.left_out).has(self.index)
+    def runs_in(self, generation: GenerationState | RankGeneration) -> bool:
+        """True if this pod has ranks in ``generation``."""
+        return RunningSubset(self.parallelism, generation.excluded_replicas).runs_in_pod(self.index)
 
-    def first_pod(self, life: Life) -> int:
-        """The pod of rank 0 in a generation."""
-        if life.left_out:
-            return Running(self.cut, life.left_out).pods[0]
-        return life.layout.pod(0, self.size)
+    def find_first_pod(self, life: RankGeneration) -> int:
+        """Number of the pod that has rank 0 in a generation."""
+        if life.excluded_replicas:
+            return RunningSubset(self.parallelism, life.excluded_replicas).active_pods[0]
+        return life.layout.find_pod(0, self.size)
 
-    def within(self, life: Life) -> Pod:
-        """This pod with its ranks of a generation, and the job of the replicas that run in it."""
-        if life.left_out:
-            running = Running(self.cut, life.left_out)
-            job = self.job.model_copy(update={"spec": running.spec(self.job.spec)})
-            ranks = tuple(map(running.rank, self.ranks))
+    def select_generation(self, life: RankGeneration) -> Pod:
+        """Restrict this pod to its ranks of a generation, and the job to the running replicas."""
+        if life.excluded_replicas:
+            running = RunningSubset(self.parallelism, life.excluded_replicas)
+            job = self.job.model_copy(update={"spec": running.build_reduced_spec(self.job.spec)})
+            ranks = tuple(map(running.renumber_rank, self.ranks))
             return replace(self, job=job, ranks=ranks)
-        return replace(self, ranks=tuple(life.layout.ranks_in(self.index, self.size)))
+        return replace(self, ranks=tuple(life.layout.find_ranks_in_pod(self.index, self.size)))
 
-    def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables of one rank."""
+    def make_rank_environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Environment of a rank, based on ``environ``."""
         own = {
             "RANK": str(self.ranks[local_rank]),
             "LOCAL_RANK": str(local_rank),
-            # Copies belong to places: what a rank left is where it was.
+            # Copies of the state belong to places, not to ranks.
             "PIPEMORPH_PLACE": str(self.index * self.size + local_rank),
         }
         port = environ.get("PIPEMORPH_METRICS_PORT")
@@ -121,13 +121,13 @@ class Pod:
             own["PIPEMORPH_METRICS_PORT"] = str(int(port) + local_rank)
         return {**environ, **own}
 
-    def log(self, rank: int) -> PrefixedLog:
-        """The lines of the only rank of a pod need no prefix."""
-        return PrefixedLog(f"[rank {rank}] " if self.size > 1 else "", sys.stdout.buffer)
+    def open_rank_log(self, rank: int) -> PrefixedRankLog:
+        """Log of a rank; a prefix names the rank if the pod has several."""
+        return PrefixedRankLog(f"[rank {rank}] " if self.size > 1 else "", sys.stdout.buffer)
 
 
-def _policy(environ: Mapping[str, str]) -> FailurePolicy:
-    """The job's file has no failure policy, so that an edit of it ends no rank."""
+def _read_failure_policy(environ: Mapping[str, str]) -> FailurePolicy:
+    """Failure policy from variables: the job's file has none, so that an edit ends no rank."""
     names = {"hangSeconds": "PIPEMORPH_HANG_SECONDS", "startSeconds": "PIPEMORPH_START_SECONDS"}
     given = {key: environ[name] for key, name in names.items() if environ.get(name)}
     for key, text in given.items():

@@ -1,5 +1,5 @@
-"""Imports what a rank needs, for the process that ranks are forked from. Nothing here may start a
-thread or a device."""
+"""Imports of a rank, for the process that ranks are forked from. None may start a thread or a
+device."""
 
 import importlib
 
@@ -7,8 +7,8 @@ import torch
 
 import pipemorph_trainer.pipeline
 
-# What torch imports late, each as slow as itself: for an optimizer, at a backward, for a checkpoint
-# and for inputs that are no plain tensors.
+# Modules that torch imports late, each as slowly as torch itself: for an optimizer, a backward, a
+# checkpoint, and inputs that are no plain tensors.
 for name in (
     "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
@@ -17,8 +17,8 @@ for name in (
 ):
     importlib.import_module(name)
 
-# What scripts name, and what a checkpoint needs.
-for name in ("executor.stages.emulated", "state.checkpoint", "state.scaler"):
+# Modules that scripts name, and that a checkpoint needs.
+for name in ("executor.emulated_stage", "checkpoint.disk", "sync.scaler"):
     importlib.import_module(f"{pipemorph_trainer.__name__}.{name}")
 
 if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""A rank's Prometheus metrics: its telemetry, served at an HTTP port.
+"""Prometheus metrics of a rank: its telemetry, served at an HTTP port.
 
-Enabled in the operator's pods (``spec.trainer.metricsPort``, PIPEMORPH_METRICS_PORT), else
-disabled. A rank has at most two links, so the number of series grows with the ranks and not with
-pairs of ranks. A failure here only affects metrics.
+They are enabled in the operator's pods (``spec.trainer.metricsPort``, PIPEMORPH_METRICS_PORT). A
+rank has at most two links, so the number of series grows with the ranks and not with pairs of
+ranks. A failure here only affects metrics.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipemorph.planning.ir import in_flight_peak
-from pipemorph.wire import RailSample, TransportSample
+from pipemorph.planning.ir import count_in_flight_peak
+from pipemorph.protocol import RailSample, TransportSample
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.topology.addresses import everywhere, own_address
+from pipemorph_trainer.topology.addresses import find_own_address, get_wildcard_address
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
 
-    from pipemorph.api.mesh import Coordinate
+    from pipemorph.spec.mesh import Coordinate
 
 log = logging.getLogger("pipemorph.metrics")
 
 _RANK = ["name", "stage", "replica", "column"]
 _LINK = [*_RANK, "link", "direction", "route"]
 MOST_PORTS = 64
-"""Most ports of a rank with series, since a host may have hundreds of virtual functions."""
+"""Most ports of a rank that get series: a host may have hundreds of virtual functions."""
 
 
 class RankMetrics:
-    """The metrics of one rank, from its telemetry and its plans.
+    """Metrics of a rank, from its telemetry and its plans.
 
     ``stage``: the first of its stages. ``replica``: index of its column, which ``column`` names,
     such as ``replica 1, tensor 0``; empty if it is the only one. ``clock``: monotonic, seconds.
@@ -62,104 +62,108 @@ class RankMetrics:
         self._seconds = 0.0
         self._routes: dict[tuple[int, str], str] = {}
 
-        def gauge(name: str, text: str, labels: list[str] = _RANK) -> Gauge:
+        def make_gauge(name: str, text: str, labels: list[str] = _RANK) -> Gauge:
             return Gauge(f"pipemorph_rank_{name}", text, labels, registry=self.registry)
 
-        def counter(name: str, text: str, labels: list[str] = _RANK) -> Counter:
+        def make_counter(name: str, text: str, labels: list[str] = _RANK) -> Counter:
             return Counter(f"pipemorph_rank_{name}", text, labels, registry=self.registry)
 
-        self._iteration = gauge("iteration", "Iteration in progress.")
-        self._iteration_seconds = gauge("iteration_seconds", "Time of the newest iteration.")
-        self._bubble = gauge(
+        self._iteration = make_gauge("iteration", "Iteration in progress.")
+        self._iteration_seconds = make_gauge("iteration_seconds", "Time of the newest iteration.")
+        self._bubble = make_gauge(
             "bubble_fraction", "Part of the newest iteration in which this rank ran no op."
         )
-        self._applied = gauge(
+        self._applied = make_gauge(
             "applied_plan_version", "Version of the plan of the iteration in progress."
         )
-        self._prepared = gauge(
+        self._prepared = make_gauge(
             "prepared_plan_version", "Version of the newest plan this rank could run."
         )
-        self._in_flight = gauge(
+        self._in_flight = make_gauge(
             "in_flight_peak", "Most microbatches in flight on a stage under the plan in effect."
         )
-        self._memory = gauge("peak_memory_bytes", "Highest memory use so far.")
-        self._offloaded = counter(
+        self._memory = make_gauge("peak_memory_bytes", "Highest memory use so far.")
+        self._offloaded = make_counter(
             "offloaded_microbatches", "Microbatches whose activations went to host memory."
         )
-        self._offloaded_bytes = counter(
-            "offloaded_bytes", "Activations that went to host memory; they came back as well."
+        self._offloaded_bytes = make_counter(
+            "offloaded_bytes", "Activations copied to host memory, and later back."
         )
-        self._offload_seconds = counter(
-            "offload_copy_seconds", "Time of those copies, both ways, within ops."
+        self._offload_seconds = make_counter(
+            "offload_copy_seconds", "Time of these copies, in both directions, within ops."
         )
-        self._host_memory = gauge("offload_host_memory_bytes", "Host memory held for activations.")
-        self._reduction_seconds = gauge(
+        self._host_memory = make_gauge(
+            "offload_host_memory_bytes", "Host memory held for activations."
+        )
+        self._reduction_seconds = make_gauge(
             "reduction_seconds", "Time of the newest gradient reduction of this rank's group."
         )
-        self._reduction_exposed = gauge(
+        self._reduction_exposed = make_gauge(
             "reduction_exposed_seconds",
-            "Of it, after the last op of the rank of the group that came last.",
+            "Part of the reduction after the last op of the group's last rank.",
         )
-        self._reduction_waited = gauge(
-            "reduction_waited_seconds", "Time that this rank waited for it after its last op."
+        self._reduction_waited = make_gauge(
+            "reduction_waited_seconds", "Wait of this rank for the reduction after its ops."
         )
-        self._reduction_bytes = counter("reduction_bytes", "Gradients reduced.")
-        self._lost = counter(
-            "lost_checkpoints", "Checkpoints that the disk refused; rank 0 counts those of all."
+        self._reduction_bytes = make_counter("reduction_bytes", "Gradients reduced.")
+        self._lost = make_counter(
+            "lost_checkpoints", "Checkpoints that the disk refused; rank 0 counts all ranks'."
         )
         self._lost.labels(**who)
-        self._wire = gauge(
+        self._wire = make_gauge(
             "link_wire_seconds",
-            "First byte out to whole at the receiver: median of the newest window, with what is "
-            "normal for the message's size.",
+            "First byte sent to last byte received: median of the newest window, including the "
+            "time that is normal for the message's size.",
             _LINK,
         )
-        self._queue = gauge(
+        self._queue = make_gauge(
             "link_queue_seconds", "Wait before the first byte: median of the newest window.", _LINK
         )
-        self._bytes = counter("link_bytes", "Payload sent.", _LINK)
-        self._messages = counter("link_messages", "Messages sent.", _LINK)
-        self._reroutes = counter("reroutes", "Changes of a link's route.", [*_RANK, "link"])
+        self._bytes = make_counter("link_bytes", "Payload sent.", _LINK)
+        self._messages = make_counter("link_messages", "Messages sent.", _LINK)
+        self._reroutes = make_counter("reroutes", "Changes of a link's route.", [*_RANK, "link"])
         of_link = [*_RANK, "link"]
-        self._carries = gauge(
+        self._carries = make_gauge(
             "link_transport",
-            "1 for what the engine moves the link by now, 0 for what it has moved it by before.",
+            "1 for the transport that carries the link now, 0 for earlier ones.",
             [*of_link, "agreed", "transport"],
         )
         self._changes = {
-            "fallbacks": counter(
+            "fallbacks": make_counter(
                 "link_fallbacks", "Times the last rail was lost and TCP took over.", of_link
             ),
-            "failbacks": counter("link_failbacks", "Times a rail took over again.", of_link),
-            "reconnects": counter(
+            "failbacks": make_counter("link_failbacks", "Times a rail took over again.", of_link),
+            "reconnects": make_counter(
                 "link_reconnects", "Control and data connections made again.", of_link
             ),
         }
-        self._trouble = gauge(
+        self._trouble = make_gauge(
             "link_trouble",
-            "1 while a data connection is lost, or nothing has got through since one was.",
+            "1 while a data connection is lost, or no data has arrived since one was lost.",
             of_link,
         )
         of_port = [*_RANK, "device", "port"]
-        self._ports = gauge("rdma_ports", "RDMA ports that this rank sees.")
-        self._active = gauge(
+        self._ports = make_gauge("rdma_ports", "RDMA ports that this rank sees.")
+        self._active = make_gauge(
             "rdma_port_active", "1 while the port is ACTIVE; no series: unavailable.", of_port
         )
-        self._counts = counter(
+        self._counts = make_counter(
             "rdma_port_events",
-            "The driver's counter of that name; no series: unavailable.",
+            "Driver's counter of that name; no series: unavailable.",
             [*of_port, "counter"],
         )
         self._counted: dict[tuple[str, int, str], int] = {}
         self._ends: dict[int, TransportSample] = {}
         self._known_ports: set[tuple[str, int]] = set()
 
-    def plan(self, plan: RankPlan) -> None:
-        """Record a plan that takes effect."""
+    def record_plan(self, plan: RankPlan) -> None:
+        """Record the plan that takes effect."""
         self._microbatches = plan.microbatches
-        self._in_flight.labels(**self._who).set(max(map(in_flight_peak, plan.orders.values())))
+        self._in_flight.labels(**self._who).set(
+            max(map(count_in_flight_peak, plan.orders.values()))
+        )
 
-    def hear(self, telemetry: RankTelemetry) -> None:
+    def record_telemetry(self, telemetry: RankTelemetry) -> None:
         """Update the metrics with one message of this rank to its agent."""
         now = self._clock()
         self._iteration.labels(**self._who).set(telemetry.iteration)
@@ -200,19 +204,19 @@ class RankMetrics:
             if sample.wire.count:
                 self._wire.labels(**self._who, **where).set(sample.wire.p50)
             before = self._routes.setdefault((sample.link, sample.direction), route)
-            # There before the first change: nobody sees an increase from nothing.
+            # Created before the first change: the increase of a new series would be invisible.
             reroutes = self._reroutes.labels(**self._who, link=where["link"])
             if before != route:
                 self._routes[sample.link, sample.direction] = route
                 reroutes.inc()
         for end in telemetry.transports:
-            self._hear_transport(end)
+            self._record_transport(end)
         if telemetry.ports is not None:
             self._ports.labels(**self._who).set(telemetry.ports)
         for rail in telemetry.rails:
-            self._hear_rail(rail)
+            self._record_rail(rail)
 
-    def _hear_transport(self, end: TransportSample) -> None:
+    def _record_transport(self, end: TransportSample) -> None:
         before = self._ends.get(end.link)
         self._ends[end.link] = end
         of_link = self._who | {"link": str(end.link)}
@@ -224,7 +228,7 @@ class RankMetrics:
             known = getattr(before, name) if before is not None else 0
             metric.labels(**of_link).inc(max(0, getattr(end, name) - known))
 
-    def _hear_rail(self, rail: RailSample) -> None:
+    def _record_rail(self, rail: RailSample) -> None:
         port = (rail.device, rail.port)
         if port not in self._known_ports and len(self._known_ports) >= MOST_PORTS:
             return
@@ -232,13 +236,13 @@ class RankMetrics:
         of_port = self._who | {"device": rail.device, "port": str(rail.port)}
         labels = list(of_port.values())
         if rail.state == "unavailable":
-            _forget(self._active, labels)
+            _remove_series(self._active, labels)
         else:
             self._active.labels(**of_port).set(rail.state == "ACTIVE")
         for name, value in rail.counters.items():
             if value == "unavailable":
                 self._counted.pop((*port, name), None)
-                _forget(self._counts, [*labels, name])
+                _remove_series(self._counts, [*labels, name])
                 continue
             before = self._counted.get((*port, name), 0)
             self._counted[*port, name] = value
@@ -247,33 +251,33 @@ class RankMetrics:
             self._counts.labels(**of_port, counter=name).inc(grown)
 
 
-def _forget(metric: Counter | Gauge, labels: list[str]) -> None:
+def _remove_series(metric: Counter | Gauge, labels: list[str]) -> None:
     try:
         metric.remove(*labels)
     except KeyError:
         return  # It had no series.
 
 
-def open_metrics(
+def start_metrics(
     context: TrainerContext, coordinate: Coordinate, plan: RankPlan
 ) -> RankMetrics | None:
-    """Metrics of a rank that begins with ``plan``, served if the host has set a port for them."""
+    """Serve metrics of a rank that begins with ``plan``; None if the host has set no port."""
     if not context.metrics_port:
         return None
     job = context.job.metadata.name if context.job is not None else "job"
-    host = everywhere(own_address(context.master_addr))
+    host = get_wildcard_address(find_own_address(context.master_addr))
     at, column = context.metrics_port, coordinate.column
-    named = coordinate.mesh.column_name(column)
-    metrics = serve(job, coordinate.stage, column, at, host, named=named)
+    named = coordinate.mesh.format_column_name(column)
+    metrics = serve_metrics(job, coordinate.stage, column, at, host, named=named)
     if metrics is not None:
-        metrics.plan(plan)
+        metrics.record_plan(plan)
     return metrics
 
 
-def serve(
+def serve_metrics(
     job: str, stage: int, replica: int, port: int, host: str, *, named: str = ""
 ) -> RankMetrics | None:
-    """Serve metrics at ``host:port``. ``named``: the column. None, and a warning, if that fails."""
+    """Serve metrics at ``host:port``. ``named``: the column. Warns and returns None on failure."""
     try:
         metrics = RankMetrics(job, stage, replica, named)
         from prometheus_client import start_http_server

@@ -1,1 +1,1 @@
-"""Positions of ranks: coordinates, groups, machines and devices."""
+"""Ranks of a job: coordinates, process groups, machines and devices."""

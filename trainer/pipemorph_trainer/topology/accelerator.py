@@ -1,11 +1,11 @@
-"""Streams, events and page-locked memory of a device, behind one narrow interface.
+"""Streams, events and page-locked memory of a device, behind a narrow interface.
 
 All copies between device and host that are not part of ops go through an :class:`Accelerator`:
-messages of the delegated route and offloaded activations. Only this module uses ``torch.cuda`` for
-them, so that the code around it is tested on machines without a GPU, where a simulated accelerator
-runs the same copies late and in any order.
+messages of the delegated route, and offloaded activations. Only this module uses ``torch.cuda`` for
+them. So the code around it is tested on machines without a GPU, with a simulated accelerator that
+runs the copies late and in any order.
 
-Only :meth:`Event.synchronize` blocks the host.
+Only :meth:`DeviceEvent.synchronize` blocks the host.
 """
 
 from __future__ import annotations
@@ -21,100 +21,106 @@ from torch import Tensor
 _torch_cuda: Any = torch.cuda  # its stubs are partly untyped
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 USUAL_QUEUES = 8
-"""Hardware queues that CUDA spreads streams over, unless :data:`QUEUES` says otherwise."""
+"""Default number of hardware queues that CUDA spreads streams over; :data:`QUEUES` changes it."""
 PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for every device of the process."""
 
 
-class Event(Protocol):
-    """A point in a stream: all work given to the stream before the event was recorded."""
+class DeviceEvent(Protocol):
+    """Point in a stream, after all work given to the stream before the event was recorded."""
 
     def query(self) -> bool:
-        """Whether the device has reached the event. Does not wait."""
+        """Return True if the device has reached the event. Does not wait."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached it, without holding the interpreter or spinning. Not
-        in the executor's thread, except to pace it."""
+        """Wait until the device has reached the event, without holding the interpreter or spinning.
+        The executor's thread calls it only to pace itself."""
 
 
-class Stream(Protocol):
-    """Handle of a queue of a device's work. Its work runs in order, concurrently to other
+class DeviceStream(Protocol):
+    """Handle of a queue of a device's work, which runs in order and concurrently to other
     streams."""
 
     def query(self) -> bool:
-        """Whether all work given to it is done."""
+        """Return True if all work given to the stream is done."""
 
 
 class Accelerator(Protocol):
-    """One device. Every call but :meth:`pinned_empty` and :meth:`register` returns at once.
+    """Device for copies. All calls except :meth:`allocate_pinned` and :meth:`lock_pages` return at
+    once.
 
-    How a tensor is copied to the host (the other way is similar, with :meth:`empty` first)::
+    How a tensor is copied to the host (the other way is similar, with :meth:`allocate_empty`
+    first)::
 
         side.wait ◀── event ◀── compute stream        the tensor is complete
-        side: copy(pinned_empty(...), tensor)
-        done = record(side)                           once reached, the bytes are on the host
+        side: copy_tensor(allocate_pinned(...), tensor)
+        done = record_event(side)                     once reached, the bytes are on the host
 
-    The tensor is held until ``done``: then its memory is used again at a moment that the host
-    knows, and not when an allocator happens to look.
+    The tensor is referenced until ``done``: so the host determines when its memory may be reused,
+    and not an allocator.
     """
 
     @property
     def device(self) -> torch.device:
-        """The device of all streams."""
+        """Device of all streams."""
 
     def enter_thread(self) -> None:
-        """Make the device the current one of a thread. Call it once, before other uses."""
+        """Make the device the current one of the calling thread. Call it once, before other
+        uses."""
 
-    def compute_stream(self) -> Stream:
-        """The stream of the calling thread's ops."""
+    def compute_stream(self) -> DeviceStream:
+        """Return the stream of the calling thread's ops."""
 
-    def new_stream(self) -> Stream:
-        """A stream beside the compute stream."""
+    def new_stream(self) -> DeviceStream:
+        """Create a stream that is concurrent to the compute stream."""
 
-    def using(self, stream: Stream) -> AbstractContextManager[None]:
-        """A context in which the calling thread launches its work on ``stream``."""
+    def use_stream(self, stream: DeviceStream) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread launches its work on ``stream``."""
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """An event behind all work of ``stream`` so far. ``timed``: for :meth:`seconds`."""
+    def record_event(self, stream: DeviceStream, *, timed: bool = False) -> DeviceEvent:
+        """Record an event after all work of ``stream`` so far. ``timed``: for
+        :meth:`elapsed_seconds`."""
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: DeviceStream, event: DeviceEvent) -> None:
         """Make later work of ``stream`` wait for ``event``. The host does not wait."""
 
-    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        """Copy in ``stream``. Both tensors have the same shape and dtype and are contiguous. The
-        host tensor must be page-locked (:meth:`pinned_empty`, :meth:`register`), or else the host
-        may wait. Both must be held until an event behind the copy is reached."""
+    def copy_tensor(self, stream: DeviceStream, destination: Tensor, source: Tensor) -> None:
+        """Copy in ``stream``. Both tensors have the same shape and dtype and are contiguous. If the
+        host tensor is not page-locked (:meth:`allocate_pinned`, :meth:`lock_pages`), the host may
+        wait. Both must be referenced until an event after the copy is reached."""
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
+    def keep_until_done(self, tensor: Tensor, stream: DeviceStream) -> None:
         """Keep ``tensor``'s device memory until ``stream`` has done its current work, even if the
-        last reference to the tensor goes earlier. For what was received, which a stage drops."""
+        last reference is dropped earlier: stages drop the tensors that they received."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream) -> Tensor:
-        """Device memory that ``stream`` may write at once. Another stream must :meth:`wait` before
-        it reads it, and :meth:`keep` it."""
+    def allocate_empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, stream: DeviceStream
+    ) -> Tensor:
+        """Allocate device memory that ``stream`` may write at once. Another stream must
+        :meth:`wait_event` before it reads the tensor, and :meth:`keep_until_done` it."""
 
-    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Page-locked host memory from a pool, which grows in powers of two. The memory is reused
-        when the tensor is gone and no copy uses it. Growing may wait for the device."""
+    def allocate_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate page-locked host memory from a pool, which grows in powers of two. The memory is
+        reused when the tensor is freed and no copy uses it. Growing may wait for the device."""
 
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Page-lock existing host memory. Returns None, or why it cannot be locked. May wait for
-        the device, so only at the start or when shapes change."""
+    def lock_pages(self, address: int, nbytes: int) -> str | None:
+        """Page-lock existing host memory. Returns None, or the reason why it cannot be locked. It
+        may wait for the device, so call it only at the start or when shapes change."""
 
-    def unregister(self, address: int) -> None:
-        """Undo :meth:`register`, after the last copy and before the memory is unmapped."""
+    def unlock_pages(self, address: int) -> None:
+        """Undo :meth:`lock_pages`, after the last copy and before the memory is unmapped."""
 
-    def seconds(self, start: Event, end: Event) -> float:
-        """Device time between two timed events that were reached."""
+    def elapsed_seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
+        """Return the device time between two timed events that were reached, seconds."""
 
 
-def accelerator_of(device: torch.device) -> Accelerator | None:
-    """The accelerator of ``device``; None for the CPU, which needs no copies."""
+def get_accelerator(device: torch.device) -> Accelerator | None:
+    """Create the accelerator of ``device``; None for the CPU, which needs no copies."""
     return CudaAccelerator(device) if device.type == "cuda" else None
 
 
-def too_few_queues() -> str:
-    """Text: the environment gives the streams of a device too few hardware queues; empty if not."""
+def describe_queue_shortage() -> str:
+    """Describe the shortage if the environment sets too few hardware queues; else empty."""
     value = os.environ.get(QUEUES, "").strip()
     if not value.isdecimal() or not 0 < int(value) < USUAL_QUEUES:
         return ""
@@ -126,8 +132,8 @@ def too_few_queues() -> str:
 
 
 class CudaAccelerator:
-    """CUDA through torch. Page-locked memory comes from torch's caching host allocator, which does
-    not reuse a block before the copies that use it are done."""
+    """CUDA device, through torch. Page-locked memory comes from torch's caching host allocator,
+    which reuses a block only after the copies that use it are done."""
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -141,70 +147,71 @@ class CudaAccelerator:
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def compute_stream(self) -> Stream:
+    def compute_stream(self) -> DeviceStream:
         return torch.cuda.current_stream(self._device)
 
-    def new_stream(self) -> Stream:
-        stream: Stream = _torch_cuda.Stream(self._device)
+    def new_stream(self) -> DeviceStream:
+        stream: DeviceStream = _torch_cuda.Stream(self._device)
         return stream
 
     @contextmanager
-    def using(self, stream: Stream) -> Iterator[None]:
-        with torch.cuda.stream(_cuda(stream)):
+    def use_stream(self, stream: DeviceStream) -> Iterator[None]:
+        with torch.cuda.stream(_as_torch_stream(stream)):
             yield
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+    def record_event(self, stream: DeviceStream, *, timed: bool = False) -> DeviceEvent:
         # `blocking`: the host sleeps while it waits, instead of spinning.
         event: Any = _torch_cuda.Event(enable_timing=timed, blocking=True)
         event.record(stream)
-        made: Event = event
+        made: DeviceEvent = event
         return made
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        _cuda(stream).wait_event(event)
+    def wait_event(self, stream: DeviceStream, event: DeviceEvent) -> None:
+        _as_torch_stream(stream).wait_event(event)
 
-    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(_cuda(stream)):
+    def copy_tensor(self, stream: DeviceStream, destination: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(_as_torch_stream(stream)):
             destination.copy_(source, non_blocking=True)
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        tensor.record_stream(_cuda(stream))
+    def keep_until_done(self, tensor: Tensor, stream: DeviceStream) -> None:
+        tensor.record_stream(_as_torch_stream(stream))
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream) -> Tensor:
-        with torch.cuda.stream(_cuda(stream)):
+    def allocate_empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, stream: DeviceStream
+    ) -> Tensor:
+        with torch.cuda.stream(_as_torch_stream(stream)):
             return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def register(self, address: int, nbytes: int) -> str | None:
+    def lock_pages(self, address: int, nbytes: int) -> str | None:
         with torch.cuda.device(self._device):
             runtime = _torch_cuda.cudart()
             result = runtime.cudaHostRegister(address, nbytes, PORTABLE)
             if result == runtime.cudaError.success:
                 return None
-            self._forget_last_error()
+            self._clear_last_error()
         return str(runtime.cudaGetErrorString(result))
 
-    def unregister(self, address: int) -> None:
+    def unlock_pages(self, address: int) -> None:
         with torch.cuda.device(self._device):
             runtime = _torch_cuda.cudart()
             if runtime.cudaHostUnregister(address) != runtime.cudaError.success:
-                self._forget_last_error()
+                self._clear_last_error()
 
-    def seconds(self, start: Event, end: Event) -> float:
+    def elapsed_seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
         begun: Any = start
         return float(begun.elapsed_time(end)) / 1e3
 
-    def _forget_last_error(self) -> None:
-        """Clear the runtime's last error: torch would raise it at the next kernel launch, so launch
-        one here."""
+    def _clear_last_error(self) -> None:
+        """Clear the runtime's last error by a kernel launch, at which torch raises it."""
         try:
             torch.ones(1, device=self._device)
         except RuntimeError:
             return
 
 
-def _cuda(stream: Stream) -> Any:
-    """The handle as torch's class, whose stubs are partly untyped."""
+def _as_torch_stream(stream: DeviceStream) -> Any:
+    """Return the handle as torch's class, whose stubs are partly untyped."""
     return stream

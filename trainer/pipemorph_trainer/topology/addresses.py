@@ -1,9 +1,8 @@
-"""Addresses of machines, IPv4 or IPv6, and which machine a rank is on: whether two ranks share a
-clock, and 127.0.0.1.
+"""Addresses of machines, IPv4 or IPv6, and the identity of a rank's machine.
 
-The host name is not enough: cloned machines and containers may have the same one. Ranks share a
-clock if they run on the same kernel, and the loopback device if they are also in the same network
-namespace.
+Ranks share a clock if they run on the same kernel, and the loopback device (127.0.0.1) if they are
+also in the same network namespace. A host name does not show that: cloned machines and containers
+may have the same name.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import NamedTuple
 from pipemorph_trainer.errors import PipelineError
 
 
-def own_address(master_addr: str) -> str:
-    """The address with which this machine reaches rank 0: IPv4 if both have it, else IPv6.
+def find_own_address(master_addr: str) -> str:
+    """Find the address with which this machine reaches rank 0: IPv4 if both have it, else IPv6.
 
     Raises :class:`PipelineError` if there is no route to rank 0's machine.
     """
@@ -38,9 +37,9 @@ def own_address(master_addr: str) -> str:
     )
 
 
-def for_other_machines(address: str, peers: Iterable[str] = ()) -> str:
-    """The address by which other machines reach this one: ``address``, unless it is a loopback
-    address, as where ``/etc/hosts`` has a machine's own name at 127.0.1.1. Then it is the source
+def find_reachable_address(address: str, peers: Iterable[str] = ()) -> str:
+    """Find the address by which other machines reach this one: ``address``, unless it is a loopback
+    address (``/etc/hosts`` may map a machine's own name to 127.0.1.1). Then it is the source
     address of the route to the first of ``peers`` on another machine, else of the default route.
 
     Raises :class:`PipelineError` if there is neither.
@@ -48,7 +47,7 @@ def for_other_machines(address: str, peers: Iterable[str] = ()) -> str:
     if not _is_loopback(address):
         return address
     remote = [peer for peer in peers if not _is_loopback(peer)]
-    # Addresses for documentation: they are no host's, so their route is the default one.
+    # Addresses reserved for documentation: no host has them, so the default route leads to them.
     default = ["192.0.2.1", "2001:db8::1"]
     if ":" in address:
         default.reverse()
@@ -73,19 +72,19 @@ def _is_loopback(address: str) -> bool:
     return ip_address(address.partition("%")[0]).is_loopback
 
 
-def everywhere(address: str) -> str:
-    """The wildcard address to listen on for peers that dial ``address`` or another of its kind."""
+def get_wildcard_address(address: str) -> str:
+    """Return the wildcard address to listen on for peers that dial ``address`` or its kind."""
     return "::" if ":" in address else "0.0.0.0"
 
 
-def in_url(address: str) -> str:
-    """``address`` in the form for URLs, before a colon and a port."""
+def format_for_url(address: str) -> str:
+    """Format ``address`` for a URL, before a colon and a port."""
     return f"[{address}]" if ":" in address else address
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address`` is a literal loopback address or ``localhost``. Not another name that
-    resolves to one: on other machines it may resolve to an address that they reach."""
+    """True if ``address`` is a literal loopback address or ``localhost``. False for other names
+    that resolve to one: on other machines they may resolve to addresses that those reach."""
     if address == "localhost":
         return True
     try:
@@ -95,25 +94,25 @@ def is_loopback(address: str) -> bool:
 
 
 class Machine(NamedTuple):
-    """Identity of a rank's machine, made by :func:`this_machine`."""
+    """Identity of a rank's machine, made by :func:`identify_machine`."""
 
     hostname: str
     boot_id: str
-    """Of the running kernel, see proc_sys_kernel(5); empty if unavailable."""
+    """Identifier of the running kernel, see proc_sys_kernel(5); empty if unavailable."""
     network: str
-    """The network namespace, see namespaces(7); empty if unavailable."""
+    """Network namespace, see namespaces(7); empty if unavailable."""
 
     def shares_clock(self, other: Machine) -> bool:
-        """Whether times of the two ranks can be compared."""
+        """True if times of the two ranks can be compared."""
         return self[:2] == other[:2]
 
     def shares_loopback(self, other: Machine) -> bool:
-        """Whether one rank can connect to the other at 127.0.0.1."""
+        """True if the ranks can connect to each other at 127.0.0.1."""
         return self == other
 
 
-def this_machine(proc: Path = Path("/proc")) -> Machine:
-    """The machine of this process. Values that the system does not provide are empty."""
+def identify_machine(proc: Path = Path("/proc")) -> Machine:
+    """Identify the machine of this process. Values that the system does not provide are empty."""
     try:
         boot_id = (proc / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,9 +1,8 @@
-"""Which GPU a rank has (its UUID, PCI address and NUMA node), and which RDMA ports it uses, each
-near its GPU.
+"""GPU of a rank (UUID, PCI address, NUMA node), and the RDMA ports near it that the rank uses.
 
 If every rank of a host used every port, queue pairs would grow with ranks × ports, and most bytes
-would cross the host's PCI bridges. So the ports are shared out. A rank keeps :data:`LEAST_RAILS`
-ports, so that it survives a port.
+would cross the host's PCI bridges. So ranks share out the ports. Each gets at least
+:data:`LEAST_RAILS`, so that it survives the loss of a port.
 """
 
 from __future__ import annotations
@@ -14,56 +13,56 @@ from typing import Any
 
 import torch
 
-from pipemorph.discovery import numa, rdma
+from pipemorph.doctor import numa, rdma
 
 
-def pci_address(index: int) -> str:
-    """PCI address of a CUDA device in the form of sysfs: ``0000:1b:00.0``."""
+def get_pci_address(index: int) -> str:
+    """Return the PCI address of a CUDA device in the form of sysfs: ``0000:1b:00.0``."""
     p: Any = torch.cuda.get_device_properties(index)  # the stubs lack the PCI address
     return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
 
 
-def gpu_of(device: torch.device) -> str | None:
-    """UUID of a CUDA device, the same in every process that sees it; None for the CPU."""
+def get_gpu_uuid(device: torch.device) -> str | None:
+    """Return the UUID of a CUDA device, the same in all processes; None for the CPU."""
     if device.type != "cuda":
         return None
     found: Any = torch.cuda.get_device_properties(device)
     return str(found.uuid)
 
 
-def near(device: torch.device, pci: Path = numa.PCI) -> dict[str, int]:
-    """The engine's option ``numa_node`` for a stage on this device. Empty if unknown: for a stage
-    on the CPU, a single node, or a firmware without the information."""
+def find_numa_option(device: torch.device, pci: Path = numa.PCI) -> dict[str, int]:
+    """Return the engine's option ``numa_node`` for a stage on this device. Empty if unknown: on the
+    CPU, with a single node, or without information from the firmware."""
     if device.type != "cuda":
         return {}
     index = torch.cuda.current_device() if device.index is None else device.index
-    node = numa.node_of(pci / pci_address(index))
+    node = numa.read_numa_node(pci / get_pci_address(index))
     return {} if node is None else {"numa_node": node}
 
 
 LEAST_RAILS = 2
 
 
-def own_rails(local_rank: int, local_ranks: int) -> list[str]:
-    """The RDMA devices that a rank uses; empty: all, since it is alone or there are few."""
+def choose_own_rails(local_rank: int, local_ranks: int) -> list[str]:
+    """Choose the RDMA devices of a rank. Empty: all, since it is alone or there are few."""
     gpus = []
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
-        gpus = [pci_address(index) for index in range(local_ranks)]
-    return share(rdma.devices() or [], local_rank, local_ranks, gpus)
+        gpus = [get_pci_address(index) for index in range(local_ranks)]
+    return assign_rails(rdma.read_devices() or [], local_rank, local_ranks, gpus)
 
 
-def share(
-    devices: Sequence[rdma.Device],
+def assign_rails(
+    devices: Sequence[rdma.RdmaDevice],
     local_rank: int,
     local_ranks: int,
     gpus: Sequence[str],
     pci: Path = numa.PCI,
 ) -> list[str]:
-    """One device of each card that ``local_rank`` uses. ``gpus``: PCI address per local rank, empty
-    for ranks on the CPU.
+    """Assign cards to the ranks of a host; return a device of each card of ``local_rank``.
+    ``gpus``: PCI address per local rank, empty for ranks on the CPU.
 
-    Every rank computes the shares of all. In each round every rank takes one card, in the order of
-    ranks: of those with the fewest ranks so far, the nearest.
+    Every rank computes the shares of all. In each round each rank, in order, takes a card: the
+    nearest of those with the fewest ranks so far.
     """
     cards = {device.pci or device.name: device for device in reversed(devices)
              if any(port.usable for port in device.ports)}  # fmt: skip
@@ -75,16 +74,18 @@ def share(
     for _ in range(each):
         for rank, own in enumerate(taken):
             gpu = gpus[rank] if gpus else ""
-            left = [card for card in ranks_on if card not in own]
+            others = [card for card in ranks_on if card not in own]
             # min() takes the first of equal ones, so all ranks choose alike.
-            card = min(left, key=lambda card: (ranks_on[card], -_near(gpu, card, pci)))
+            card = min(
+                others, key=lambda card: (ranks_on[card], -_count_shared_bridges(gpu, card, pci))
+            )
             own.append(card)
             ranks_on[card] += 1
     return [cards[card].name for card in taken[local_rank]]
 
 
-def _near(gpu: str, card: str, pci: Path) -> int:
-    """Number of PCI bridges that two devices share; 0 if a place is unknown."""
+def _count_shared_bridges(gpu: str, card: str, pci: Path) -> int:
+    """Count the PCI bridges that two devices share; 0 if a location is unknown."""
     paths = [pci / address for address in (gpu, card)]
     if not gpu or not all(path.exists() for path in paths):
         return 0

@@ -1,11 +1,10 @@
 """Process groups of a pipeline: creates them, aborts them after a failure, destroys them.
 
-torch destroys groups at the end of the interpreter, which is too late for gloo. One of its worker
-threads may still hold the tensors of a finished collective. To release them it needs the
-interpreter, and a thread that asks for the interpreter while it ends is terminated in a destructor,
-which aborts the process ("terminate called without an active exception"; pytorch/pytorch#190489). A
-group joins its workers when its last reference is dropped, so the groups are dropped while the
-interpreter still runs.
+torch destroys groups when the interpreter ends, which is too late for gloo. A worker thread may
+still hold the tensors of a finished collective, and needs the interpreter to release them. A thread
+that acquires the ending interpreter is terminated in a destructor, which aborts the process
+("terminate called without an active exception"; pytorch/pytorch#190489). A group joins its workers
+when its last reference is dropped, so groups are dropped while the interpreter still runs.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from pipemorph.errors import one_line
 from pipemorph_trainer.errors import PipelineError
 
 _ABANDON_TAG = 1 << 20
-"""A tag that no message has."""
+"""Tag that no message has."""
 MOST_BYTES = 256 << 20
-"""Most bytes of a value that a rank sends to the others at the start."""
+"""Largest value that a rank may send to the others at the start, bytes."""
 
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Groups with an aborted communicator, which cannot be shut down."""
@@ -37,10 +36,10 @@ _JSON = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_in
 
 
 def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks of ``group``, in its order; None: the default group. Collective.
+    """Gather the values of all ranks of ``group``, in its order; None: default group. Collective.
 
-    Values travel as JSON and are validated as ``kind``, a type that pydantic knows. torch's
-    ``all_gather_object`` unpickles what it receives: whoever answers at an address of the group's
+    Values travel as JSON and are validated as ``kind``, a type that pydantic supports. torch's
+    ``all_gather_object`` would unpickle them: a process that answers at an address of the group
     could run code in this process.
 
     Raises :class:`PipelineError`, on the ranks that received it, if a value is of another kind.
@@ -52,7 +51,7 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
     most = max(int(size) for size in sizes)
     if most > MOST_BYTES or any(int(size) < 0 for size in sizes):
         raise PipelineError(
-            f"a rank wants to send {most} bytes to the others at the start; expected at most"
+            f"a rank is to send {most} bytes to the others at the start; expected at most"
             f" {MOST_BYTES}"
         )
     own = torch.zeros(most, dtype=torch.uint8)
@@ -74,31 +73,31 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
     return found
 
 
-class Groups:
-    """The groups of one pipeline."""
+class ProcessGroups:
+    """Process groups of a pipeline."""
 
     def __init__(self) -> None:
         self._made: list[tuple[dist.ProcessGroup, str]] = []
         """Groups with their backends, which torch forgets when the user destroys a group."""
 
-    def new(self, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    def create_group(self, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
         """Create a group that ends with the pipeline, by ``dist.new_group``. Collective over all
-        ranks of the world, including those that are not in the group.
+        ranks of the world, including those outside the group.
 
-        Without ``backend`` it has those of the default group, and carries CPU tensors in any case.
+        Without ``backend`` it has the backends of the default group, and always one for the CPU.
         """
-        if "backend" not in options and not carries_cpu(dist.GroupMember.WORLD):
+        if "backend" not in options and not carries_cpu_tensors(dist.GroupMember.WORLD):
             options["backend"] = f"cpu:gloo,{dist.get_backend_config()}"
-        return self.adopt(dist.new_group(ranks, **options))
+        return self.adopt_group(dist.new_group(ranks, **options))
 
-    def adopt(self, group: Any) -> dist.ProcessGroup:
+    def adopt_group(self, group: Any) -> dist.ProcessGroup:
         """Add an existing group to those that end with the pipeline."""
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             self._made.append((group, dist.get_backend_config(group)))
         made: dist.ProcessGroup = group
         return made
 
-    def destroy(self, *, clean: bool) -> None:
+    def destroy_all(self, *, clean: bool) -> None:
         """Destroy the groups in reverse order. Idempotent.
 
         ``clean``: all ranks have waited for everything that was posted. Otherwise operations in
@@ -107,22 +106,21 @@ class Groups:
         """
         while self._made:
             group, backends = self._made.pop()
-            if (not clean and not abandon(group, backends)) or group in _aborted:
+            if (not clean and not abort_group(group, backends)) or group in _aborted:
                 continue
             # A user may have destroyed all groups already, as torch's own scripts do last.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
 
 
-def carries_cpu(group: dist.ProcessGroup | None) -> bool:
-    """Whether tensors in host memory can go through a group. Not if the script has made it with
-    ``nccl`` alone."""
+def carries_cpu_tensors(group: dist.ProcessGroup | None) -> bool:
+    """True if a group carries tensors in host memory; False for one with ``nccl`` alone."""
     return "cpu:" in dist.get_backend_config(group)
 
 
-def abandon(group: dist.ProcessGroup, backends: str) -> bool:
-    """Abort all operations in progress in a group, without its peers. Of gloo they see connections
-    close; of NCCL they may see nothing and abort their ends when they are told otherwise.
+def abort_group(group: dist.ProcessGroup, backends: str) -> bool:
+    """Abort all operations in progress in a group, without its peers. With gloo, peers see
+    connections close. With NCCL they may see nothing, and must abort their ends themselves.
     ``backends``: of the group, such as ``cpu:gloo,cuda:nccl`` or ``gloo``.
 
     Returns False if the group must not be destroyed: an aborted communicator cannot be shut down.
@@ -142,20 +140,20 @@ def abandon(group: dist.ProcessGroup, backends: str) -> bool:
 
 
 def destroy_at_exit(group: dist.ProcessGroup) -> None:
-    """Destroy the default group at the end of the interpreter, unless the user has done so.
+    """Destroy the default group when the interpreter ends, unless the user has done so.
 
-    Not with the pipeline: a script may continue to use the group that its first pipeline made. This
-    is registered before the pipelines' own handlers, so it runs after them.
+    It outlives the pipeline: a script may still use the group that its first pipeline made. The
+    handler is registered before those of the pipelines, so it runs after them.
     """
 
     made_by = os.getpid()
 
-    def destroy() -> None:
+    def destroy_default_group() -> None:
         if os.getpid() != made_by:
             return  # A forked child: the connections are its parent's.
         if not dist.is_initialized() or group is not dist.GroupMember.WORLD:
             return
-        if abandon(group, dist.get_backend_config(group)):
+        if abort_group(group, dist.get_backend_config(group)):
             dist.destroy_process_group()
 
-    atexit.register(destroy)
+    atexit.register(destroy_default_group)

@@ -1,4 +1,4 @@
-"""Along which dimensions of the job's mesh a tensor is distributed."""
+"""Dimensions of the job's mesh along which a tensor is distributed."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipemorph.api.mesh import DIMENSIONS, Coordinate, Dimension
 from pipemorph.errors import InputError
+from pipemorph.spec.mesh import DIMENSIONS, Coordinate, Dimension
 
 
-class Placement(NamedTuple):
-    """Dimensions of the job's mesh, in the order of :data:`~pipemorph.api.mesh.DIMENSIONS`.
+class TensorPlacement(NamedTuple):
+    """Dimensions of the job's mesh, in the order of :data:`~pipemorph.spec.mesh.DIMENSIONS`.
 
-    ``spanned``: those of the tensor's own mesh; whoever distributed it keeps its ranks along them
-    right, gradients too. ``sharded``: those along which ranks hold different elements. Both are
-    empty for a plain tensor.
+    ``spanned``: those of the tensor's own mesh; the library that distributed the tensor keeps it
+    and its gradients consistent along them. ``sharded``: those along which ranks hold different
+    elements. Both are empty for a plain tensor.
     """
 
     spanned: tuple[Dimension, ...] = ()
     sharded: tuple[Dimension, ...] = ()
 
 
-def loaded(module: str, name: str) -> type | tuple[()]:
-    """A class that is slow to import. If it was never imported, there are no instances of it."""
+def get_loaded_class(module: str, name: str) -> type | tuple[()]:
+    """Return a class that is slow to import; if it was never imported, it has no instances."""
     found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
     return found
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a tensor is distributed, as ``fully_shard`` and ``parallelize_module`` make them."""
-    return isinstance(value, loaded("torch.distributed.tensor", "DTensor"))
+    """True if a tensor is distributed, for example by ``fully_shard``, ``parallelize_module``."""
+    return isinstance(value, get_loaded_class("torch.distributed.tensor", "DTensor"))
 
 
-def local(value: Tensor) -> Tensor:
-    """This rank's part of a tensor, without its history. Shares its memory."""
+def to_local(value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, detached. It shares the tensor's memory."""
     value = value.detach()
     part: Tensor = value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
     return part
 
 
-def misplaced(parameter: Tensor) -> bool:
-    """Whether a parameter has a gradient that is not distributed as it is: autograd leaves it as
-    the ops of the backward made it."""
+def has_misplaced_gradient(parameter: Tensor) -> bool:
+    """True if a parameter's gradient is distributed otherwise than the parameter: autograd does not
+    redistribute the results of the backward's ops."""
     grad: Any = parameter.grad
     if grad is None or not (is_dtensor(grad) and is_dtensor(parameter)):
         return False
@@ -53,50 +53,52 @@ def misplaced(parameter: Tensor) -> bool:
     return bool(grad.placements != wanted.placements)
 
 
-def placement(name: str, value: Tensor, coordinate: Coordinate) -> Placement:
-    """Where a parameter is distributed. Raises :class:`InputError` if ranks of other stages have a
+def find_placement(name: str, value: Tensor, coordinate: Coordinate) -> TensorPlacement:
+    """Find the placement of a parameter. Raises :class:`InputError` if ranks of other stages have a
     part of it, or if it is a partial sum."""
     if not is_dtensor(value):
-        return Placement()
+        return TensorPlacement()
     distributed: Any = value
     try:
-        return _placement(distributed.device_mesh, distributed.placements, coordinate)
+        return _compute_placement(distributed.device_mesh, distributed.placements, coordinate)
     except InputError as error:
         raise InputError(f"parameter {name!r} of the stage {error}") from None
 
 
-def described(value: Tensor, coordinate: Coordinate) -> str:
-    """Which part of a tensor this rank holds, for messages: ``, Shard(dim=0) over tp``. The same
-    for two tensors of one shape if ranks with the same place in the mesh hold the same part of
-    both. Empty for a whole tensor."""
+def describe_shard(value: Tensor, coordinate: Coordinate) -> str:
+    """Describe this rank's part of a tensor for messages: ``, Shard(dim=0) over tp``; empty for a
+    whole tensor. Two tensors of a shape have equal texts if ranks at the same place in the mesh
+    hold the same part of both."""
     if not is_dtensor(value):
         return ""
     distributed: Any = value
     mesh, mine = distributed.device_mesh, distributed.device_mesh.get_coordinate()
     text = ""
     for dim, kind in enumerate(distributed.placements):
-        along = _ordered(_along(_line(mesh, mine, dim), coordinate))
+        along = _sort_dimensions(_find_dimensions(_list_ranks_along(mesh, mine, dim), coordinate))
         if along and not kind.is_replicate():
             text += f", {kind!r} over {' × '.join(along)}"
     return text
 
 
-def _line(mesh: Any, mine: Sequence[int], dim: int) -> list[int]:
-    """The ranks along a dimension of torch's mesh that share the others with ``mine``."""
+def _list_ranks_along(mesh: Any, mine: Sequence[int], dim: int) -> list[int]:
+    """List the ranks along a dimension of torch's mesh whose other coordinates are ``mine``."""
     index = tuple(slice(None) if i == dim else place for i, place in enumerate(mine))
     ranks: list[int] = mesh.mesh[index].tolist()
     return ranks
 
 
 @lru_cache
-def _placement(mesh: Any, kinds: tuple[Any, ...], coordinate: Coordinate) -> Placement:
+def _compute_placement(
+    mesh: Any, kinds: tuple[Any, ...], coordinate: Coordinate
+) -> TensorPlacement:
     mine = mesh.get_coordinate()
     spanned: set[Dimension] = set()
     sharded: set[Dimension] = set()
     for dim, kind in enumerate(kinds):
         if kind.is_partial():
             raise InputError(f"is a partial sum ({kind}); redistribute it")
-        along = _along(_line(mesh, mine, dim), coordinate)
+        along = _find_dimensions(_list_ranks_along(mesh, mine, dim), coordinate)
         if "pp" in along:
             raise InputError(
                 "is distributed over ranks of other stages; use a mesh of one stage, such as "
@@ -105,18 +107,18 @@ def _placement(mesh: Any, kinds: tuple[Any, ...], coordinate: Coordinate) -> Pla
         spanned |= along
         if not kind.is_replicate():
             sharded |= along
-    return Placement(_ordered(spanned), _ordered(sharded))
+    return TensorPlacement(_sort_dimensions(spanned), _sort_dimensions(sharded))
 
 
-def _along(ranks: list[int], coordinate: Coordinate) -> set[Dimension]:
-    """The dimensions in which these ranks differ from this one."""
-    others = [coordinate.mesh.coordinate(rank) for rank in ranks]
+def _find_dimensions(ranks: list[int], coordinate: Coordinate) -> set[Dimension]:
+    """Find the dimensions of the job's mesh in which these ranks differ from this one."""
+    others = [coordinate.mesh.find_coordinate(rank) for rank in ranks]
     return {
         name
         for name in DIMENSIONS
-        if any(other.along(name) != coordinate.along(name) for other in others)
+        if any(other.index_along(name) != coordinate.index_along(name) for other in others)
     }
 
 
-def _ordered(names: set[Dimension]) -> tuple[Dimension, ...]:
+def _sort_dimensions(names: set[Dimension]) -> tuple[Dimension, ...]:
     return tuple(name for name in DIMENSIONS if name in names)

@@ -1,4 +1,4 @@
-"""A schedule of torch's pipelining that adapts: PipeMorph's executor over torch's own stages."""
+"""Adaptive schedule of torch's pipelining: PipeMorph's executor over torch's own stages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from torch.nn.parallel import DistributedDataParallel
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Policy
 from pipemorph.planning.ir import StagePlacement
+from pipemorph_trainer.backward import Mode
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.executor.local_stage import graphs_refused, mode_of
-from pipemorph_trainer.executor.split import Mode
-from pipemorph_trainer.executor.stages.interface import GivenStage
+from pipemorph_trainer.executor.local_stage import find_cuda_graph_refusal, parse_split_mode
+from pipemorph_trainer.executor.op_runner import ExternalStage
 from pipemorph_trainer.pipeline import Pipeline
 from pipemorph_trainer.settings import Options, refuse_unknown
-from pipemorph_trainer.torch.private import StageOps, missing, parts_of, place_stages, placement_of
-from pipemorph_trainer.torch.splitting import SplitBackward
-from pipemorph_trainer.torch.stage import TorchStageRunner
+from pipemorph_trainer.torch.pipelining_internals import (
+    TorchStageOps,
+    find_missing_features,
+    find_placement,
+    place_stages,
+    read_schedule_arguments,
+)
+from pipemorph_trainer.torch.split_backward import SplitBackward
+from pipemorph_trainer.torch.stage_runner import TorchStageRunner
 from pipemorph_trainer.trackers.listeners import OnIteration
 
 Distributed = (DistributedDataParallel, FullyShardedDataParallel)
@@ -37,16 +43,16 @@ UNSUPPORTED = (
 
 
 class AdaptiveSchedule(PipelineScheduleMulti):
-    """One of torch's pipeline schedules, whose order, links and routes adapt while it runs.
+    """Pipeline schedule of torch, whose order, links and routes adapt while it runs.
 
-    :meth:`step` and :meth:`eval` take and return what those of torch's own schedules do, and losses
+    :meth:`step` and :meth:`eval` have the arguments and results of torch's own schedules; losses
     and gradients are those of ``Schedule1F1B``, to the bit. torch's stages compute, with FSDP2
     inside if the module has it; PipeMorph decides the order of ops, and moves activations and
     gradients, also in :meth:`eval`. Make it on all ranks at the same time; :meth:`close` it, or use
     it in ``with``.
 
-    torch's own transport runs once, in which the stages exchange shapes before the first step, and
-    once more if that follows an :meth:`eval`.
+    torch's own transport runs once, when the stages exchange shapes before the first step, and once
+    more if that follows an :meth:`eval`.
 
     Args:
         stages: the stage of this rank, or a list of its stages in order.
@@ -94,7 +100,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         **unknown: Never,
     ) -> None:
         refuse_unknown("AdaptiveSchedule", unknown)
-        if why := missing():
+        if why := find_missing_features():
             raise InputError(UNSUPPORTED.format(why))
         if isinstance(stages, PipelineStage):
             stages = [stages]
@@ -104,7 +110,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         if placement not in get_args(StagePlacement):
             expected = " or ".join(get_args(StagePlacement))
             raise InputError(f"placement is {placement!r}; expected {expected}")
-        mode = mode_of(split)
+        mode = parse_split_mode(split)
         super().__init__(
             list(stages),
             n_microbatches,
@@ -122,7 +128,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
                     f"the stage has a {type(wrapped[0]).__name__}, which reduces gradients in its"
                     " own backward; use fully_shard, or average gradients after step()"
                 )
-            if stage.device.type == "cuda" and (why := graphs_refused(stage.submod)):
+            if stage.device.type == "cuda" and (why := find_cuda_graph_refusal(stage.submod)):
                 raise InputError(why)
             if mode != "fused" and stage.dw_builder is None:
                 stage.dw_builder = SplitBackward(stage.submod, verify=mode == "verify")
@@ -140,9 +146,9 @@ class AdaptiveSchedule(PipelineScheduleMulti):
 
         self._runners = [
             TorchStageRunner(
-                StageOps(stage),
+                TorchStageOps(stage),
                 splits=mode != "fused",
-                walk=builder.walk
+                walk=builder.exclude_shared_parameters
                 if isinstance(builder := stage.dw_builder, SplitBackward)
                 else None,
                 loss_of=partial(loss_of, stage) if stage.is_last else None,
@@ -152,7 +158,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         ]
         self.pipeline = Pipeline(
             [
-                GivenStage(runner, stage.device, stage.stage_index, stage.num_stages)
+                ExternalStage(runner, stage.device, stage.stage_index, stage.num_stages)
                 for runner, stage in zip(self._runners, stages, strict=True)
             ],
             context=context or TrainerContext.from_env(),
@@ -167,26 +173,25 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             on_iteration=on_iteration,
             options=options,
         )
-        """The pipeline below, for its ``plan``, ``iteration`` and ``install``."""
+        """Pipeline below, for its ``plan``, ``iteration`` and ``install_plan``."""
 
     @staticmethod
-    def of(
+    def from_schedule(
         schedule: PipelineScheduleSingle | PipelineScheduleMulti, **options: Any
     ) -> AdaptiveSchedule:
-        """A schedule in place of one that a trainer has made but not run, with its stages, where it
-        has placed them, and its arguments. ``options``: the keyword-only arguments of this
-        class."""
-        if why := missing():
+        """Replace a schedule that a trainer has made but not run; the new one has its stages, their
+        placement and its arguments. ``options``: the keyword-only arguments of this class."""
+        if why := find_missing_features():
             raise InputError(UNSUPPORTED.format(why))
-        options = {"placement": placement_of(schedule), **options}
-        return AdaptiveSchedule(**parts_of(schedule), **options)
+        options = {"placement": find_placement(schedule), **options}
+        return AdaptiveSchedule(**read_schedule_arguments(schedule), **options)
 
     def close(self) -> None:
         """Wait for all ranks, and end the connections. Idempotent."""
         self.pipeline.close()
-        self._end_splits()
+        self._close_splits()
 
-    def _end_splits(self) -> None:
+    def _close_splits(self) -> None:
         for each in self._splits:
             each.close()
 
@@ -200,7 +205,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         traceback: TracebackType | None,
     ) -> None:
         self.pipeline.__exit__(kind, error, traceback)
-        self._end_splits()
+        self._close_splits()
 
     def _step_microbatches(  # noqa: PLR0917  torch's order
         self,

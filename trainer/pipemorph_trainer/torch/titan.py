@@ -1,4 +1,4 @@
-"""torchtitan's own trainer with an adaptive schedule."""
+"""Adaptive schedule for torchtitan's own trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipemorph.api.mesh import DIMENSIONS
+from pipemorph.spec.mesh import DIMENSIONS
 from pipemorph_trainer.torch.schedule import AdaptiveSchedule
 
 
@@ -22,13 +22,13 @@ def pipelining_fn(
     adaptive: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[AdaptiveSchedule, list[nn.Module], bool, bool]:
-    """A ``pipelining_fn`` for torchtitan's ``ModelSpec``: ``model_spec.pipelining_fn =
+    """Pipeline function for torchtitan's ``ModelSpec``: ``model_spec.pipelining_fn =
     pipelining_fn``.
 
-    torchtitan splits, shards and checkpoints the model as it does otherwise (``pipeline_llm``); its
-    schedule is then replaced. That of its config says how many stages a rank has, and which: 1F1B
-    one, Interleaved1F1B two in turns, ZBVZeroBubble two there and back. Call
-    ``trainer.pp_schedule.close()`` after ``trainer.train()``. Tried with torchtitan 0.3.
+    torchtitan splits, shards and checkpoints the model as usual (``pipeline_llm``); its schedule is
+    then replaced. The schedule of its config sets the stages of a rank: 1F1B one, Interleaved1F1B
+    two in turns, ZBVZeroBubble two there and back. Call ``trainer.pp_schedule.close()`` after
+    ``trainer.train()``. Tested with torchtitan 0.3.
 
     ``adaptive``: keyword-only arguments of :class:`AdaptiveSchedule`, given by
     ``functools.partial(pipelining_fn, adaptive={…})``.
@@ -40,4 +40,9 @@ def pipelining_fn(
     d = parallel_dims
     sizes = (d.pp, d.dp_replicate, d.dp_shard, d.cp, d.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
-    return AdaptiveSchedule.of(theirs, mesh=mesh, **(adaptive or {})), parts, has_first, has_last
+    return (
+        AdaptiveSchedule.from_schedule(theirs, mesh=mesh, **(adaptive or {})),
+        parts,
+        has_first,
+        has_last,
+    )

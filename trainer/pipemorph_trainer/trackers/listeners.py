@@ -1,7 +1,7 @@
-"""Calls what the script gave as ``on_iteration``, beside training.
+"""Calls the script's ``on_iteration`` functions, concurrently to training.
 
-A tracker may write to a disk or wait for a server. So it is called in a thread of its own, and the
-iteration pays for an entry in a queue. An error there ends no training.
+A tracker may write to a disk or wait for a server. So it is called in a separate thread, and an
+iteration only pays for an entry in a queue. An error there does not end training.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipemorph.errors import InputError
-from pipemorph.wire import IterationSample
+from pipemorph.protocol import IterationSample
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.trackers.finished import FinishedIteration, PlanChange
+from pipemorph_trainer.trackers.finished_iteration import FinishedIteration, PlanChange
 from pipemorph_trainer.trackers.kubeflow import TrainJobStatus
 
 log = logging.getLogger("pipemorph.trackers")
@@ -26,13 +26,13 @@ log = logging.getLogger("pipemorph.trackers")
 OnIteration = Callable[[FinishedIteration], object]
 
 MOST_WAITING = 1024
-"""Iterations that wait for slow listeners before later ones are left out."""
-LAST_SECONDS, FAILED_SECONDS = 10.0, 1.0
-"""How long the end of training waits for listeners, and that of a rank that failed."""
+"""Most iterations that wait for slow listeners; later ones are skipped."""
+CLOSE_SECONDS, FAILED_SECONDS = 10.0, 1.0
+"""Timeouts for listeners at the end of training, and after a failure."""
 
 
-def chosen(given: OnIteration | Sequence[OnIteration] | None) -> tuple[OnIteration, ...]:
-    """What to call for each iteration. Raises :class:`InputError` unless it can be called."""
+def check_listeners(given: OnIteration | Sequence[OnIteration] | None) -> tuple[OnIteration, ...]:
+    """List the functions to call for each iteration. Raises :class:`InputError` if one is none."""
     if given is None:
         return ()
     several = given if isinstance(given, Sequence) else [given]
@@ -45,11 +45,12 @@ def chosen(given: OnIteration | Sequence[OnIteration] | None) -> tuple[OnIterati
     return tuple(several)
 
 
-class Listeners:
-    """Calls ``listeners`` for each iteration, in the order in which rank 0 hears of them. Main
-    thread, but for the calls.
+class IterationListeners:
+    """Calls ``listeners`` for each iteration, in order, in a separate thread. Its own methods are
+    called in the main thread.
 
-    ``version``: of the plan at the start. ``total``: iterations of the job, if there is one.
+    ``version``: version of the plan at the start. ``total``: iterations of the job, if there is
+    one.
     """
 
     def __init__(
@@ -57,51 +58,53 @@ class Listeners:
     ) -> None:
         self._listeners, self._version, self._total = tuple(listeners), version, total
         self.any = bool(listeners)
-        """Whether there are some."""
+        """True if there are listeners."""
         self._plans: dict[int, RankPlan] = {}
-        """Newer ones that have come, by version."""
+        """Newer plans that have arrived, by version."""
         self._waiting: queue.SimpleQueue[FinishedIteration | None] = queue.SimpleQueue()
-        self._left_out = 0
+        self._skipped = 0
         self._failures: dict[str, int] = {}
         self._thread: threading.Thread | None = None
 
     @staticmethod
-    def of(
+    def create_for_rank(
         listeners: Sequence[OnIteration],
         context: TrainerContext,
         *,
         version: int,
         environ: Mapping[str, str] = os.environ,
-    ) -> Listeners:
-        """Those of a rank: rank 0 calls the script's, and Kubeflow Trainer's if it wants to be
-        told of progress."""
+    ) -> IterationListeners:
+        """Create the listeners of a rank: on rank 0 those of the script, and Kubeflow Trainer's if
+        it requests progress."""
         if context.rank != 0:
-            return Listeners(())
+            return IterationListeners(())
         status = TrainJobStatus.from_env(environ)
         total = context.job.spec.trainer.iterations if context.job is not None else None
         own = () if status is None else (status,)
-        return Listeners((*listeners, *own), version=version, total=total)
+        return IterationListeners((*listeners, *own), version=version, total=total)
 
-    def heard(self, plan: RankPlan) -> None:
-        """A plan has come, which may be committed."""
+    def record_plan(self, plan: RankPlan) -> None:
+        """Record a plan that has arrived and may be committed."""
         if self._listeners:
             self._plans[plan.version] = plan
 
-    def finished(self, sample: IterationSample) -> None:
-        """Tell of an iteration. Does not wait."""
+    def publish_iteration(self, sample: IterationSample) -> None:
+        """Queue an iteration for the listeners. Does not wait."""
         if not self._listeners:
             return
         if self._waiting.qsize() >= MOST_WAITING:
-            if not self._left_out:
+            if not self._skipped:
                 log.warning(
-                    "on_iteration is %d iterations behind; from iteration %d on some are left out",
+                    "on_iteration is %d iterations behind; from iteration %d on some are skipped",
                     MOST_WAITING, sample.index,
                 )  # fmt: skip
-            self._left_out += 1
+            self._skipped += 1
             return
         if self._thread is None:
-            # The interpreter ends without it, should nobody close the pipeline.
-            self._thread = threading.Thread(target=self._call, name="on_iteration", daemon=True)
+            # A daemon, so that the interpreter can end if the pipeline is not closed.
+            self._thread = threading.Thread(
+                target=self._call_listeners, name="on_iteration", daemon=True
+            )
             self._thread.start()
         self._waiting.put(
             FinishedIteration(
@@ -110,19 +113,22 @@ class Listeners:
                 loss=sample.loss,
                 bubble_fraction=sample.bubble_fraction,
                 plan_version=sample.plan_version,
-                change=self._change(sample.plan_version),
+                change=self._find_plan_change(sample.plan_version),
                 total=self._total,
             )
         )
 
-    def close(self, *, failed: bool = False, most: float = LAST_SECONDS) -> None:
-        """Wait for the calls, within a limit and at most so many seconds, and say what was left
-        out. Idempotent."""
+    def close(self, *, failed: bool = False, most: float = CLOSE_SECONDS) -> None:
+        """Wait for the calls and warn of skipped iterations and failures. Idempotent.
+
+        The wait takes at most ``most`` seconds, and at most :data:`CLOSE_SECONDS`, or
+        :data:`FAILED_SECONDS` if training ``failed``.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._waiting.put(None)
-        seconds = min(most, FAILED_SECONDS if failed else LAST_SECONDS)
+        seconds = min(most, FAILED_SECONDS if failed else CLOSE_SECONDS)
         thread.join(seconds)
         if thread.is_alive():
             log.warning(
@@ -132,11 +138,12 @@ class Listeners:
             )  # fmt: skip
         for name, count in list(self._failures.items()):  # it may still be called
             log.warning("on_iteration: %s failed for %d iterations", name, count)
-        if self._left_out:
-            log.warning("on_iteration: %d iterations were left out", self._left_out)
+        if self._skipped:
+            log.warning("on_iteration: %d iterations were skipped", self._skipped)
         self._listeners = ()
 
-    def _change(self, version: int) -> PlanChange | None:
+    def _find_plan_change(self, version: int) -> PlanChange | None:
+        """Describe the change if an iteration is the first under a newer plan."""
         if version <= self._version:
             return None
         before, self._version = self._version, version
@@ -146,16 +153,16 @@ class Listeners:
             return PlanChange(before, version)
         return PlanChange(before, version, plan.reason, plan.promised)
 
-    def _call(self) -> None:
+    def _call_listeners(self) -> None:
         listeners, waiting = self._listeners, self._waiting
         while (finished := waiting.get()) is not None:
             for each in listeners:
                 try:
                     each(finished)
                 except (Exception, SystemExit) as error:  # noqa: BLE001  not worth the training
-                    self._failed(_name(each), finished, error)
+                    self._record_failure(_get_name(each), finished, error)
 
-    def _failed(self, name: str, finished: FinishedIteration, error: BaseException) -> None:
+    def _record_failure(self, name: str, finished: FinishedIteration, error: BaseException) -> None:
         if name not in self._failures:
             last = traceback.format_exception_only(error)[-1].strip()
             log.warning(
@@ -166,5 +173,5 @@ class Listeners:
         self._failures[name] = self._failures.get(name, 0) + 1
 
 
-def _name(listener: Any) -> str:
+def _get_name(listener: Any) -> str:
     return getattr(listener, "__qualname__", type(listener).__name__)

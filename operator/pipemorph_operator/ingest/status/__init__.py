@@ -1,1 +1,1 @@
-"""The ingest's part of a job's status: what it says, and when it is written."""
+"""Writes the ingest's part of a job's status: its content and the time of each write."""

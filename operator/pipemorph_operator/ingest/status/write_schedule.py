@@ -1,7 +1,7 @@
-"""When a job's status is written: soon after its state has changed, seldom for progress alone.
+"""Schedule of status writes: soon after a change of state, seldom for progress alone.
 
-A write takes the API server some ten milliseconds, and every watcher reads the whole job. The
-metrics have the progress meanwhile.
+A write takes the API server some ten milliseconds, and every watcher reads the whole job. Metrics
+show the progress between writes.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from pipemorph.control import Health, JobView
-from pipemorph.control.generations import Generations
-from pipemorph.control.record.goodput import Useful
-from pipemorph.status.summary import Source, verdicts
-from pipemorph.wire import LinkHealthReport
+from pipemorph.control.history.goodput import GoodputMeter
+from pipemorph.control.job_generations import JobGenerations
+from pipemorph.protocol import LinkHealthReport
+from pipemorph.views.status.summary import StatusInput, judge_conditions
 
-FIGURES_SECONDS = 5.0
-"""Between two updates of a job's metrics, and two visits of one that does not report, whose links
+METRICS_SECONDS = 5.0
+"""Interval of updates of a job's metrics, and of visits of a job that does not report: its links
 become unknown with time."""
 FLOOR_SECONDS = 5.0
-"""Least time between two writes of a job. What changes within seconds, as a link, the plan for it
-and what that brought, is one write. Directives, generations and the final status do not wait."""
+"""Least time between two writes of a job, which combines changes within seconds: a slow link, its
+plan, and the effect. Directives, generations and the final status are written at once."""
 PROGRESS_SECONDS = 30.0
-"""From one write of a job to the next one if only its progress has changed."""
+"""Time between two writes of a job if only its progress has changed."""
 DECIDING_SECONDS = 5.0
-"""How long a change waits for a decision under way, whose directive is written anyway."""
-LOOK_SECONDS = 1.0
-LOOKS_PER_SECOND = 400.0
+"""Longest wait of a change for a decision in progress, whose directive is written anyway."""
+VISIT_SECONDS = 1.0
+VISITS_PER_SECOND = 400.0
 """Limit for all jobs together: leaves most of a CPU for reports."""
 
 
@@ -35,35 +35,35 @@ class ReportLog:
     """Records when a job's reports arrive."""
 
     clock: Callable[[], float]
-    generations: Generations
-    useful: Useful
+    generations: JobGenerations
+    useful: GoodputMeter
     reported_at: float | None = None
     pending: bool = True
-    """Whether status may have changed since the last look."""
-    news: bool = True
-    """Whether more of it than the job's progress may have."""
+    """True if status may have changed since the last visit."""
+    has_changes: bool = True
+    """True if more of it than the job's progress may have changed."""
     _last: tuple[str, int, int] | None = None
 
-    def record(self, report: LinkHealthReport) -> None:
+    def record_report(self, report: LinkHealthReport) -> None:
         self.reported_at = self.clock()
         self.pending = True
         now = report.state, report.observed_plan_version, report.applied_plan_version
-        self.useful.take(report.iterations, self.generations.share)
-        recovered = self.generations.reported(report, self.reported_at)
-        self.news |= now != self._last or not report.is_progress or recovered
+        self.useful.add_iterations(report.iterations, self.generations.running_share)
+        recovered = self.generations.process_rank_report(report, self.reported_at)
+        self.has_changes |= now != self._last or not report.is_progress or recovered
         self._last = now
 
-    def looked(self) -> None:
-        """Status is as it should be."""
-        self.pending = self.news = False
+    def mark_current(self) -> None:
+        """Record that the status in the API is up to date."""
+        self.pending = self.has_changes = False
 
-    def again(self) -> None:
-        """Status may be anything."""
-        self.pending = self.news = True
+    def mark_outdated(self) -> None:
+        """Record that the status in the API is unknown or outdated."""
+        self.pending = self.has_changes = True
 
 
-def key_state(source: Source, view: JobView, now: float) -> Hashable:
-    """The part of a status whose change is written without delay."""
+def build_key_state(source: StatusInput, view: JobView, now: float) -> Hashable:
+    """Part of a status whose change is written without delay."""
     records = source.controller.records
     return (
         (view.state, source.controller.attempt),
@@ -71,17 +71,17 @@ def key_state(source: Source, view: JobView, now: float) -> Hashable:
         frozenset((link.link, link.replica) for link in view.links if link.health is Health.SLOW),
         tuple(
             (kind, status, reason)
-            for kind, (status, reason, _) in verdicts(source, view, now).items()
+            for kind, (status, reason, _) in judge_conditions(source, view, now).items()
         ),
         bool(records) and records[-1].iteration_seconds_after is not None,
     )
 
 
-def look_interval(jobs: int) -> float:
+def compute_visit_interval(jobs: int) -> float:
     """Seconds between two visits of a job; a visit costs a fraction of a millisecond."""
-    return max(LOOK_SECONDS, jobs / LOOKS_PER_SECOND)
+    return max(VISIT_SECONDS, jobs / VISITS_PER_SECOND)
 
 
-def is_due(changed: bool, since_write: float) -> bool:
-    """Whether a status should be written now. ``changed``: more of it than progress."""
+def is_write_due(changed: bool, since_write: float) -> bool:
+    """True if a status should be written now. ``changed``: more than progress has changed."""
     return since_write >= (FLOOR_SECONDS if changed else PROGRESS_SECONDS)

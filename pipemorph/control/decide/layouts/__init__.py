@@ -1,1 +1,1 @@
-"""Which layout of its ranks and layers a job should have, and when it changes to another one."""
+"""Layouts of ranks and layers: searches for better ones, and the decision to change."""

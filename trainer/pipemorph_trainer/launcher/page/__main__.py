@@ -1,5 +1,5 @@
 """``python -m pipemorph_trainer.launcher.page FD``: the process of the live page, with a low
-priority and bounded memory. The kernel kills it first where memory is short."""
+priority and bounded memory. If memory is short, the kernel kills it first."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ OOM_SCORE_ADJ = "1000"
 
 
 def yield_to_ranks() -> None:
-    """Take what the ranks of the pod do not need."""
+    """Lower the priority, limit the memory, and become the first victim of a memory shortage."""
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    with contextlib.suppress(FileNotFoundError):  # Outside of Linux.
+    with contextlib.suppress(FileNotFoundError):  # not on Linux
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ)
 
 
 if __name__ == "__main__":
-    yield_to_ranks()  # Before the imports, which take most of a second.
-    from pipemorph_trainer.launcher.page.process import main
+    yield_to_ranks()  # before the imports, which take most of a second
+    from pipemorph_trainer.launcher.page.page_process import main
 
     main()

@@ -1,1 +1,0 @@
-"""Access to the Kubernetes API: the client, and parsers of its objects."""

@@ -1,1 +1,0 @@
-"""The job and its status as pydantic models, from which the CRD is generated."""

@@ -1,1 +1,0 @@
-"""The sections of the job spec, a module for each."""

@@ -1,0 +1,1 @@
+"""State of a job at its host, from its agent's reports."""

@@ -1,1 +1,0 @@
-"""What a job's reports say: links, stages, rails and transports."""

@@ -1,1 +1,0 @@
-"""Generations of ranks: the pods that host them, how they end, and what follows."""

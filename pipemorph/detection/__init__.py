@@ -1,0 +1,1 @@
+"""Detection of slow links, stages and reductions, and of failing rails, in ranks and agent."""

@@ -1,0 +1,1 @@
+"""Sections of the job spec, a module for each."""

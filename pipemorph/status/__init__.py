@@ -1,1 +1,0 @@
-"""Status of a job and its conditions, from what its controller has observed."""

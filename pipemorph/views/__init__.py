@@ -1,0 +1,1 @@
+"""Views of a job: explanation, status, live page and pictures."""

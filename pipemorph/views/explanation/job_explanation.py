@@ -1,0 +1,367 @@
+"""Explains a job of a cluster, or a run, from its status, and a run from its history as well.
+
+An explanation has the job's outcome, the observed faults, the decisions and their effect, the time
+saved, and advice by cause. Conditions of status provide faults and causes; a run adds the
+iterations of each fault and every plan change. ``pipemorph explain``, ``top`` and the live page
+show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+from pipemorph.errors import InputError, one_line
+from pipemorph.planning.ir import Route, join_dashed
+from pipemorph.protocol import AdaptationRecord
+from pipemorph.spec.job_status import AdaptationSummary, Condition, JobStatus, find_condition
+from pipemorph.views.explanation.explained_job import ExplainedJob, SlowPeriod, parse_job_object
+from pipemorph.views.explanation.explanation_text import (
+    MOST_DECISIONS,
+    Explanation,
+    describe_savings,
+    format_count,
+    format_duration,
+    format_link,
+    format_plan_effect,
+    format_warmup_change,
+    join_few,
+)
+
+FAULT_CONDITIONS = (
+    "LinksHealthy",
+    "ReductionsHealthy",
+    "RailsHealthy",
+    "StagesEven",
+    "ReplicasComplete",
+)
+"""Conditions that are False if something is wrong."""
+UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError)
+"""Errors caused by unexpected values."""
+NEWEST_ITERATIONS = 8
+"""Iterations in the median of the iteration time at the end of a run."""
+NAMED = 4
+"""Most links named in a line."""
+CAUSE_OF_REASON = {
+    "SlowLinks": "link",
+    "SlowReductions": "reduction",
+    "SickPorts": "port",
+    "LinksFellBack": "fell-back",
+    "SlowStages": "stage",
+    "ReportsStale": "silent",
+}
+"""Cause, a key of :data:`ADVICE`, by the reason of a condition."""
+
+
+ADVICE = {
+    "loss": "find what made the loss NaN or infinite at first (the batch, the learning rate, an"
+    " overflow), and start the job again from a checkpoint before it",
+    "failed": "read the last lines of the rank that failed first, fix their cause and start the"
+    " job again; with spec.checkpoint it goes on with the newest checkpoint",
+    "pending": "kubectl describe the job's pods: an event says what they wait for",
+    "silent": "look at the log of rank 0, whose agent reports for all ranks, and at the operator's",
+    "port": "check cable, optics and switch port of each port named, or take its node out of use",
+    "fell-back": "run pipemorph doctor in a pod at one end of the link: it says why the agreed"
+    " transport is not in use",
+    "reduction": "check the network between the replicas of that stage with pipemorph fabric check",
+    "link": "check the network between the hosts of the slow link: pipemorph fabric check, or"
+    " pipemorph bench link between two of them",
+    "stage": "look at the clock and the other users of the slow stage's host; pipemorph advise"
+    " says what another split of the layers would give",
+    "undelivered": "a plan brought less than half of its promised gain: check whether other work"
+    " competes for the ranks' processors",
+    "disabled": "set adaptation.enabled and schedule.policy pipemorph, so that plans adapt to slow"
+    " links",
+}
+"""Advice by cause, in the order of urgency."""
+
+
+LEAST_DELIVERED_SHARE, NOISE = 0.5, 0.05
+"""A plan change falls short if it brings less than this share of its promised gain, and the
+difference is more than this fraction of an iteration."""
+
+
+def fell_short_of_promise(kind: str, promised: float | None, measured: float | None) -> bool:
+    """True if a plan change of this kind and these gains fell short of its promise."""
+    if kind != "adapt" or not promised or measured is None:
+        return False
+    return measured < LEAST_DELIVERED_SHARE * promised and promised - measured > NOISE
+
+
+def list_advice(causes: Iterable[str]) -> list[str]:
+    """Advice for the causes, the most urgent first."""
+    found = set(causes)
+    return [text for cause, text in ADVICE.items() if cause in found]
+
+
+def explain_job(content: Mapping[str, Any]) -> Explanation:
+    """Explain a PipeMorphJob of a cluster or a run's report. Raises :class:`InputError`, one line,
+    if the object is neither, or damaged."""
+    try:
+        return build_explanation(parse_job_object(content))
+    except UNREADABLE as error:
+        raise InputError(
+            one_line(
+                f"is damaged ({type(error).__name__}: {error}); expected a PipeMorphJob, or a"
+                " run's report"
+            )
+        ) from None
+
+
+def build_explanation(job: ExplainedJob) -> Explanation:
+    """Explain a parsed job. Raises :class:`InputError` if it has no status yet."""
+    status = job.status
+    if status is None or status.state is None:
+        raise InputError(
+            "status: is empty, so no operator has processed the job yet; apply it where one runs,"
+            " then name [NAMESPACE/]NAME"
+        )
+    training = status.training
+    story = Explanation(_describe_outcome(job, status))
+    # Links that are slow now come first.
+    spans = sorted(job.links.slow, key=lambda each: (each.end is not None, -each.delay))
+    story.observations = [
+        *_describe_divergence(job),
+        *(_describe_slow_period(each, job) for each in spans),
+    ]
+    for found in list_failing_conditions(status):
+        if found.reason == "SlowLinks" and spans:
+            continue
+        if job.is_over:
+            story.observations.append(f"{found.message} (at the end)")
+            continue
+        slow = training.slow_links if training is not None else []
+        when = f"since {_format_timestamp(found.last_transition_time)}"
+        if found.reason == "SlowLinks":
+            dated = [(each.link, _format_timestamp(each.since)) for each in slow if each.since]
+            links = [f"link {link} since {at}" for link, at in dated[:NAMED]]
+            when = ", ".join(links) if len(dated) > 1 else f"since {dated[0][1]}" if dated else when
+        story.observations.append(f"{found.message} ({when})")
+    story.decisions = list(_describe_decisions(job, status))
+    if training is not None:
+        story.savings = describe_savings(
+            training.saved_seconds,
+            training.saved_error_seconds,
+            job.spec.parallelism.mesh.world_size,
+            training.adaptations,
+            job.gpus,
+        )
+    story.advice = list_advice(list_causes(job, status))
+    return story
+
+
+def _format_timestamp(timestamp: str) -> str:
+    """Format as ``2026-01-02 03:04:05 UTC``; text that is no RFC 3339 time is unchanged."""
+    at = _parse_timestamp(timestamp)
+    return timestamp if at is None else f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _parse_timestamp(timestamp: str | None) -> datetime | None:
+    """Parse an RFC 3339 time, in UTC; None for other text."""
+    try:
+        return datetime.fromisoformat(timestamp or "").astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _describe_outcome(job: ExplainedJob, status: JobStatus) -> str:
+    training, spec, ran = status.training, job.spec, job.iterations
+    text = f"{job.metadata.namespace}/{job.metadata.name} is {status.state}"
+    found = find_blocking_condition(status)
+    if found is not None:
+        text += f" ({found.reason}{': ' if found.message else ''}{found.message})"
+    text += f"; {spec.parallelism.mesh}"
+    if status.ready:
+        text += f", {status.ready} pods ready"
+    seconds = training.iteration_seconds if training is not None else None
+    if ran is not None:
+        text += f"; {ran[-1].index + 1 if ran else 0:,} of {spec.trainer.iterations:,} iterations"
+        text += _format_run_time(status)
+        seconds = median(each.seconds for each in ran[-NEWEST_ITERATIONS:]) if ran else None
+    elif training is not None:
+        text += f"; iteration {training.iteration:,}"
+        text += f" of {spec.trainer.iterations:,}" if spec.trainer.iterations else ""
+    if seconds:
+        text += f", {seconds:.3g} s each"
+        remaining = job.seconds_remaining
+        text += "" if remaining is None else f", {format_duration(remaining)} left"
+    recovered = status.recoveries is not None and status.recoveries.count > 0
+    if status.goodput is not None and (recovered or status.attempts):
+        text += f"; goodput {status.goodput:.0%}"
+    return text + (" (EMULATED)" if spec.emulation is not None else "")
+
+
+def _format_run_time(status: JobStatus) -> str:
+    begin, end = _parse_timestamp(status.start_time), _parse_timestamp(status.completion_time)
+    if begin is None or end is None or end < begin:
+        return ""
+    return f" in {format_duration((end - begin).total_seconds())}"
+
+
+def find_blocking_condition(status: JobStatus) -> Condition | None:
+    """Condition that explains why a job does not run; None if it runs, or no condition does."""
+    if status.state in ("Pending", "Queued", "Starting", "Restarting", "Suspended", "Failed"):
+        for kind in ("Failed", "Running", "PodsReady", "Suspended"):
+            found = find_condition(status, kind)
+            if found is not None and (found.status == "True") == (kind in ("Failed", "Suspended")):
+                return found
+    return None
+
+
+def list_failing_conditions(status: JobStatus) -> Iterator[Condition]:
+    """Conditions that report a fault."""
+    for kind in FAULT_CONDITIONS:
+        found = find_condition(status, kind)
+        if found is not None and (found.status == "False" or found.reason == "ReportsStale"):
+            yield found
+
+
+def _describe_divergence(job: ExplainedJob) -> Iterator[str]:
+    """Sentence about the iterations of a run whose loss was not finite, if there are any."""
+    found = [each for each in job.iterations or () if each.diverged]
+    if found:
+        count, first, last = len(found), found[0], found[-1]
+        when = (
+            f"iteration {first.index}"
+            if count == 1
+            else (f"{count:,} iterations from {first.index} to {last.index}")
+        )
+        yield f"the loss was {first.loss} in {when}"
+
+
+def _describe_slow_period(slow: SlowPeriod, job: ExplainedJob) -> str:
+    name = format_link(slow.link, job.spec.parallelism.mesh.format_column_name(slow.column))
+    late = f"late by up to {slow.delay * 1e3:.0f} ms"
+    if slow.end is None and not job.is_over:
+        return f"{name} is {late} since iteration {slow.begin}"
+    end = "the end" if slow.end is None else slow.end
+    return f"{name} was {late}, from iteration {slow.begin} to {end}"
+
+
+def _describe_decisions(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
+    training, recoveries = status.training, status.recoveries
+    if status.restarts or status.disruptions:
+        last = status.attempts[-1].message if status.attempts else ""
+        count = status.restarts + status.disruptions
+        yield (
+            f"the job was started again {format_count(count, 'time')}, "
+            f"{status.disruptions} of them for evictions or lost nodes; last cause: {last}"
+        )
+    if recoveries is not None and recoveries.last:
+        newest = recoveries.last[-1]
+        took = "" if newest.seconds is None else f" in {format_duration(newest.seconds)}"
+        state = f", with the state of: {newest.state}" if newest.state else ""
+        yield (
+            f"ranks were started again {format_count(recoveries.count, 'time')} within their pods; "
+            f"last{took}{state}; cause: {newest.cause}"
+        )
+    moves = [each for each in (recoveries.last if recoveries else ()) if each.promised is not None]
+    for move in moves[-1:]:
+        got = "not measured yet" if move.measured is None else f"{move.measured:.0%} measured"
+        what = f"layers moved ({join_dashed(move.layers)} per stage)"
+        if not move.layers:
+            what = "ranks changed places"
+        yield (
+            f"{what} in generation {move.generation}:"
+            f" {move.promised:.0%} shorter iterations promised, {got}"
+        )
+    for each in job.relayouts:
+        if each.measured is not None:
+            what = "ranks changed places"
+            if each.layers and each.layers_before and each.layers != each.layers_before:
+                before, after = join_dashed(each.layers_before), join_dashed(each.layers)
+                what = f"layers moved ({before} became {after} per stage)"
+            yield f"{what} at iteration {each.iteration}: {each.measured:.0%} shorter iterations"
+    if job.keep_reason and any(each.end is None for each in job.links.slow):
+        yield f"the last decision changed nothing: {job.keep_reason}"
+    coming = training.wanted_plan_version if training is not None and not job.is_over else 0
+    if job.adaptations:
+        by_gain = sorted(job.adaptations, key=lambda each: (-each.saved, each.plan_version))
+        # The changes that fit, in their order.
+        shown = sorted(by_gain[:MOST_DECISIONS], key=lambda each: each.plan_version)
+        for record in [*shown, *by_gain[MOST_DECISIONS:]]:
+            yield describe_plan_change(record, record.routes, coming)
+    elif training is not None and training.last_adaptation is not None:
+        change = training.last_adaptation
+        yield (
+            f"{format_count(training.adaptations, 'plan change')}; the last,"
+            f" {describe_plan_change(change, training.routes, coming)}; why: {change.reason}"
+        )
+
+
+def describe_plan_change(
+    change: AdaptationRecord | AdaptationSummary, routes: Sequence[str], coming: int
+) -> str:
+    """Describe a plan change and its effect: ``plan 3 from iteration 11: warm-up 7-5-3-1 became
+    12-11-9-1, link 2 delegated to the engine; 1 s became 0.5 s per iteration``.
+
+    ``routes``: of the links under this plan; ``coming``: version of the plan that the ranks should
+    run, 0 if unknown."""
+    plan = f"plan {change.plan_version}"
+    if change.applied_at_iteration is None:
+        pending = change.plan_version == coming
+        return f"{plan} {'is not in force yet' if pending else 'was never in force'}"
+    return (
+        f"{plan} from iteration {change.applied_at_iteration}: {_describe_effect(change, routes)}"
+    )
+
+
+def _describe_effect(change: AdaptationRecord | AdaptationSummary, routes: Sequence[str]) -> str:
+    if change.kind == "return":
+        return "back to the plan for healthy links"
+    if change.kind == "revert":
+        return "back to the previous plan, since the last one fell short of its promised gain"
+    moved = [str(i) for i, route in enumerate(routes) if route == Route.DELEGATED]
+    parts = [
+        format_warmup_change(change.warmup_before, change.warmup_after)
+        or "another order of the same ops"
+    ]
+    if moved:
+        parts.append(
+            f"link{'s' * (len(moved) > 1)} {join_few(moved, NAMED)} delegated to the engine"
+        )
+    effect = format_plan_effect(
+        change.iteration_seconds_before,
+        change.iteration_seconds_after,
+        change.promised,
+        change.measured,
+    )
+    return ", ".join(parts) + (f"; {effect}" if effect else "")
+
+
+def _list_injected_causes(job: ExplainedJob) -> set[str]:
+    """Causes that the job injects itself by ``spec.faults``."""
+    found = set()
+    for fault in job.spec.faults:
+        if fault.get("device") is not None:
+            found.add("stage")
+        if fault.get("reduction") is not None or fault.get("between") is not None:
+            found.add("reduction")
+        if fault.get("link") is not None or fault.get("between") is not None:
+            found.add("link")
+    return found
+
+
+def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
+    """Causes to give advice on."""
+    if any(each.diverged for each in job.iterations or ()):
+        yield "loss"
+    if status.state == "Failed":
+        yield "failed"
+    if status.state in ("Pending", "Starting"):
+        yield "pending"
+    injected = _list_injected_causes(job)
+    for found in list_failing_conditions(status):
+        if found.reason in CAUSE_OF_REASON:
+            if CAUSE_OF_REASON[found.reason] not in injected:
+                yield CAUSE_OF_REASON[found.reason]
+            if found.reason == "SlowLinks" and not job.spec.adaptation.enabled:
+                yield "disabled"
+    newest = status.training.last_adaptation if status.training is not None else None
+    changes: Sequence[AdaptationRecord | AdaptationSummary] = job.adaptations
+    if not changes and newest is not None:
+        changes = [newest]
+    if any(fell_short_of_promise(each.kind, each.promised, each.measured) for each in changes):
+        yield "undelivered"

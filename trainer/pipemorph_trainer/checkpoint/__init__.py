@@ -1,0 +1,1 @@
+"""Checkpoints: state on disk, in memory, and in the memory of a neighbour pod."""

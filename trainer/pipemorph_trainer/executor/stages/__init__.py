@@ -1,1 +1,0 @@
-"""The interface of a stage, and the emulated stage."""

@@ -1,1 +1,0 @@
-"""The two routes of messages between neighbouring stages: direct, or through the engine."""

@@ -1,0 +1,1 @@
+"""Steps of a pipeline, and the work between two: iterations, saving, and ending."""

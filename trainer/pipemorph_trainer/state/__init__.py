@@ -1,1 +1,0 @@
-"""Parameters and gradients across replicas, and checkpoints."""

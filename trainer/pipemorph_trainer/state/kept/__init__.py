@@ -1,1 +1,0 @@
-"""A rank's state in shared memory, which outlives its process."""

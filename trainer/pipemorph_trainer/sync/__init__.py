@@ -1,0 +1,1 @@
+"""Gradients, norms and tied weights across replicas and stages; checkpoints."""

@@ -1,0 +1,1 @@
+"""Channels of the two routes between neighbouring stages: direct, and through the engine."""
