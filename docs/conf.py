@@ -3,12 +3,17 @@
 The sources are the pages as they lie in the repository, so links between them hold in both places.
 """
 
+import sys
 import tomllib
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+from api_reference import fill_docstrings  # noqa: E402
+
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 project = "PipeMorph"
@@ -27,41 +32,79 @@ html_copy_source = False
 
 # In the order of the side bar. A page that is missing here fails the build.
 CONTENTS = {
-    "Start": ("/README",),
-    "Use it": (
+    "Start": ("/README", "tutorial"),
+    "Train": (
         "running",
-        "job-spec",
-        "trainer",
+        "how-to/write-a-training-script",
+        "how-to/use-meshes",
+        "how-to/checkpoints",
+        "how-to/track-experiments",
         "how-to/adapt-under-torchrun",
+        "how-to/adapt-torch-stages",
         "how-to/torchtitan",
         "how-to/kubeflow-trainer",
         "how-to/megatron-core",
+        "how-to/plan-without-training",
         "cuda",
-        "operations",
-        "security",
-        "/charts/pipemorph-operator/README",
-        "schedules",
-        "benchmarks",
     ),
-    "How it works": (
-        "ARCHITECTURE",
+    "Operate": (
+        "how-to/install",
+        "how-to/upgrade",
+        "how-to/run-on-a-cluster",
+        "how-to/watch-a-job",
+        "how-to/slow-job",
+        "how-to/failed-job",
+        "how-to/check-hardware",
+        "/charts/pipemorph-operator/README",
+    ),
+    "Look up": (
+        "reference/requirements",
+        "reference/job-spec",
+        "reference/job-spec-cluster",
+        "reference/job-spec-faults",
+        "reference/cli",
+        "reference/api",
+        "reference/problem-file",
+        "reference/report",
+        "reference/conditions",
+        "reference/metrics",
+        "reference/alerts",
+        "reference/limits",
+        "reference/protocol",
+        "reference/attacks",
         "glossary",
+        "benchmarks",
+        "benchmark-details",
+    ),
+    "Understand": (
+        "ARCHITECTURE",
         "control-loop",
+        "detection",
+        "schedules",
+        "trainer",
         "stage-rules",
         "split-backward",
+        "activation-memory",
+        "recovery",
+        "state-in-memory",
         "engine",
+        "engine-internals",
+        "security",
         "scaling",
+        "decisions/index",
     ),
     "Change it": (
         "/CONTRIBUTING",
         "how-to/add-a-policy",
         "how-to/add-a-transport",
         "how-to/add-a-condition",
+        "how-to/add-an-alert",
         "testbeds",
-        "decisions/index",
+        "testbed-fixtures",
     ),
     "The project": ("/CHANGELOG", "/SECURITY", "/CODE_OF_CONDUCT"),
 }
+API = "docs/reference/api"
 HOME = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">\n'
 
 
@@ -76,6 +119,12 @@ def add_contents(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n".join(pages) + "\n```\n"
 
 
+def add_docstrings(_: Sphinx, page: str, source: list[str]) -> None:
+    """Fills the page of the Python API, which readers of the Markdown have in ``help()``."""
+    if page == API:
+        source[0] = fill_docstrings(source[0])
+
+
 def add_home(app: Sphinx, error: Exception | None) -> None:
     """``index.html`` leads to the page that a visitor starts with."""
     if error is None:
@@ -84,4 +133,5 @@ def add_home(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
+    app.connect("source-read", add_docstrings)
     app.connect("build-finished", add_home)
