@@ -6,7 +6,12 @@ torchtitan is no dependency of ours: ``pip install --no-deps torchtitan==0.3.0``
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,8 @@ from launch import run_ranks
 from titan_job import STEPS, TitanJob, train
 
 from pipemorph.planning import Link, Problem, Route, StageTimes, plan
+
+ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = [pytest.mark.soak]
 
@@ -65,3 +72,17 @@ def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
         assert mine.plan == 3
     deferred = frozenset().union(*(each.deferred for each in found))
     assert len(deferred) >= 30, "Linears of six layers"
+
+
+@pytest.mark.timeout(600)
+def test_example_adapts(tmp_path: Path) -> None:
+    """The commands of docs/how-to/torchtitan.md."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed: it is not checked")
+    shutil.copytree(ROOT / "examples/torchtitan", tmp_path, dirs_exist_ok=True)
+    command = [sys.executable, "-m", "pipemorph.cli", "run", "job.yaml", "--out", "out"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["completed"] is True
+    assert len(report["iterations"]) == 30
+    assert "slow link 0" in ran.stdout
