@@ -33,7 +33,7 @@ def run_on_cpu():
 
 
 def make_config(steps):
-    """torchtitan's config: two stages of the debug Llama, four microbatches, no files."""
+    """torchtitan's config: two stages of the debug Llama, 16 microbatches, no files."""
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
@@ -98,8 +98,8 @@ def make_config(steps):
         optimizer=default_adamw(lr=8e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(
-            local_batch_size=4,
-            seq_len=256,
+            local_batch_size=16,
+            seq_len=128,
             steps=steps,
             disable_cuda_graphs=True,
             mixed_precision_param="float32",
