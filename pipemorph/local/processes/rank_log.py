@@ -154,4 +154,5 @@ class PrefixedRankLog:
                 self._tail_bytes -= len(self._tail.popleft())
 
     def __str__(self) -> str:
-        return f"lines that begin with {self._prefix.strip()}"
+        prefix = self._prefix.strip()
+        return f"lines that begin with {prefix}" if prefix else "the log of this pod"

@@ -119,3 +119,11 @@ def test_a_log_that_is_gone_or_truncated_ends_nothing(tmp_path: Path) -> None:
     path.parent.rename(tmp_path / "moved")
     path.parent.write_text("")
     assert log.read_last_lines() == [f"{path} cannot be read: Not a directory"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "described"),
+    [("[rank 3] ", "lines that begin with [rank 3]"), ("", "the log of this pod")],
+)
+def test_message_says_where_the_lines_of_a_rank_are(prefix: str, described: str) -> None:
+    assert str(PrefixedRankLog(prefix, io.BytesIO())) == described
