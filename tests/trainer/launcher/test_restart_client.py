@@ -178,7 +178,8 @@ def test_a_pod_without_ranks_waits_for_a_generation_that_has_some(
     assert pod.join_attempt(NEVER, lambda: False) == fewer, "it has to import before it may run"
 
     def turns() -> bool:
-        if len(host.requests) == 6:
+        # A request may be sent twice.
+        if len(host.requests) >= 6:
             host.state |= {"generation": 4, "excluded_replicas": []}
         return False
 
@@ -348,7 +349,8 @@ def test_a_new_pod_waits_for_the_others_longer_than_for_an_ingest(
     pod = meeting(tmp_path, host.server_address[1], notes)
 
     def turns() -> bool:
-        if len(host.requests) == 6:
+        # A request may be sent twice.
+        if len(host.requests) >= 6:
             host.state |= {"generation": 4, "over": False}
         return False
 
