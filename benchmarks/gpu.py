@@ -172,8 +172,8 @@ def compute_bound(
     import torch.distributed as dist
 
     from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate
-    from pipemorph_trainer.backward import ModuleRunner
     from pipemorph_trainer.examples.gpt import loss_fn
+    from pipemorph_trainer.executor.module_runner import ModuleRunner
 
     first, last = context.rank == 0, context.rank == args.stages - 1
     runner = ModuleRunner(

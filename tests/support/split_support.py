@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pipemorph.planning import OpKind
 from pipemorph.planning.offload import DeviceResidency
-from pipemorph_trainer.backward import ModuleRunner
 from pipemorph_trainer.backward.stage_measurements import MEASURED
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.memory import ActivationStore
 
 torch.set_num_threads(1)

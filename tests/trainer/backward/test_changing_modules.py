@@ -19,7 +19,7 @@ from split_support import Lambda as Stage
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from pipemorph_trainer.backward import ModuleRunner
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.torch import split_backward
 
 torch.set_num_threads(1)

@@ -27,10 +27,10 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.backward import ModuleRunner
 from pipemorph_trainer.backward.compiled import backends, compiler_internals
 from pipemorph_trainer.backward.microbatch_state import run_weight_work
 from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.topology.mesh import join_process_group
 
 WHOLE = "F0 F1 F2 BW0 BW1 BW2"

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipemorph_trainer import register_function
-from pipemorph_trainer.backward import ModuleRunner, function_patches
+from pipemorph_trainer.backward import function_patches
 from pipemorph_trainer.backward.microbatch_state import run_weight_work
 from pipemorph_trainer.backward.work_collector import WorkCollector
 from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 
 torch.set_num_threads(1)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from pipemorph_trainer import Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NullControlClient, RankTelemetry
-from pipemorph_trainer.backward import ModuleRunner
 from pipemorph_trainer.backward.output_structure import OutputStructure, flatten_output
 from pipemorph_trainer.errors import BatchError, ShapeError, SplitError
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.torch.stage_runner import TorchStageRunner
 
 N, STAGES, WIDTH = 4, 3, 6

@@ -23,14 +23,9 @@ from split_support import (
 )
 from torch import Tensor, nn
 
-from pipemorph_trainer.backward import (
-    ModuleRunner,
-    OpOrderError,
-    SplitError,
-    split_report,
-    stage_measurements,
-)
+from pipemorph_trainer.backward import OpOrderError, SplitError, split_report, stage_measurements
 from pipemorph_trainer.executor import module_runner as runner_module
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.torch import split_backward
 
 WIDTH = 8

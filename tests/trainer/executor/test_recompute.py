@@ -10,8 +10,9 @@ from split_support import Job, Lambda, Result, assert_equal, run_order, sequenti
 from test_split_zoo import DELAYED, vectors
 from torch import Tensor, nn
 
-from pipemorph_trainer.backward import ModuleRunner, OpOrderError, SplitError
+from pipemorph_trainer.backward import OpOrderError, SplitError
 from pipemorph_trainer.backward.forward_replay import digest_tensor
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 
 WIDTH = 8
 

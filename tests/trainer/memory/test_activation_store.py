@@ -33,9 +33,10 @@ from torch.utils._pytree import tree_leaves
 
 from pipemorph.planning import Op, OpKind, Schedule, ScheduleError, validate
 from pipemorph.planning.offload import DeviceResidency
-from pipemorph_trainer.backward import ModuleRunner, OpOrderError, SplitError
+from pipemorph_trainer.backward import OpOrderError, SplitError
 from pipemorph_trainer.backward.forward_replay import digest_tensor
 from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.memory.activation_store import (
     ActivationStore,
     SavedActivations,

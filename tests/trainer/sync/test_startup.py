@@ -32,8 +32,8 @@ from pipemorph.spec.mesh import MeshShape
 from pipemorph.spec.sections.faults import Fault
 from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
-from pipemorph_trainer.backward import ModuleRunner
 from pipemorph_trainer.errors import PipelineError, SplitError
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.schedule.rank_preparation import RankPreparation, prepare_rank
 from pipemorph_trainer.settings import MANIFEST_FIELDS, SCRIPT_SETTINGS, Settings
 from pipemorph_trainer.startup import StartupInfo, check_startup_info, list_warnings

@@ -24,13 +24,14 @@ from pipemorph.spec.mesh import Coordinate
 from pipemorph_trainer.agent.messages import OffloadStats
 from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.autograd_internals import find_holder_count_problem
-from pipemorph_trainer.backward import Mode, ModuleRunner
+from pipemorph_trainer.backward import Mode
 from pipemorph_trainer.backward.compiled.compiler_internals import find_cuda_graphs
 from pipemorph_trainer.backward.microbatch_state import LossFn
 from pipemorph_trainer.backward.stage_measurements import StageMeasurements
 from pipemorph_trainer.executor.device_times import MeasuredCopy, MeasuredOp
 from pipemorph_trainer.executor.emulated_stage import EmulatedRunner, EmulatedStage
 from pipemorph_trainer.executor.inputs import StepArguments, select_stage_inputs, shape_signature
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.executor.op_runner import ExternalStage, OpRunner
 from pipemorph_trainer.executor.stage_executor import MicrobatchInputs
 from pipemorph_trainer.memory import ActivationStore

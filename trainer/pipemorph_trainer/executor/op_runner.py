@@ -24,7 +24,7 @@ class OpRunner(ABC):
     """Runner of one stage's ops. Ops of one kind run in microbatch order. Methods that are not
     abstract suit a stage that needs no preparation, and whose activations stay in place.
 
-    Implemented by :class:`pipemorph_trainer.backward.ModuleRunner` for a module, by
+    Implemented by :class:`~.module_runner.ModuleRunner` for a module, by
     :class:`pipemorph_trainer.executor.emulated_stage.EmulatedRunner` for an emulated stage, and by
     :class:`pipemorph_trainer.torch.stage_runner.TorchStageRunner` for one of torch's.
     """

@@ -21,12 +21,13 @@ from pipemorph.protocol import OpsTrace, ReductionSample
 from pipemorph.spec.mesh import COLUMN_DIMENSIONS, DATA_DIMENSIONS, LOCKSTEP_DIMENSIONS
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
-from pipemorph_trainer.backward import ModuleRunner, SplitReport
+from pipemorph_trainer.backward import SplitReport
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import step_abort as refusals
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
 from pipemorph_trainer.executor.local_stage import LocalStage, sum_offload_copies
 from pipemorph_trainer.executor.mailbox import Mailbox, name_call
+from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.executor.stage_executor import (
     ExecutorContext,
     MicrobatchInputs,
