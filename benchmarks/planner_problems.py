@@ -145,7 +145,8 @@ def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Pro
 def hash_problem(problem: Problem) -> str:
     """Hash of a problem, which detects facts about another version of it."""
     data = problem.model_dump(mode="json", exclude_none=True)
-    # The facts predate rates of links, objectives, placements and recomputation.
+    # The facts predate rates of links, objectives, placements, recomputation and uneven costs.
+    del data["reorder"]
     for link in data["links"]:
         if not link["transfer"]:
             del link["transfer"]

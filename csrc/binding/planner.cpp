@@ -15,6 +15,7 @@
 #include "planner/guided.hpp"
 #include "planner/in_order.hpp"
 #include "planner/lower_bound.hpp"
+#include "planner/microbatch_order.hpp"
 #include "planner/online.hpp"
 #include "planner/search.hpp"
 #include "planner/valid.hpp"
@@ -30,7 +31,8 @@ using CostsTuple =
     std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
                std::vector<double>, std::vector<int>, std::vector<int>, std::vector<bool>,
                std::vector<double>, std::vector<double>, std::vector<int>, std::vector<double>,
-               std::vector<double>, std::vector<std::vector<int>>, std::vector<double>, double>;
+               std::vector<double>, std::vector<std::vector<int>>, std::vector<double>, double,
+               std::vector<std::vector<double>>>;
 // By rank: codes, starts, ends and free times of the ops. By stage: arrivals of activations and of
 // gradients.
 using ExecutionTuple =
@@ -59,7 +61,7 @@ void check_placement(const std::vector<std::vector<int>>& stages_of, size_t stag
 Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> warmup = {}) {
     Costs costs;
     auto& [n, took, delay, transfer, queues, outstanding, half_duplex, leaving, returning,
-           device_limits, after, before, stages_of, sizes, memory] = given;
+           device_limits, after, before, stages_of, sizes, memory, factors] = given;
     costs.microbatches = n;
     costs.stages = static_cast<int>(took[kForward].size());
     for (int kind = 0; kind <= kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
@@ -82,6 +84,12 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     if (costs.caps.empty()) costs.caps.assign(stages, n);
     for (const auto& times : costs.took)
         expect(times.size() == stages, "expected an op time of each kind per stage");
+    if (!factors.empty()) {
+        const auto fits = [n = n](const auto& row) { return row.size() == static_cast<size_t>(n); };
+        expect(factors.size() == stages && std::all_of(factors.begin(), factors.end(), fits),
+               "expected a factor per stage and microbatch");
+        costs.set_factors(factors);
+    }
     expect(costs.caps.size() == stages && costs.sizes.size() == stages,
            "expected an in-flight cap and a size per stage");
     expect(costs.leaving.size() == stages && costs.returning.size() == stages &&
@@ -261,6 +269,17 @@ std::vector<std::vector<int>> waits_of(const CostsTuple& given, const std::vecto
     return find_planned_waits(costs, ranks, peaks);
 }
 
+std::pair<std::vector<int>, double> order_given_microbatches(
+    const CostsTuple& given, const std::vector<nb::bytes>& order,
+    const std::vector<std::vector<int>>& waits, std::vector<int> caps, bool guided, long effort) {
+    Costs costs = to_costs(given, std::move(caps));
+    expect(costs.varies(), "expected factors of the microbatches");
+    const DispatchGuide guide = to_guide(order, waits, costs);
+    const Calls::WithoutGil no_gil;
+    auto [microbatches, makespan] = order_microbatches(std::move(costs), guide, guided, effort);
+    return {std::move(microbatches), makespan};
+}
+
 std::array<double, 2> jittered_makespans(const CostsTuple& given,
                                          const std::vector<nb::bytes>& order,
                                          const std::vector<std::vector<int>>& waits,
@@ -315,9 +334,10 @@ std::tuple<std::vector<nb::bytes>, double, double> run_search(
     return {std::move(order), found.makespan, found.bound};
 }
 
-double compute_lower_bound(const CostsTuple& given, std::vector<int> caps) {
+double compute_lower_bound(const CostsTuple& given, std::vector<int> caps, bool any_order) {
     const Costs costs = to_costs(given, std::move(caps));
     const Calls::WithoutGil no_gil;
+    if (any_order && costs.varies()) return compute_any_order_bound(costs, costs.caps);
     return compute_machine_bound(costs, compute_heads(costs, costs.caps),
                                  compute_tails(costs, costs.caps));
 }
@@ -354,7 +374,10 @@ NB_MODULE(_planner, module) {
                "paper_warmup"_a, "start"_a, "listing_effort"_a, "shifting_effort"_a, "near"_a);
     module.def("is_valid", &planner::valid, "microbatches"_a, "stages_of"_a, "ranks"_a, "numbers"_a,
                "caps"_a, "device_limits"_a);
-    module.def("compute_lower_bound", &planner::compute_lower_bound, "costs"_a, "caps"_a);
+    module.def("order_microbatches", &planner::order_given_microbatches, "costs"_a, "order"_a,
+               "waits"_a, "caps"_a, "guided"_a, "effort"_a);
+    module.def("compute_lower_bound", &planner::compute_lower_bound, "costs"_a, "caps"_a,
+               "any_order"_a);
     module.def("compute_tight_lower_bound", &planner::compute_tight_lower_bound, "costs"_a,
                "caps"_a, "makespan"_a, "effort"_a);
 }

@@ -2,6 +2,31 @@
 
 namespace pipemorph::planner {
 
+void Costs::set_factors(const std::vector<std::vector<double>>& rows) {
+    const size_t n = microbatches;
+    factors.clear();
+    for (const auto& row : rows) factors.insert(factors.end(), row.begin(), row.end());
+    for (int kind = 0; kind <= kKinds; ++kind) {
+        times[kind].clear();
+        for (int i = 0; i < stages; ++i) {
+            double sum = 0.0;
+            for (const double factor : rows[i]) {
+                times[kind].push_back(took[kind][i] * factor);
+                sum += times[kind].back();
+            }
+            took[kind][i] = sum / static_cast<double>(n);
+        }
+    }
+}
+
+void Costs::swap_microbatches(int a, int b) {
+    for (int i = 0; i < stages; ++i) {
+        const size_t row = static_cast<size_t>(i) * microbatches;
+        std::swap(factors[row + a], factors[row + b]);
+        for (auto& its : times) std::swap(its[row + a], its[row + b]);
+    }
+}
+
 EventCore::EventCore(const Costs& costs)
     : costs_(costs),
       delay_(&costs.delay),
@@ -16,6 +41,9 @@ EventCore::EventCore(const Costs& costs)
     for (int stage = 0; stage < costs.stages; ++stage)
         for (const int kind : {kForward, kBackward, kWeight, kFused}) {
             OpClass its{.stage = stage, .kind = kind, .took = costs.took[kind][stage]};
+            if (costs.varies())
+                its.times =
+                    costs.times[kind].data() + static_cast<size_t>(stage) * costs.microbatches;
             const int counted = kind == kFused ? kBackward : kind;
             its.done = &done_[counted][stage];
             if (kind != kWeight) its.input = arrivals_.row(counted, stage);

@@ -271,6 +271,7 @@ class EventCore {
         int outstanding = 0, queues = 0;
         bool half_duplex = false, is_within_rank = false;
         double took = 0.0, transfer = 0.0;
+        const double* times = nullptr;  // by microbatch, if they differ; else all take `took`
         int* done = nullptr;
         // Arrivals by microbatch of the ops' inputs and outputs. The last stage has its gradient at
         // the end of its F.
@@ -307,9 +308,13 @@ class EventCore {
     double begin(const OpClass& its, int m) {
         ++*its.done;
         if (its.kind == kFused) ++done_[kWeight][its.stage];
-        if (residency_.empty() || !residency_[its.stage].run(its.kind, m)) return its.took;
-        const auto& extra = its.kind == kForward ? costs_.leaving : costs_.returning;
-        return its.took + extra[its.stage];
+        const double took = its.times ? its.times[m] : its.took;
+        if (residency_.empty() || !residency_[its.stage].run(its.kind, m)) return took;
+        const double extra = (its.kind == kForward ? costs_.leaving : costs_.returning)[its.stage];
+        if (!its.times) return took + extra;
+        const double factor =
+            costs_.factors[static_cast<size_t>(its.stage) * costs_.microbatches + m];
+        return took + extra * factor;
     }
 
     // Sends a message at `now`, and returns its arrival. A direction sends in microbatch order;

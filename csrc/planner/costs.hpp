@@ -22,9 +22,12 @@ constexpr int kMostChunks = 64;  // stages of a rank
 struct Costs {
     int microbatches = 0;
     int stages = 0;
-    std::vector<double> took[kKinds + 1];  // per kind and stage
-    std::vector<double> delay;             // per link, as the next four
-    std::vector<double> transfer;          // time for which a message occupies its direction
+    std::vector<double> took[kKinds + 1];  // per kind and stage; the mean if microbatches differ
+    // Per stage and microbatch, one row per stage; both empty if all microbatches are equal.
+    std::vector<double> factors;            // of the times of all ops
+    std::vector<double> times[kKinds + 1];  // per kind: `took` of an equal microbatch × its factor
+    std::vector<double> delay;              // per link, as the next four
+    std::vector<double> transfer;           // time for which a message occupies its direction
     std::vector<int> queues;
     std::vector<int> outstanding;
     std::vector<bool> half_duplex;
@@ -51,6 +54,17 @@ struct Costs {
                 chunk_of[stages_of[rank][chunk]] = static_cast<int>(chunk);
             }
     }
+    // Sets the factors, a row of one per microbatch for each stage. `took` becomes the mean.
+    void set_factors(const std::vector<std::vector<double>>& rows);
+    bool varies() const { return !factors.empty(); }
+    // Time of the op of microbatch `m`.
+    double time(int kind, int stage, int m) const {
+        if (!varies()) return took[kind][stage];
+        return times[kind][static_cast<size_t>(stage) * microbatches + m];
+    }
+    // Exchanges the factors of two microbatches on every stage.
+    void swap_microbatches(int a, int b);
+
     int ranks() const { return static_cast<int>(stages_of.size()); }
     // True if a link joins two stages of one rank: its messages take no time.
     bool is_within_rank(int link) const { return rank_of[link] == rank_of[link + 1]; }

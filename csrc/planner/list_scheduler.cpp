@@ -66,7 +66,7 @@ struct UrgencySelector {
 
         const auto [stage, kind, m] = choice.op;
         if (const double patience = tuning.stage_tunings[stage].patience; patience != 0) {
-            const double horizon = now + patience * costs.took[kind][stage];
+            const double horizon = now + patience * costs.time(kind, stage, m);
             const auto await = [&](int i, int its, double at) {
                 if (now < at && at < horizon && at < choice.until &&
                     urgency_of(i, its, core.done(its, i)) > urgency)
@@ -86,7 +86,7 @@ struct UrgencySelector {
 
     void began(EventCore& core, int rank, const Op& op, double, double end) {
         ++ops_run;
-        time_remaining[rank] -= costs.took[op.kind][op.stage];
+        time_remaining[rank] -= costs.time(op.kind, op.stage, op.microbatch);
         makespan = std::max(makespan, end + costs.after[rank]);
         order[rank].push_back(core.code(op));
     }

@@ -100,7 +100,7 @@ bool StartWindows::propagate_from_start(int i) {
     const int n = costs_.microbatches, cap = costs_.caps[i];
     const auto start = [&](int kind, int m, double free) {
         const double at = std::max(free, head_.row(kind, i)[m]);
-        return at <= latest_.row(kind, i)[m] ? at + costs_.took[kind][i] : kNever;
+        return at <= latest_.row(kind, i)[m] ? at + costs_.time(kind, i, m) : kNever;
     };
     for (int w = 0; w <= n; ++w) {
         const int most = std::min(n, w + cap);
@@ -164,7 +164,7 @@ bool StartWindows::propagate_from_end(int i) {
                 const auto run = [&](int kind, int m, double free) {
                     const double start = std::max(at, head_.row(kind, i)[m]);
                     const double latest =
-                        std::min(latest_.row(kind, i)[m], free - costs_.took[kind][i]);
+                        std::min(latest_.row(kind, i)[m], free - costs_.time(kind, i, m));
                     if (start > latest) return;
                     until = std::max(until, latest);
                     least[kind][m] = std::min(least[kind][m], start);
@@ -191,13 +191,12 @@ bool StartWindows::propagate_from_end(int i) {
 
 void StartWindows::pass_windows(int link, int kind, int from, int to) {
     const int n = costs_.microbatches, queues = costs_.queues[link];
-    const double took = costs_.took[kind][from], transfer = costs_.transfer[link],
-                 delay = costs_.delay[link];
+    const double transfer = costs_.transfer[link], delay = costs_.delay[link];
     bool later = false, earlier = false;
     const double* sent = head_.row(kind, from);
     double* received = head_.row(kind, to);
     for (int m = 0; m < n; ++m) {
-        double leaves = sent[m] + took;
+        double leaves = sent[m] + costs_.time(kind, from, m);
         if (queues && m >= queues) leaves = std::max(leaves, arrivals_[m - queues]);
         double arrives = leaves + transfer + delay;
         if (m && transfer > 0) arrives = std::max(arrives, arrivals_[m - 1] + transfer);
@@ -213,7 +212,7 @@ void StartWindows::pass_windows(int link, int kind, int from, int to) {
         if (queues && m + queues < n)
             arrives = std::min(arrives, arrivals_[m + queues] - transfer - delay);
         arrivals_[m] = arrives;
-        const double start = arrives - delay - transfer - took;
+        const double start = arrives - delay - transfer - costs_.time(kind, from, m);
         earlier |= start < latest[m] - small_;
         latest[m] = std::min(latest[m], start);
     }

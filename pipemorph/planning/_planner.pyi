@@ -18,6 +18,7 @@ Costs = tuple[
     Sequence[Sequence[int]],  # per rank: its stages; an op's chunk is an index in them
     Sequence[float],  # per stage: memory of one microbatch in flight
     float,  # memory of a rank, infinity for no limit
+    Sequence[Sequence[float]],  # per stage: factor of each microbatch's times; empty: all equal
 ]
 
 Rows = list[list[float]]
@@ -106,8 +107,20 @@ def is_valid(
     """True if :func:`pipemorph.planning.validator.validate` accepts the schedule. ``numbers``: the
     microbatch of each op; ``caps`` and ``device_limits``: 0 for no limit."""
 
-def compute_lower_bound(costs: Costs, caps: Sequence[int]) -> float:
-    """Lower bound of the makespan of all schedules."""
+def order_microbatches(
+    costs: Costs,
+    order: Sequence[bytes],
+    waits: Sequence[Sequence[int]],
+    caps: Sequence[int],
+    guided: bool,
+    effort: int,
+) -> tuple[list[int], float]:
+    """See :mod:`pipemorph.planning.microbatch_order`. The order of ``costs`` is tried first; the
+    search stops once ``effort`` ops were run. Releases the GIL."""
+
+def compute_lower_bound(costs: Costs, caps: Sequence[int], any_order: bool) -> float:
+    """Lower bound of the makespan of all schedules. ``any_order``: in any order of the
+    microbatches, not only that of the factors."""
 
 def compute_tight_lower_bound(
     costs: Costs, caps: Sequence[int], makespan: float, effort: int

@@ -371,7 +371,8 @@ class Plan:
     activations may be on the device of stage *i* at a time; the others are in host memory
     (:mod:`pipemorph.planning.offload`), or dropped and computed again if ``recompute[i]``; None:
     neither. ``waits[r]``: for guided dispatch, positions of the ops of rank *r* for which the rank
-    waits, running no other op; empty: none.
+    waits, running no other op; empty: none. ``microbatch_order[k]``: the microbatch that runs as
+    microbatch *k* of the schedule; empty: *k* itself.
     """
 
     version: int
@@ -384,6 +385,7 @@ class Plan:
     device_limits: tuple[int | None, ...] = field(default=())
     recompute: tuple[bool, ...] = field(default=())
     waits: tuple[tuple[int, ...], ...] = ()
+    microbatch_order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.warmup:
@@ -394,6 +396,8 @@ class Plan:
             object.__setattr__(self, "recompute", (False,) * self.schedule.stage_count)
         if not any(self.waits):
             object.__setattr__(self, "waits", ())
+        if self.microbatch_order == tuple(range(self.schedule.microbatches)):
+            object.__setattr__(self, "microbatch_order", ())
 
     @property
     def offloading_stages(self) -> tuple[int, ...]:
@@ -428,7 +432,7 @@ class Plan:
         def list_executed_fields(plan: Plan) -> tuple[object, ...]:
             return (
                 plan.schedule, plan.dispatch, plan.waits, plan.routes,
-                plan.device_limits, plan.recompute,
+                plan.device_limits, plan.recompute, plan.microbatch_order,
             )  # fmt: skip
 
         return list_executed_fields(self) == list_executed_fields(other)

@@ -7,7 +7,8 @@ A problem has no fixed unit of time: results are in the unit of its times. The P
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import floor, gcd
+from math import floor, gcd, isfinite
+from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -59,6 +60,35 @@ Rate = Annotated[float, BeforeValidator(_check_number), Field(gt=0, le=1e6, allo
 """Rate in 10^9 bit/s."""
 Messages = Annotated[Count, Field(le=MAX_OPS)]
 """Number of messages, at most as many as a plan can send."""
+
+
+MOST_COST = 1e6
+"""Largest cost of a microbatch, relative to the stage times."""
+CostRows = tuple[tuple[float, ...], ...]
+"""Costs of the microbatches: one row for all stages, or one per stage."""
+
+
+def parse_microbatch_costs(value: object) -> object:
+    """Rows of costs from a row of numbers, or a list of rows. Raises ValueError that names the
+    first bad value; None for no costs."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("is not a list of numbers, or of one such list per stage")
+    several = any(isinstance(row, list | tuple) for row in value)
+    for i, row in enumerate(value if several else [value]):
+        where = f"[{i}]" if several else ""
+        if not isinstance(row, list | tuple):
+            raise ValueError(f"has {quote_value(row)} at {where}; expected a list of numbers")
+        for m, cost in enumerate(row):
+            number = isinstance(cost, int | float) and not isinstance(cost, bool)
+            if not (number and isfinite(cost) and 0 <= cost <= MOST_COST):
+                raise ValueError(
+                    f"has {quote_value(cost)} at {where}[{m}]; expected a number from 0 to"
+                    f" {MOST_COST:g}"
+                )
+    rows = value if several else [value]
+    return tuple(tuple(map(float, row)) for row in rows)
 
 
 class _FrozenModel(BaseModel):
@@ -205,7 +235,12 @@ class Problem(_FrozenModel):
     stages each, assigned by ``placement``; links still connect consecutive stages.
     ``rank_memory``: most memory in flight of a rank, over all its stages: in bytes if the stages
     have ``activation_bytes``, else in microbatches. ``layers``: all layers of the model, and
-    ``layer_split``: their number per stage, for `pipemorph advise`. Raises
+    ``layer_split``: their number per stage, for `pipemorph advise`.
+
+    ``microbatch_costs``: rows of factors, one per microbatch, by which the times of its ops differ
+    from those of the stages: one row for all stages, or one per stage; None: all are 1. They do not
+    change transfers and memory. ``reorder``: policy pipemorph may run the microbatches in another
+    order than 0, 1, …; a schedule then names *places* in that order instead of microbatches. Raises
     :class:`pydantic.ValidationError`; :func:`parse_problem` converts it to one line.
     """
 
@@ -221,6 +256,8 @@ class Problem(_FrozenModel):
     rank_memory: Bytes | None = None
     layers: tuple[LayerTimes, ...] | None = Field(default=None, min_length=1)
     layer_split: tuple[Count, ...] | None = None
+    microbatch_costs: Annotated[CostRows | None, BeforeValidator(parse_microbatch_costs)] = None
+    reorder: bool = True
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Problem:
@@ -240,11 +277,58 @@ class Problem(_FrozenModel):
             _check_warmup(self.warmup, self)
         if self.layers is not None or self.layer_split is not None:
             _check_layers(self.layers, self.layer_split, count)
+        if self.microbatch_costs is not None:
+            _check_costs(self.microbatch_costs, self)
         return self
 
     @property
     def stage_count(self) -> int:
         return len(self.stages)
+
+    @property
+    def stage_costs(self) -> CostRows:
+        """Costs of the microbatches, one row per stage; empty if all microbatches are equal."""
+        rows = self.microbatch_costs
+        if rows is None:
+            return ()
+        return rows if len(rows) == self.stage_count else rows * self.stage_count
+
+    @property
+    def reorders(self) -> bool:
+        """True if a plan may run the microbatches in another order."""
+        return self.reorder and self.microbatch_costs is not None
+
+    def with_microbatch_order(self, order: Sequence[int]) -> Problem:
+        """Problem whose microbatches are the places of ``order``, which plans may not change.
+        ``order[k]``: the microbatch in place *k*; empty: microbatch *k*. Raises
+        :class:`InputError` unless it has each microbatch once."""
+        if order and sorted(order) != list(range(self.microbatches)):
+            raise InputError(
+                f"microbatch_order is {quote_value(list(order))}; expected each microbatch from 0"
+                f" to {self.microbatches - 1} once"
+            )
+        if self.microbatch_costs is None:
+            return self
+        rows = self.microbatch_costs
+        if order:
+            rows = tuple(tuple(row[m] for m in order) for row in rows)
+        return self.model_copy(update={"microbatch_costs": rows, "reorder": False})
+
+    def with_mean_costs(self) -> Problem:
+        """Problem with equal microbatches, whose ops take the stages' mean times."""
+        if self.microbatch_costs is None:
+            return self
+        stages = tuple(map(_scale_times, self.stages, map(fmean, self.stage_costs)))
+        return self.model_copy(update={"stages": stages, "microbatch_costs": None})
+
+    def require_equal_microbatches(self, what: str) -> None:
+        """Raise :class:`InputError` if the problem has ``microbatch_costs``, which ``what`` does
+        not support."""
+        if self.microbatch_costs is not None:
+            raise InputError(
+                f"microbatch_costs are given; {what} supports only equal microbatches: omit"
+                " microbatch_costs"
+            )
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -388,6 +472,33 @@ class Problem(_FrozenModel):
         except ValueError as error:
             raise InputError(str(error)) from None
         return self.model_copy(update={"warmup": tuple(warmup)})
+
+
+def _scale_times(stage: StageTimes, factor: float) -> StageTimes:
+    """Stage whose ops take ``factor`` times as long."""
+    times = {name: getattr(stage, name) for name in _STAGE}
+    update = {name: None if time is None else time * factor for name, time in times.items()}
+    return stage.model_copy(update=update)
+
+
+def _check_costs(rows: CostRows, problem: Problem) -> None:
+    """Raise ValueError unless the rows fit the stages and microbatches of a problem, and its
+    objective supports them."""
+    stages, n = problem.stage_count, problem.microbatches
+    if len(rows) not in (1, stages):
+        raise ValueError(
+            f"microbatch_costs has {len(rows)} rows; expected one for all stages, or one for each"
+            f" of {stages}"
+        )
+    for i, row in enumerate(rows):
+        if len(row) != n:
+            where = f"microbatch_costs[{i}]" if len(rows) > 1 else "microbatch_costs"
+            raise ValueError(f"{where} has {_format_entries(len(row))}; microbatches is {n}")
+    if problem.objective != "makespan":
+        raise ValueError(
+            f"objective is {problem.objective}; microbatch_costs support only makespan: omit one of"
+            " them"
+        )
 
 
 def _smallest_limit(*limits: int | None) -> int | None:

@@ -4,6 +4,7 @@
 #include "planner/guided.hpp"
 #include "planner/in_order.hpp"
 #include "planner/lower_bound.hpp"
+#include "planner/microbatch_order.hpp"
 #include "planner/online.hpp"
 #include "planner/rng.hpp"
 #include "planner/search.hpp"
@@ -12,6 +13,13 @@
 using namespace pipemorph::planner;
 
 namespace {
+
+void draw_factors(Rng& rng, Costs& costs) {
+    std::vector<std::vector<double>> rows(costs.stages);
+    for (auto& row : rows)
+        for (int m = 0; m < costs.microbatches; ++m) row.push_back(rng.draw_below(8) / 2.0);
+    costs.set_factors(rows);
+}
 
 Costs random_costs(Rng& rng, bool split, bool several) {
     Costs costs;
@@ -48,6 +56,7 @@ Costs random_costs(Rng& rng, bool split, bool several) {
         // The search knows no such thing.
         if (!split) costs.before.push_back(rng.draw_below(3) ? 0.0 : rng.draw_below(30));
     }
+    if (rng.draw_below(2)) draw_factors(rng, costs);
     return costs;
 }
 
@@ -201,4 +210,36 @@ TEST(planner_no_schedule_is_below_the_windows_bound) {
         tighter += bound > quick * (1 + kSame);
     }
     CHECK(tighter > 10);
+}
+
+TEST(planner_order_of_microbatches_has_the_makespan_it_claims) {
+    Rng rng;
+    int shorter = 0;
+    for (int round = 0; round < 300; ++round) {
+        Costs costs = random_costs(rng, true, true);
+        draw_factors(rng, costs);
+        const std::vector<int> paper(costs.stages, 1);
+        const SearchResult given = search(costs, paper, {}, {500, 0});
+        DispatchGuide guide{given.order, {}, costs.caps};
+        guide.waits.resize(given.order.size());
+        const bool guided = rng.draw_below(2);
+        const auto found = order_microbatches(costs, guide, guided, 4000);
+        Costs ordered = costs;
+        for (int kind = 0; kind <= kKinds; ++kind)
+            for (int i = 0; i < costs.stages; ++i) {
+                const double* from = costs.times[kind].data();
+                for (int m = 0; m < costs.microbatches; ++m)
+                    ordered.times[kind][static_cast<size_t>(i) * costs.microbatches + m] =
+                        from[static_cast<size_t>(i) * costs.microbatches + found.microbatches[m]];
+            }
+        GuidedExecutor by_guide(ordered, guide);
+        by_guide.run();
+        const double claimed =
+            guided ? by_guide.makespan() : OrderExecutor(ordered).run(given.order);
+        CHECK(claimed == found.makespan);
+        CHECK(compute_any_order_bound(costs, costs.caps) <= found.makespan * (1 + kSame));
+        CHECK(compute_any_order_bound(costs, costs.caps) <= given.makespan * (1 + kSame));
+        shorter += found.makespan < given.makespan * (1 - kSame);
+    }
+    CHECK(shorter > 50);
 }

@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 96_600,
-    "product code lines": 71_150,
-    "test lines": 100_000,
+    "product lines": 97_150,
+    "product code lines": 71_600,
+    "test lines": 100_200,
     "benchmark lines": 6_160,
     "public classes": 681,
     "modules": 381,

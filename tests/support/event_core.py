@@ -114,10 +114,11 @@ class _Core:
             self.done[kind][op.stage] += 1
         costs = self.costs
         times = (costs.forward, costs.backward_input, costs.backward_weight, costs.whole_backward)
-        took = times[op.kind][op.stage]
+        factor = self.costs.factors[op.stage][op.microbatch] if self.costs.factors else 1.0
+        took = times[op.kind][op.stage] * factor
         if self.residency[op.stage].record_op(KINDS[op.kind], op.microbatch):
             extra = self.costs.departure_times if op.kind == F else self.costs.return_times
-            took += extra[op.stage]
+            took += extra[op.stage] * factor
         self.codes[rank].append(op.code)
         self.start[rank].append(now)
         self.end[rank].append(now + took)

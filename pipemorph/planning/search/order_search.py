@@ -146,7 +146,8 @@ def _is_plain_problem(costs: Costs) -> bool:
     that they wait for are simultaneous.
     """
     times = (*costs.forward, *costs.backward_input, *costs.backward_weight)
-    return min(times) > 0 and not any(costs.outstanding) and not any(costs.half_duplex)
+    costly = all(min(row) > 0 for row in costs.factors)
+    return costly and min(times) > 0 and not any(costs.outstanding) and not any(costs.half_duplex)
 
 
 def _find_start_order(problem: Problem, costs: Costs, warmup: Sequence[int]) -> list[bytes]:

@@ -63,7 +63,8 @@ class Costs(NamedTuple):
     ``stages_by_rank``: stages of each rank. ``rank_tails``: time after the last op of a rank, part
     of the makespan. ``rank_starts``: earliest start of a rank, 0 or later; only executions use it.
     ``microbatch_sizes``: memory of a microbatch in flight, by stage; ``rank_memory``: of a rank for
-    all its stages, infinity for no limit.
+    all its stages, infinity for no limit. ``factors``: costs of the microbatches by stage, factors
+    of all op times; empty if all are equal.
     """
 
     microbatches: int
@@ -84,6 +85,7 @@ class Costs(NamedTuple):
     stages_by_rank: Sequence[Sequence[int]]
     microbatch_sizes: list[float]
     rank_memory: float
+    factors: Rows = ()
 
     @property
     def stage_count(self) -> int:
@@ -118,6 +120,7 @@ class Costs(NamedTuple):
             ranks,
             [float(size) for size in problem.microbatch_sizes],
             float(problem.rank_memory or INF),
+            problem.stage_costs,
         )
 
     def with_least_backward(self) -> Costs:
@@ -151,6 +154,7 @@ class Costs(NamedTuple):
             self.stages_by_rank,
             self.microbatch_sizes,
             self.rank_memory,
+            self.factors,
         )
 
     def for_period(self) -> Costs:
@@ -273,7 +277,7 @@ def compute_adapted_warmup(problem: Problem) -> tuple[int, ...]:
     "adaptation"). The paper bounds Δ by ``N - 2S``, which is not positive for short
     pipelines; here counts are bounded by N and the in-flight caps instead.
     """
-    stages, links = problem.stages, problem.links
+    stages, links = problem.with_mean_costs().stages, problem.links
     count = problem.stage_count
     warmup = [1] * count
     for i in range(count - 2, -1, -1):
@@ -515,7 +519,7 @@ def is_guided_as_fast(schedule: Schedule, problem: Problem, waits: Waits) -> boo
     """
     if problem.stage_count * problem.microbatches > MOST_GUIDED_CELLS:
         return False
-    unit = fmean(stage.forward for stage in problem.stages)
+    unit = fmean(stage.forward for stage in problem.with_mean_costs().stages)
     if unit <= 0:
         return False
     costs, guide = (
@@ -544,12 +548,17 @@ def compute_lower_bound(problem: Problem, placement: Sequence[int] = ()) -> floa
     the same rank: it takes the preemptive one-machine schedule of each rank's ops between their
     heads and tails (Jackson's rule, as Carlier and Pinson use it for job shops).
 
+    If the microbatches may be reordered, it holds for every order of them.
+
     Under in-flight caps this is several percent below the optimum.
     :func:`compute_tight_lower_bound` is closer, but takes longer than planning.
     """
     costs, less, grain = _relax_costs(problem, placement)
     return (
-        _planner.compute_lower_bound(costs.pack_for_planner(), _list_loosest_caps(problem)) - less
+        _planner.compute_lower_bound(
+            costs.pack_for_planner(), _list_loosest_caps(problem), problem.reorders
+        )
+        - less
     ) * grain
 
 

@@ -30,7 +30,16 @@ def uneven(rng: random.Random, problem: Problem, placement: Sequence[int] = ()) 
         delay=[rng.uniform(0, 9) for _ in costs.delay],
         transfer=[rng.choice([0.0, rng.uniform(0, 9)]) for _ in costs.delay],
         rank_starts=[rng.choice([0.0, rng.uniform(0, 40)]) for _ in costs.rank_starts],
+        factors=draw_factors(rng, costs) if rng.random() < 0.5 else (),
     )
+
+
+def draw_factors(rng: random.Random, costs: Costs) -> list[list[float]]:
+    """Costs of the microbatches on each stage, some of them none."""
+    return [
+        [rng.choice([0.0, 1.0, rng.uniform(0.1, 4)]) for _ in range(costs.microbatches)]
+        for _ in costs.forward
+    ]
 
 
 def changing(rng: random.Random) -> DelayAt | None:
@@ -154,5 +163,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         placed = costs._replace(stages_by_rank=stages_of)
         with pytest.raises(ValueError, match=words):
             execution.execute_in_order(placed, codes)
+    with pytest.raises(ValueError, match="a factor per stage and microbatch"):
+        execution.execute_in_order(costs._replace(factors=[[1.0]]), [good, good])
     with pytest.raises(ValueError, match="one link fewer"):
         execution.execute_in_order(costs._replace(delay=[]), [good, good])

@@ -1,0 +1,65 @@
+"""Orders microbatches that differ in cost, for a plan whose order of ops stays.
+
+A schedule's microbatches are *places*: place *k* of every stage runs the same microbatch. Which one
+that is may change from iteration to iteration without another plan, since all ranks find the same
+order from the same costs. The search is compiled (``csrc/planner/microbatch_order.cpp``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from pipemorph.errors import InputError
+from pipemorph.planning import _planner
+from pipemorph.planning.ir import Dispatch, Plan
+from pipemorph.planning.problem import Problem, describe_problem_error
+from pipemorph.planning.simulation.execution import Costs, build_guide
+from pipemorph.planning.simulation.simulator import check_same_shape
+
+OPS_PER_SECOND = 100_000_000
+"""Ops that the search simulates per second of effort."""
+
+
+def order_microbatches(
+    problem: Problem,
+    plan: Plan,
+    costs: Sequence[float] | Sequence[Sequence[float]],
+    *,
+    seconds: float = 0.005,
+) -> tuple[int, ...]:
+    """Order of the microbatches with the shortest iteration found for ``plan``: element *k* is the
+    microbatch that runs in place *k*.
+
+    ``problem``: stage times and links; its own ``microbatch_costs`` are ignored. ``costs``: one row
+    of a factor per microbatch, or one row per stage. ``seconds``: effort, converted to a number of
+    ops, so that every machine finds the same order; it takes about that time. The order is never
+    longer than 0, 1, …, which is the result for equal costs. Raises :class:`InputError` for costs
+    that do not fit the problem, or a plan of another shape.
+    """
+    check_same_shape(plan.schedule, problem)
+    varied = with_microbatch_costs(problem.with_plan_limits(plan), costs)
+    guided = plan.dispatch is Dispatch.GUIDED
+    guide = build_guide(plan.schedule, varied, plan.waits)
+    order, _ = _planner.order_microbatches(
+        Costs.from_problem(varied, plan.schedule.placement).pack_for_planner(),
+        guide.op_codes,
+        guide.waits,
+        guide.caps,
+        guided,
+        max(1, int(seconds * OPS_PER_SECOND)),
+    )
+    return tuple(order)
+
+
+def with_microbatch_costs(
+    problem: Problem, costs: Sequence[float] | Sequence[Sequence[float]]
+) -> Problem:
+    """Problem with these costs of its microbatches. Raises :class:`InputError` for costs that do
+    not fit it."""
+    given = {**problem.model_dump(), "microbatch_costs": costs, "objective": "makespan"}
+    try:
+        return Problem.model_validate(given)
+    except ValidationError as error:
+        raise InputError(describe_problem_error(error)) from None
