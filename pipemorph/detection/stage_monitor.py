@@ -1,5 +1,10 @@
 """Op times and memory of stages: medians of the profiles of a rank, and states that the job's agent
-merges from all columns. Pure, without a clock."""
+merges from all columns. Pure, without a clock.
+
+Where the script gives costs of microbatches, the op times of an iteration are first divided by its
+mean cost, so that a batch with more work does not count as a slower stage. The medians are those
+of times per cost, for the median cost of the newest iterations.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,8 @@ class StageProfiles:
         self._ops: deque[tuple[float, float, float]] = deque(maxlen=MEDIAN_PROFILES)
         self._fused: deque[float] = deque(maxlen=MEDIAN_PROFILES)
         """Times of fused backwards, which are as noisy as their parts."""
+        self._costs: deque[float] = deque(maxlen=MEDIAN_PROFILES)
+        """Mean costs of the same iterations; empty without costs, and then times are per cost 1."""
         self._newest: StageProfile | None = None
         self._activation_bytes: int | None = None
         self._input_bytes: int | None = None
@@ -49,17 +56,26 @@ class StageProfiles:
 
     def add_profile(self, profile: StageProfile) -> None:
         """Add a profile. If its backwards were fused, the last times of B and W stay."""
-        backward, weight = profile.backward_input, profile.backward_weight
+        if (profile.cost is None) is bool(self._costs):
+            # Times with and without costs have no common unit.
+            self._ops.clear()
+            self._fused.clear()
+            self._costs.clear()
+        cost = 1.0 if profile.cost is None else profile.cost
+        if profile.cost is not None:
+            self._costs.append(cost)
+        backward, weight = profile.backward_input / cost, profile.backward_weight / cost
         if profile.fused_backward is not None:
-            self._fused.append(profile.fused_backward)
+            self._fused.append(profile.fused_backward / cost)
         if profile.split != "fused" and not weight:
             if profile.fused_backward is None:
                 self._fused.append(backward)
             if self._ops:
                 _, backward, weight = self._ops[-1]
             elif self.expected is not None:
-                backward, weight = self.expected.backward_input, self.expected.backward_weight
-        self._ops.append((profile.forward, backward, weight))
+                backward = self.expected.backward_input / cost
+                weight = self.expected.backward_weight / cost
+        self._ops.append((profile.forward / cost, backward, weight))
         times = [sum(ops) for ops in self._ops]
         self.ops_inflated = times[-1] > INFLATED_FACTOR * min(times)
         self._newest = profile
@@ -74,7 +90,7 @@ class StageProfiles:
         """Longest op, including a copy, in seconds; infinite if unknown. A backward and its weight
         part count as one."""
         if self._ops:
-            forward, backward, weight = self._ops[-1]
+            forward, backward, weight = (self._usual_cost * took for took in self._ops[-1])
         elif self.expected is not None:
             forward, backward, weight = (
                 self.expected.forward,
@@ -86,19 +102,25 @@ class StageProfiles:
         copies = self.offloads and self._activation_bytes
         return max(forward, backward + weight) + ((self._offload_copy or 0.0) if copies else 0.0)
 
+    @property
+    def _usual_cost(self) -> float:
+        """Cost that the reported op times are for."""
+        return median(self._costs) if self._costs else 1.0
+
     def build_state(self) -> StageState | None:
         """Medians of the profiles; None without any. A fused backward is as measured."""
         if self._newest is None:
             return None
+        cost = self._usual_cost
         forward, backward, weight = (
-            _compute_usual(times) for times in zip(*self._ops, strict=True)
+            cost * _compute_usual(times) for times in zip(*self._ops, strict=True)
         )
         return StageState(
             stage=self._stage,
             forward=forward,
             backward_input=backward,
             backward_weight=weight,
-            fused_backward=_compute_usual(self._fused) if self._fused else None,
+            fused_backward=cost * _compute_usual(self._fused) if self._fused else None,
             activation_bytes=self._activation_bytes,
             input_bytes=self._input_bytes,
             offload_copy=self._offload_copy,
@@ -106,8 +128,9 @@ class StageProfiles:
             crowding=self._newest.crowding or 0.0,
             replica=self._replica,
             profiles=len(self._ops),
-            recent=median(map(sum, list(self._ops)[-RECENT_PROFILES:])),
+            recent=cost * median(map(sum, list(self._ops)[-RECENT_PROFILES:])),
             clock=self._newest.clock,
+            cost=cost if self._costs else None,
         )
 
 

@@ -6,6 +6,9 @@ Stages differ in their layers, so there are two comparisons:
 - *Against its own past*: a stage that takes longer than in its best iterations, while the others do
   not. If all take longer, the batch has changed, and no stage is slow.
 
+Where the script gives costs of microbatches, paces are those at one cost: columns with other data
+do other work.
+
 Both compare medians of three iterations, which ranks report, so that a pause names no stage; nine
 iterations where ranks share processors. Medians do not arrive at the same moment: a stage is named
 if it is slow in comparisons some time apart. A straggler only informs users: no order of ops makes
@@ -52,6 +55,8 @@ class StragglerMonitor:
     def __init__(self, stages: int, mesh: MeshShape, events: EventLog) -> None:
         self._stages = [_StagePace() for _ in range(stages)]
         self._mesh, self._events = mesh, events
+        self._cost: float | None = None
+        """Cost of a microbatch that all paces are for: the first that a rank reported."""
         self._stragglers: dict[tuple[int, int | None], Straggler] = {}
         self._turning: dict[tuple[int, int | None], tuple[float, int]] = {}
         """Stages that seem to have become slow or healthy; time and iteration of their turn."""
@@ -70,7 +75,7 @@ class StragglerMonitor:
         for stage in changed:
             stage.changed = False
             pace = stage.median_pace = median_low(
-                each.pace for each in stage.column_states.values()
+                map(self._compute_pace, stage.column_states.values())
             )
             if any(each.profiles >= MEDIAN_PROFILES for each in stage.column_states.values()):
                 stage.best_pace = min(stage.best_pace or pace, pace)
@@ -84,11 +89,12 @@ class StragglerMonitor:
             if len(stage.column_states) > 1 and (stage in changed or number in turning):
                 usual = SLOW_UNTIL * stage.median_pace
                 for each in stage.column_states.values():
-                    if each.pace < usual and not self._is_followed(number, each.replica):
+                    pace = self._compute_pace(each)
+                    if pace < usual and not self._is_followed(number, each.replica):
                         continue  # The common case.
                     self._judge_pace(
                         (number, each.replica),
-                        (each.pace, each.clock),
+                        (pace, each.clock),
                         stage.median_pace,
                         (now, iteration),
                     )
@@ -102,6 +108,13 @@ class StragglerMonitor:
                     (now, iteration),
                     common,
                 )
+
+    def _compute_pace(self, state: StageState) -> float:
+        """Compute the pace of a state at the cost that all paces are for."""
+        if state.cost is None:
+            return state.pace
+        self._cost = self._cost or state.cost
+        return state.pace * self._cost / state.cost
 
     def _is_followed(self, *key: int) -> bool:
         return key in self._stragglers or key in self._turning

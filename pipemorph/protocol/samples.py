@@ -11,6 +11,9 @@ from pydantic import ConfigDict, Field, PlainSerializer
 from pipemorph.planning.ir import Route
 from pipemorph.protocol.message_base import Count, ProtocolModel, Seconds
 
+MeanCost = Annotated[float, Field(gt=0, le=1e31, allow_inf_nan=False)]
+"""Mean cost of microbatches, in the unit of the script."""
+
 
 class WireTime(ProtocolModel):
     """Distribution of wire times in a window: from the first byte sent to complete reception.
@@ -105,6 +108,9 @@ class StageProfile(ProtocolModel):
     None for a stage that does not compute on them."""
     clock: DeviceClockRate | None = None
     """Clock of the device; None without a device, or if its driver does not report it."""
+    cost: MeanCost | None = None
+    """Mean cost of the microbatches, in the unit of the script; None if it gave none. Op times are
+    those of a microbatch of this cost."""
 
 
 @dataclass(frozen=True)

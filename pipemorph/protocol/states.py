@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pipemorph.errors import one_line
 from pipemorph.planning.analysis.partition import spread_equal_layers
 from pipemorph.protocol.message_base import Count, ProtocolModel, Seconds, WallClock
-from pipemorph.protocol.samples import DeviceClockRate, SlowestEdge
+from pipemorph.protocol.samples import DeviceClockRate, MeanCost, SlowestEdge
 from pipemorph.spec.mesh import MeshShape
 
 MOST_LISTED = 32
@@ -132,6 +132,9 @@ class StageState(ProtocolModel):
     """Sum of F, B and W, median of the newest three iterations, in a rank's report."""
     clock: DeviceClockRate | None = None
     """Clock of the rank's device, in its report."""
+    cost: MeanCost | None = None
+    """Mean cost of the microbatches that the op times are for, in a rank's report; None if the
+    script gives no costs."""
 
     @property
     def pace(self) -> float:

@@ -22,8 +22,8 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 97_150,
-    "product code lines": 71_600,
+    "product lines": 97_200,
+    "product code lines": 71_650,
     "test lines": 100_200,
     "benchmark lines": 6_160,
     "public classes": 681,

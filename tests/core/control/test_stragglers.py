@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -42,20 +43,27 @@ class Job:
         self,
         iterations: int,
         slow: dict[tuple[int, int], float] | None = None,
+        *,
         batch: float = 1.0,
         clocks: dict[tuple[int, int], DeviceClockRate] | None = None,
+        work: Sequence[float] = (),
+        costs: bool = True,
     ) -> StragglersView:
-        """``slow``: factors by (stage, column). ``batch``: a factor for all."""
+        """``slow``: factors by (stage, column). ``batch``: a factor for all. ``work``: of each
+        column, with 20% of spread over iterations; ``costs``: the script gives it."""
         for _ in range(iterations):
+            drawn = [each * self.rng.uniform(0.65, 1.35) for each in work]
             for stage in range(4):
                 for column in range(self.mesh.columns):
                     took = (10 + stage) * batch * self.rng.uniform(0.97, 1.03)
                     took *= (slow or {}).get((stage, column), 1.0) / 1e3
+                    took *= drawn[column] if drawn else 1.0
                     profile = StageProfile(
                         stage=stage, replica=column, split="deferred", peak_memory=0,
                         crowding=self.crowding,
                         forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
                         clock=(clocks or {}).get((stage, column)),
+                        cost=7e3 * drawn[column] if drawn and costs else None,
                     )  # fmt: skip
                     rank = self.ranks[stage, column]
                     rank.add_profile(profile)
@@ -95,6 +103,46 @@ def test_one_rank_is_slower_than_its_peers_from_the_start(replicas: int) -> None
     assert found.suggest_split(None) is None
     assert job.run(MEDIAN_PROFILES + CONFIRM).count == 0
     assert job.texts[-1] == "stage 2 of replica 1 computes as fast as it should again"
+
+
+def test_a_column_with_more_work_is_not_slow() -> None:
+    """A column is not slow if the script gives costs. A slow rank is still found, at any work."""
+    work = (1.0, 2.0, 1.0)
+    job = Job(replicas=3)
+    found = job.run(200, work=work)
+    assert found.known
+    assert (found.count, job.texts) == (0, [])
+    found = job.run(FEWEST_PROFILES + CONFIRM, slow={(2, 0): 1.5}, work=work)
+    assert job.texts == ["stage 2 of replica 0 computes 1.5 times as long as its peers"]
+    assert found.slowest[0].ratio == pytest.approx(1.5, rel=0.08)
+    without = Job(replicas=3)
+    assert without.run(200, work=work, costs=False).count == 4, "all stages of replica 1"
+
+
+def test_op_times_are_medians_of_times_per_cost() -> None:
+    """Op times have the spread of the stage, and not that of the batch."""
+    costs = [1000.0, 4000.0, 2000.0, 8000.0, 1500.0, 3000.0, 2500.0]
+    with_costs, without = StageProfiles(0, 0), StageProfiles(0, 0)
+    for cost in costs:
+        times = {"forward": 2e-6 * cost, "backward_input": 3e-6 * cost, "backward_weight": 0.0}
+        profile = StageProfile(
+            stage=0, split="fused", peak_memory=0, fused_backward=2.9e-6 * cost, **times
+        )
+        without.add_profile(profile)
+        with_costs.add_profile(profile.model_copy(update={"cost": cost}))
+        assert not with_costs.ops_inflated
+    assert without.ops_inflated, "as before: the newest took 2.5 times as long as the least"
+    state = with_costs.build_state()
+    assert state is not None
+    assert state.cost == 2500.0
+    assert state.forward == pytest.approx(2e-6 * 2500)
+    assert state.fused_backward == pytest.approx(2.9e-6 * 2500)
+    assert state.recent == pytest.approx(5e-6 * 2500)
+    assert with_costs.get_longest_op() == pytest.approx(3e-6 * 2500)
+    with_costs.add_profile(profile)
+    state = with_costs.build_state()
+    assert state is not None
+    assert (state.profiles, state.cost) == (1, None), "no unit in common with the ones before"
 
 
 @pytest.mark.parametrize("columns", [1, 2])
