@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 97_200,
-    "product code lines": 71_650,
-    "test lines": 100_200,
+    "product lines": 97_350,
+    "product code lines": 71_750,
+    "test lines": 100_250,
     "benchmark lines": 6_160,
     "public classes": 681,
     "modules": 381,

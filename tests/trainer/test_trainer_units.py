@@ -536,12 +536,27 @@ def test_a_profile_names_the_column_of_its_rank() -> None:
         EmulatedStage(0.01, 0.01, 0.01, 64), last, loss_fn=None, microbatches=2, split="auto",
         device=torch.device("cpu"), accelerator=None, memory=StageMemory(None, "", ""),
     )  # fmt: skip
-    profile = stage.profile_iteration([timed(OpKind.F, 0, 0.5)], [])
+    profile = stage.profile_iteration(StageRecord([timed(OpKind.F, 0, 0.5)]))
     assert (profile.stage, profile.replica) == (1, 2)
 
 
 def profile_of(ops: list[MeasuredOp], **options: Any) -> StageProfile:
     return build_stage_profile(1, ops, "deferred", column=0, peak_memory=7, **options)
+
+
+def test_op_times_are_those_at_the_mean_cost() -> None:
+    """A kind of op that only the longest microbatch has looks no longer than the others."""
+    costs = (1.0, 3.0, 2.0, 2.0)
+    ops = [timed(OpKind.F, m, cost) for m, cost in enumerate(costs)]
+    ops += [timed(OpKind.BW, 1, 6.0)]
+    ops += [timed(OpKind.B, m, 1.5 * costs[m]) for m in (0, 2, 3)]
+    ops += [timed(OpKind.W, m, 0.5 * costs[m]) for m in (0, 2, 3)]
+    footprint = StageFootprint(fused_ratio=0.5)
+    profile = profile_of(ops, costs=costs, footprint=footprint)
+    assert (profile.forward, profile.backward_input, profile.backward_weight) == (2.0, 3.0, 1.0)
+    assert (profile.fused_backward, profile.cost) == (4.0, 2.0)
+    plain = profile_of(ops, footprint=footprint)
+    assert (plain.backward_input, plain.fused_backward, plain.cost) == (2.5, 6.0, None)
 
 
 def test_copies_do_not_count_as_forward_and_backward() -> None:

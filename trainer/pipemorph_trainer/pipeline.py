@@ -29,6 +29,7 @@ from pipemorph_trainer.executor.inputs import (
     check_shared_graphs,
     join_microbatches,
 )
+from pipemorph_trainer.executor.microbatch_costs import compute_costs, read_costs
 from pipemorph_trainer.executor.stage_executor import MicrobatchInputs
 from pipemorph_trainer.schedule.graceful_shutdown import (
     GracefulShutdown,
@@ -108,9 +109,23 @@ class CallRunner:
                 inputs[stage], shapes[stage] = own.select_inputs(given, needs_target=needs_target)
                 if not given.evaluation:
                     check_shared_graphs(self._parts.coordinate.with_stage(stage), inputs[stage])
+            if not given.evaluation:
+                inputs[min(inputs)].costs = self._read_costs(given, inputs.get(0))
         except Exception as error:  # noqa: BLE001  all ranks get any error
             return inputs, shapes, error
         return inputs, shapes, None
+
+    def _read_costs(
+        self, given: StepArguments, first: MicrobatchInputs | None
+    ) -> tuple[float, ...]:
+        """Return the costs of the microbatches that were given, else of ``first``, the inputs of
+        stage 0; empty if there are none, or if this rank does not have stage 0."""
+        microbatches, cost_fn = self._parts.plans.current_plan.microbatches, self._parts.cost_fn
+        if given.costs is not None:
+            return read_costs(given.costs, microbatches)
+        if first is None or cost_fn is None:
+            return ()
+        return compute_costs(cost_fn, first.args, first.kwargs, microbatches)
 
     def _complete_inputs(
         self, final: MicrobatchInputs, given: StepArguments, *, refused: bool, keep: bool
@@ -244,8 +259,8 @@ class Pipeline:
             stage, context, given,
             PipelineArguments(
                 mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
-                optimizer=optimizer, control=options.control, tied=tied, state=state,
-                scaler=scaler, on_iteration=on_iteration,
+                optimizer=optimizer, control=options.control, cost_fn=options.cost_fn, tied=tied,
+                state=state, scaler=scaler, on_iteration=on_iteration,
             ),
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
@@ -296,6 +311,7 @@ class Pipeline:
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
+        costs: Sequence[float] | Tensor | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
@@ -312,6 +328,10 @@ class Pipeline:
         of tokens that are no padding (a tensor, which is summed) or their number. ``loss_fn`` then
         returns the weighted **sum** of its losses, and the mean is over the weights of all
         microbatches and columns; give it in all columns or in none.
+
+        ``costs``, on stage 0: N numbers that are proportional to the op times of the microbatches,
+        such as their tokens, in one unit in all steps. Then a batch with more work does not count
+        as a slower stage. Those of other stages are only checked.
 
         Returns the loss on **every** rank: the mean over microbatches and columns, 0-dim float32.
         Gradients are added to ``.grad``, averaged over the ranks with other data. With
@@ -332,7 +352,7 @@ class Pipeline:
                 "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
                 "raise that"
             )
-        given = StepArguments(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
+        given = StepArguments(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight, costs)
         with self._ending.fail_on_error():
             if self._saves:
                 self._copy_state()

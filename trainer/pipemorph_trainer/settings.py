@@ -28,6 +28,7 @@ from pipemorph.spec.sections.faults import Fault
 from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.executor.microbatch_costs import CostFunction
 from pipemorph_trainer.topology.gpu_affinity import choose_own_rails
 from pipemorph_trainer.topology.mesh import read_mesh_shape
 from pipemorph_trainer.transport.engine_setup import EngineOptions, load_engine_module
@@ -74,11 +75,14 @@ class Options:
     """True if pods hold copies of each other's state; default: False."""
     control: ControlClient | None = None
     """Source of plans and sink of telemetry; default: the job's agent, if any."""
+    cost_fn: CostFunction | None = None
+    """Function that computes the cost of a microbatch from its arguments on stage 0, such as its
+    number of tokens, where ``step`` gets no ``costs``."""
 
     def to_settings(self) -> dict[str, Any]:
         """Return the values that :class:`Settings` has, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        del values["control"]
+        del values["control"], values["cost_fn"]
         if self.dispatch is not None:
             values["dispatch"] = Dispatch(self.dispatch)
         return values

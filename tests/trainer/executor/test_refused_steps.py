@@ -42,6 +42,11 @@ MISFITS: dict[str, Callable[[Tensor, Tensor], Call]] = {
         (tokens,),
         {"target": target, "bogus": torch.ones(N)},
     ),
+    "negative cost": lambda tokens, target: (
+        (tokens,),
+        {"target": target, "costs": [1, 1, -2, 1]},
+    ),
+    "missing cost": lambda tokens, target: ((tokens,), {"target": target, "costs": [1] * 3}),
     "other dtypes": lambda tokens, target: ((tokens.float(),), {"target": target.float()}),
 }
 
@@ -140,6 +145,8 @@ ONE_REPLICA = (
     ),
     Bad((0,), "no input", "rank 0 (stage 0): step() got no input; stage 0 needs the batch"),
     None,
+    Bad((0,), "negative cost", "rank 0 (stage 0): costs[2] is -2; expected a number from 0"),
+    Bad((2,), "missing cost", "rank 2 (stage 2): costs has 3 numbers; expected 4, one per"),
     Bad((1,), "uneven keyword", "rank 1 (stage 1): input 'unused' has shape [5]"),
     Bad((0,), "other dtypes", "rank 0 (stage 0): the stage raised RuntimeError"),
     None,

@@ -115,8 +115,9 @@ def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **mor
                 make_plan(Job(stage.num_stages, MICROBATCHES), 7, "pipemorph", routes=routes)
             )
         optimizer.zero_grad()
+        costs = {"costs": [1.0 + k for k in range(MICROBATCHES)]} if adapts and part.first else {}
         out = schedule.step(
-            *([x] if part.first else []), scale=scale, loss_kwargs={"weight": 0.5}, **last
+            *([x] if part.first else []), scale=scale, loss_kwargs={"weight": 0.5}, **last, **costs
         )
         seen.losses.append([loss.item() for loss in losses])
         seen.outputs.append(out)

@@ -89,6 +89,8 @@ class EmulatedStage:
     their reported size. ``input_bytes``: bytes stored to compute them again; None: it does not
     recompute. ``fused_backward``: seconds of BW, by default those of B and W. ``gradient_bytes``:
     bytes that replicas reduce; the last W makes them in equal parts; None: none.
+
+    ``pipe.step(work=[…])`` on its rank multiplies the op times of each microbatch.
     """
 
     forward: float
@@ -171,6 +173,8 @@ class EmulatedRunner(OpRunner):
         self._gradient = 0
         self._held: dict[int, tuple[Any, ...]] = {}
         self._values: dict[int, int] = {}
+        self._work: dict[int, float] = {}
+        """Factor of the op times of each microbatch in flight; absent: 1."""
         self._away: set[int] = set()
 
     def read_state(self) -> int:
@@ -195,7 +199,9 @@ class EmulatedRunner(OpRunner):
         value = self._state if self._first else self._read_message(args[0])
         value = mix_bits(value, self._state + microbatch)
         self._held[microbatch] = tuple(args)  # Held until W, like activations.
-        self._accelerator.hold_interpreter(self._times.forward)
+        if kwargs:
+            self._work[microbatch] = kwargs["work"]
+        self._hold(self._times.forward, microbatch)
         if self._last:
             self._values[microbatch] = value
             return (torch.tensor((value >> 11) / (1 << 53), dtype=torch.float64),)
@@ -214,6 +220,7 @@ class EmulatedRunner(OpRunner):
 
     def discard_microbatches(self) -> None:
         self._held.clear()
+        self._work.clear()
         self._values.clear()
         self._away.clear()
 
@@ -230,26 +237,34 @@ class EmulatedRunner(OpRunner):
 
     def recompute_forward(self, microbatch: int) -> None:
         """Let the time of a forward pass."""
-        self._accelerator.hold_interpreter(self._times.forward)
+        self._hold(self._times.forward, microbatch)
         self._away.remove(microbatch)
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
-        self._accelerator.hold_interpreter(self._times.backward_input)
+        self._hold(self._times.backward_input, microbatch)
         return self._finish_backward(microbatch, output_grads)
 
     def backward_weight(self, microbatch: int) -> None:
         self._hold_backward(self._times.backward_weight, microbatch)
+        self._drop_microbatch(microbatch)
+
+    def _hold(self, seconds: float, microbatch: int) -> None:
+        """Let the time of a microbatch's op pass, of ``seconds`` for the work 1."""
+        self._accelerator.hold_interpreter(seconds * self._work.get(microbatch, 1.0))
+
+    def _drop_microbatch(self, microbatch: int) -> None:
         del self._held[microbatch]
+        self._work.pop(microbatch, None)
 
     def _hold_backward(self, seconds: float, microbatch: int) -> None:
         """Let the time of a W or BW pass; that of the last microbatch writes gradients."""
         if microbatch != self._last_microbatch or not self.parameters:
-            self._accelerator.hold_interpreter(seconds)
+            self._hold(seconds, microbatch)
             return
         for parameter in reversed(self.parameters):
-            self._accelerator.hold_interpreter(seconds / len(self.parameters))
+            self._hold(seconds / len(self.parameters), microbatch)
             notify_gradient_written(parameter)
 
     def run_fused_backward(
@@ -257,7 +272,7 @@ class EmulatedRunner(OpRunner):
     ) -> Grads:
         self._hold_backward(self._times.whole_backward, microbatch)
         result = self._finish_backward(microbatch, output_grads)
-        del self._held[microbatch]
+        self._drop_microbatch(microbatch)
         return result
 
     def _finish_backward(

@@ -106,6 +106,7 @@ class StepArguments:
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
     weight: Any = None
+    costs: Any = None
     evaluation: bool = False
 
 

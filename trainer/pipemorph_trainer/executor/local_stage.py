@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import resource
 import statistics
 import time
@@ -31,9 +32,10 @@ from pipemorph_trainer.backward.stage_measurements import StageMeasurements
 from pipemorph_trainer.executor.device_times import MeasuredCopy, MeasuredOp
 from pipemorph_trainer.executor.emulated_stage import EmulatedRunner, EmulatedStage
 from pipemorph_trainer.executor.inputs import StepArguments, select_stage_inputs, shape_signature
+from pipemorph_trainer.executor.microbatch_costs import read_costs
 from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.executor.op_runner import ExternalStage, OpRunner
-from pipemorph_trainer.executor.stage_executor import MicrobatchInputs
+from pipemorph_trainer.executor.stage_executor import MicrobatchInputs, StageRecord
 from pipemorph_trainer.memory import ActivationStore
 from pipemorph_trainer.topology.accelerator import Accelerator
 
@@ -77,6 +79,7 @@ def build_stage_profile(
     footprint: StageFootprint = StageFootprint(),
     copies: Sequence[MeasuredCopy] = (),
     clock: DeviceClockRate | None = None,
+    costs: Sequence[float] = (),
 ) -> StageProfile:
     """Return the mean op times of an iteration (an iteration takes their sum), in seconds. Fused
     backwards count as ``backward_input`` if there are no others.
@@ -86,18 +89,27 @@ def build_stage_profile(
     of the slower direction, or without copies the measured one of ``footprint``.
 
     ``fused_backward`` is the mean BW if there was one, else B + W times the ratio, if known.
+
+    With ``costs`` of the microbatches the times are those at their mean cost, also of kinds of ops
+    that only some microbatches had.
     """
     moves = [copy for copy in copies if not copy.recomputed]
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
 
     times: dict[OpKind, list[float]] = {kind: [] for kind in OpKind}
+    work = dict.fromkeys(OpKind, 0.0)
     for kind, microbatch, start, end in ops:
         took = end - start
         if copying:
             took -= copying.get((kind, microbatch), 0.0)
         times[kind].append(took if took > 0.0 else 0.0)
+        if costs:
+            work[kind] += costs[microbatch]
+    cost = statistics.fmean(costs) if costs else None
 
     def mean(kind: OpKind) -> float:
+        if cost is not None and work[kind]:
+            return math.fsum(times[kind]) / work[kind] * cost
         return statistics.fmean(times[kind]) if times[kind] else 0.0
 
     backward = mean(OpKind.B) or mean(OpKind.BW)
@@ -117,6 +129,7 @@ def build_stage_profile(
             mean(OpKind.BW), backward, weight, footprint.fused_ratio
         ),
         clock=clock,
+        cost=cost,
     )
 
 
@@ -298,7 +311,11 @@ class LocalStage:
         changes if the shapes of outputs may change, or which of them need a gradient.
         ``needs_target``: a ``loss_fn`` must get one."""
         if self.emulated:
-            return MicrobatchInputs(), ("emulated",)
+            work = given.kwargs.get("work")
+            if work is None:
+                return MicrobatchInputs(), ("emulated",)
+            factors = read_costs(work, self.microbatches, "work")
+            return MicrobatchInputs(kwargs=[{"work": each} for each in factors]), ("emulated",)
         if not isinstance(self.runner, ModuleRunner):
             args, kwargs = given.arg_mbs or (), given.kwarg_mbs or ()
             return MicrobatchInputs(args, kwargs, given.target_mbs or ()), shape_signature(
@@ -347,9 +364,7 @@ class LocalStage:
             most = count_host_peak(order, mine.device_limit)
         self._store.pool.grow_to(most)
 
-    def profile_iteration(
-        self, ops: Sequence[MeasuredOp], copies: Sequence[MeasuredCopy]
-    ) -> StageProfile:
+    def profile_iteration(self, outcome: StageRecord) -> StageProfile:
         """Return the op times of one iteration, and the peak memory so far."""
         if self._measured is not None:
             self._footprint = build_footprint(
@@ -357,17 +372,18 @@ class LocalStage:
             )
         found = build_stage_profile(
             self._coordinate.stage,
-            ops,
+            outcome.ops,
             self.runner.split,
             column=self._coordinate.column,
             peak_memory=read_peak_memory(self.device),
             footprint=self._footprint,
-            copies=copies,
+            copies=outcome.copies,
             clock=self._clock.read() if self._clock is not None else None,
+            costs=outcome.costs,
         )
         if found.backward_weight:
             self._apart = found.backward_input + found.backward_weight
-        whole, ran = found.fused_backward, any(op.kind is OpKind.BW for op in ops)
+        whole, ran = found.fused_backward, any(op.kind is OpKind.BW for op in outcome.ops)
         if ran and whole is not None and self._apart and not self.emulated:
             # Measured on more microbatches than in the first iterations.
             self._ratio = whole / self._apart

@@ -53,13 +53,15 @@ class CallStart(NamedTuple):
 
     ``shapes_from_above``, ``shapes_to_below``: shapes are exchanged with this neighbour.
     ``refused``: the batch of this stage or of a stage above does not fit. ``upstream_refused``: a
-    stage above refused, so no message comes from above.
+    stage above refused, so no message comes from above. ``costs``: of the microbatches; empty if
+    unknown.
     """
 
     shapes_from_above: bool = False
     shapes_to_below: bool = False
     refused: bool = False
     upstream_refused: bool = False
+    costs: tuple[float, ...] = ()
 
 
 UNCHANGED_START = CallStart()
@@ -90,17 +92,21 @@ class MicrobatchInputs:
     """Divisor of each loss, for the mean; None: the number of microbatches."""
     scale: float = 1.0
     """Factor of each loss, for its backward alone."""
+    costs: tuple[float, ...] = ()
+    """Costs of the microbatches, on stage 0; empty if unknown."""
 
 
 @dataclass
 class StageRecord:
     """Record of one iteration on this stage. ``losses``: only on the last stage. ``copies``: of
-    activations to host memory and back, and forwards that ran again; part of their ops."""
+    activations to host memory and back, and forwards that ran again; part of their ops.
+    ``costs``: of the microbatches; empty if unknown."""
 
     ops: list[MeasuredOp] = field(default_factory=list)
     copies: list[MeasuredCopy] = field(default_factory=list)
     waits: list[tuple[OpKind, int, float, float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    costs: tuple[float, ...] = ()
 
 
 class LastOpObserver(Protocol):
@@ -241,7 +247,7 @@ class StageExecutor:
         self.mailbox.call = name_call(now.iteration, evaluation=now.evaluation)
         self._microbatches = sum(op.kind is OpKind.F for op in now.ops)
         self._last = -1 if self._shared.last_op_observer is None else self._microbatches - 1
-        self._outcome = StageRecord()
+        self._outcome = StageRecord(costs=start.costs)
         self._shapes_known = not start.shapes_to_below
         fused = frozenset(op.microbatch for op in now.ops if op.kind is OpKind.BW)
         self._before = self._before | self._results if now.is_retry else {}

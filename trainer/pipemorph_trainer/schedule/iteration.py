@@ -570,7 +570,7 @@ class IterationRunner:
         # The first iteration's ops are slower than later ones.
         profiled = self._warm and not (own.is_measuring or again)
         self._reporter.publish(
-            profile=own.profile_iteration(outcome.ops, outcome.copies) if profiled else None,
+            profile=own.profile_iteration(outcome) if profiled else None,
             offloaded=sum_offload_copies(outcome.copies, host_bytes),
             reduction=(
                 self._take_reduction_sample()

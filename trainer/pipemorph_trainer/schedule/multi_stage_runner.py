@@ -224,7 +224,7 @@ class MultiStageRunner:
         call = self._call
         return self._tokens[stage].start_iteration(
             call.iteration, call.shapes[stage], refused=call.refused,
-            evaluation=call.evaluation, again=call.is_retry,
+            evaluation=call.evaluation, again=call.is_retry, costs=call.inputs[stage].costs,
         )  # fmt: skip
 
     @property

@@ -30,6 +30,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.devices import choose_device
 from pipemorph_trainer.executor.emulated_stage import EmulatedRunner
 from pipemorph_trainer.executor.local_stage import LocalStage, find_stage_device
+from pipemorph_trainer.executor.microbatch_costs import CostFunction
 from pipemorph_trainer.executor.waiting import CollectiveWaiter, CurrentWait
 from pipemorph_trainer.schedule.iteration import IterationRunner, RankContext
 from pipemorph_trainer.schedule.plan_store import PlanStore
@@ -81,6 +82,7 @@ class PipelineArguments:
     loss_fn: LossFn | None
     optimizer: torch.optim.Optimizer | MakeOptimizer | None
     control: ControlClient | None
+    cost_fn: CostFunction | None
     tied: Sequence[Any] | None
     state: State | MakeState | None
     scaler: GradScaler | None
@@ -102,6 +104,7 @@ class PipelineComponents:
         given: Mapping[str, Any],
         arguments: PipelineArguments,
     ) -> None:
+        self.cost_fn = arguments.cost_fn
         mesh, loss_fn, scaler, control = (
             arguments.mesh, arguments.loss_fn, arguments.scaler, arguments.control
         )  # fmt: skip

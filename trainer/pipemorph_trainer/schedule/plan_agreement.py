@@ -16,8 +16,8 @@ parallel group: they run one plan and must change it together. Their first stage
 collective at the beginning of every iteration.
 
 Each stage sends the token to the next one, from stage 0 on. It contains the iteration, the plan
-version that all stages of the column run in it, and whether shapes follow. Before it has arrived, a
-stage does nothing that depends on the plan.
+version that all stages of the column run in it, whether shapes follow, and the costs of the
+microbatches. Before it has arrived, a stage does nothing that depends on the plan.
 """
 
 from __future__ import annotations
@@ -151,13 +151,15 @@ class TokenRelay:
         refused: bool = False,
         evaluation: bool = False,
         again: bool = False,
+        costs: tuple[float, ...] = (),
     ) -> tuple[int, CallStart]:
         """Start an iteration, or the ``evaluation`` before it, on this stage. Waits for the token,
         except on stage 0. Returns the version of its plan; an evaluation, and an iteration that
         begins ``again``, use the current one.
 
         ``shapes``: signature of this rank's inputs to its stage; if it changes, shapes are
-        exchanged with all stages below. ``refused``: the input of this rank does not fit. Raises
+        exchanged with all stages below. ``refused``: the input of this rank does not fit.
+        ``costs``: of the microbatches; those of stage 0 count on all stages. Raises
         :class:`PipelineError` if the stage above begins another iteration.
         """
         up = self._up
@@ -177,7 +179,7 @@ class TokenRelay:
                     f"{up.peer_stage} {name_call(token.iteration, token.evaluation)}; every rank "
                     "must call step() and evaluate() in the same order"
                 )
-            version = token.version
+            version, costs = token.version, token.costs
             self._check_digest(token, up.peer_stage)
             from_above = token.generation != above
             above = token.generation
@@ -189,10 +191,10 @@ class TokenRelay:
             self._down.socket.send_token(
                 StepToken(
                     iteration, version, self.generations.below, refused, evaluation,
-                    self._agreement.find_digest(version),
+                    self._agreement.find_digest(version), costs,
                 )
             )  # fmt: skip
-        return version, CallStart(from_above, to_below, refused, cut_off)
+        return version, CallStart(from_above, to_below, refused, cut_off, costs)
 
     def _check_digest(self, token: StepToken, above: int) -> None:
         mine = self._agreement.find_digest(token.version)

@@ -135,6 +135,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
                 self._splits.append(stage.dw_builder)
         self._target_mbs: list[Any] | None = None
         self._loss_kwargs: dict[str, Any] | None = None
+        self._costs: Sequence[float] | Tensor | None = None
 
         # Not typed in torch.
         untyped: Any = self
@@ -186,6 +187,15 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         options = {"placement": find_placement(schedule), **options}
         return AdaptiveSchedule(**read_schedule_arguments(schedule), **options)
 
+    def step(self, *args: Any, costs: Sequence[float] | Tensor | None = None, **kwargs: Any) -> Any:
+        """Run one iteration with the arguments of torch's own schedules. ``costs``: of the
+        microbatches, on stage 0, as of :meth:`pipemorph_trainer.Pipeline.step`."""
+        self._costs = costs
+        try:
+            return super().step(*args, **kwargs)
+        finally:
+            self._costs = None
+
     def close(self) -> None:
         """Wait for all ranks, and end the connections. Idempotent."""
         self.pipeline.close()
@@ -225,7 +235,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             runner.keeps_output = return_outputs
             runner.evaluating = not self._has_backward
         if self._has_backward:
-            self.pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
+            self.pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, costs=self._costs)
             scale = self._n_microbatches if self.scale_grads else 1
             for runner in self._runners:
                 runner.end_iteration(scale if self._finalize_gradients else None)

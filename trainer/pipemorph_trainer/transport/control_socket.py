@@ -42,6 +42,7 @@ log = logging.getLogger("pipemorph.trainer")
 
 _HEADER = struct.Struct("<BBH")
 _TOKEN = struct.Struct("<IIIIII")
+_COST_BYTES = 8
 _POSITION = struct.Struct("<qI")
 _TIMESTAMP = struct.Struct("<IIdd")
 _LEAST_BYTES = NOTE_BYTES + _POSITION.size
@@ -91,7 +92,8 @@ class StepToken(NamedTuple):
     """Token that starts an iteration, or the ``evaluation`` before it. Each stage passes it to the
     next one. ``version``: of the plan that all stages run; ``digest`` names its content.
     ``iteration`` and ``evaluation`` must be equal on all ranks; a new ``generation`` announces
-    shapes. ``refused``: the batch of a stage above does not fit, so no messages follow."""
+    shapes. ``refused``: the batch of a stage above does not fit, so no messages follow. ``costs``:
+    of the microbatches; empty if unknown."""
 
     iteration: int
     version: int
@@ -99,6 +101,21 @@ class StepToken(NamedTuple):
     refused: bool = False
     evaluation: bool = False
     digest: int = 0
+    costs: tuple[float, ...] = ()
+
+    def pack(self) -> bytes:
+        """Return the token as bytes: the costs follow the other fields."""
+        *fields, costs = self
+        return _TOKEN.pack(*fields) + struct.pack(f"<{len(costs)}d", *costs)
+
+    @staticmethod
+    def unpack(body: bytes) -> StepToken:
+        iteration, version, generation, refused, evaluation, digest = _TOKEN.unpack_from(body)
+        count = (len(body) - _TOKEN.size) // _COST_BYTES
+        costs = struct.unpack_from(f"<{count}d", body, _TOKEN.size)
+        return StepToken(
+            iteration, version, generation, bool(refused), bool(evaluation), digest, costs
+        )
 
 
 class ArrivedNote(NamedTuple):
@@ -159,7 +176,7 @@ class ControlSocket:
         )
 
     def send_token(self, token: StepToken) -> None:
-        self._send_frame(_STEP, 0, _TOKEN.pack(*token))
+        self._send_frame(_STEP, 0, token.pack())
 
     def send_shapes(self, contents: MessageContents | None) -> None:
         encoded = None
@@ -286,10 +303,7 @@ class ControlSocket:
     def _handle_frame(self, kind: int, direction: int, body: bytes) -> None:
         """Handle a frame other than a note."""
         if kind == _STEP:
-            iteration, version, generation, refused, evaluation, digest = _TOKEN.unpack(body)
-            self.tokens.append(
-                StepToken(iteration, version, generation, bool(refused), bool(evaluation), digest)
-            )
+            self.tokens.append(StepToken.unpack(body))
         elif kind == _SHAPES:
             shapes = json.loads(body)
             if shapes is not None:

@@ -1,0 +1,72 @@
+"""Costs of a batch's microbatches: how long their ops take, compared with each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipemorph.errors import InputError, one_line
+
+CostFunction = Callable[..., Any]
+"""``cost_fn(*args, **kwargs)`` → cost of one microbatch, from its arguments on stage 0."""
+MOST_COSTS = 4096
+"""Most microbatches with costs: the token that starts an iteration carries one for each."""
+
+MOST_COST = 1e30
+
+
+def read_costs(costs: Any, microbatches: int, name: str = "costs") -> tuple[float, ...]:
+    """Return the costs that a caller gave, one per microbatch: a sequence, or a tensor.
+
+    Raises :class:`InputError` unless they are from 0 to 1e30, and not all 0. ``name``: of the
+    argument, for the error.
+    """
+    if microbatches > MOST_COSTS:
+        raise InputError(
+            f"{name} are for at most {MOST_COSTS} microbatches, and the plan has {microbatches};"
+            " leave them out"
+        )
+    values = costs.tolist() if hasattr(costs, "tolist") else costs
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise InputError(
+            f"{name} is a {type(costs).__name__}; expected {microbatches} numbers, one per"
+            " microbatch"
+        )
+    if len(values) != microbatches:
+        raise InputError(
+            f"{name} has {len(values)} numbers; expected {microbatches}, one per microbatch"
+        )
+    found = tuple(_read_cost(value, f"{name}[{k}]") for k, value in enumerate(values))
+    if not any(found):
+        raise InputError(f"{name} are all 0; expected at least one above 0")
+    return found
+
+
+def compute_costs(
+    cost_fn: CostFunction,
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[Mapping[str, Any]],
+    microbatches: int,
+) -> tuple[float, ...]:
+    """Compute the costs of stage 0's microbatches. Raises :class:`InputError` if the function
+    fails, or if what it returns is no cost."""
+    found = []
+    for k in range(microbatches):
+        try:
+            found.append(cost_fn(*(args[k] if args else ()), **(kwargs[k] if kwargs else {})))
+        except Exception as error:
+            what = one_line(f"{type(error).__name__}: {error}", 200)
+            raise InputError(f"cost_fn raised {what} for microbatch {k}") from error
+    return read_costs(found, microbatches, "the results of cost_fn")
+
+
+def _read_cost(value: Any, name: str) -> float:
+    try:
+        cost = float(value)
+        shown = f"{cost:g}"
+    except (TypeError, ValueError, RuntimeError):
+        cost, shown = math.nan, one_line(repr(value), 80)
+    if not 0 <= cost <= MOST_COST:
+        raise InputError(f"{name} is {shown}; expected a number from 0 to {MOST_COST:g}")
+    return cost
