@@ -21,6 +21,7 @@ NAMES = (
     "detector",
     "engine",
     "op_cost",
+    "pauses",
     "torch_peer",
     "torch_slow_link",
     "emulated",

@@ -216,6 +216,11 @@ class IterationSample(ProtocolModel):
     ops_seconds: Seconds | None = None
     """Time from the first op of any rank to the end of the last one. The rest of ``seconds`` is
     optimizer, gradient norm and data loading."""
+    gc_inside: Seconds | None = None
+    """Time for which Python's garbage collector paused the rank that it paused longest, at any time
+    in the iteration; None if unknown."""
+    gc_between: Seconds | None = None
+    """Time for which it paused the ranks at the end of the iteration, on all ranks at once."""
 
     @property
     def diverged(self) -> bool:

@@ -22,10 +22,10 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 97_350,
-    "product code lines": 71_750,
-    "test lines": 100_250,
-    "benchmark lines": 6_160,
+    "product lines": 97_650,
+    "product code lines": 71_950,
+    "test lines": 100_500,
+    "benchmark lines": 6_280,
     "public classes": 681,
     "modules": 381,
     "leaves of spec": 111,

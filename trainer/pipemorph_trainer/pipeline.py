@@ -23,6 +23,7 @@ from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.backward.microbatch_state import LossFn
 from pipemorph_trainer.checkpoint.memory.resume_point import ResumePoint, ResumeReport
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.executor.collector_pauses import CollectorPauses
 from pipemorph_trainer.executor.inputs import (
     StepArguments,
     check_grad_mode,
@@ -68,8 +69,10 @@ RunCall = Callable[[int, dict[int, MicrobatchInputs], dict[int, Any], Exception 
 class CallRunner:
     """Calls of one pipeline. ``iteration``: the first one. Main thread only."""
 
-    def __init__(self, parts: PipelineComponents, iteration: int) -> None:
-        self._parts, self._over = parts, iteration
+    def __init__(
+        self, parts: PipelineComponents, iteration: int, collector: CollectorPauses
+    ) -> None:
+        self._parts, self._over, self._collector = parts, iteration, collector
         self.last_activity = monotonic()
         """Time at which the script was last inside the pipeline."""
         self.stages_synchronized = False
@@ -86,6 +89,8 @@ class CallRunner:
     ) -> tuple[Tensor, MicrobatchInputs]:
         """Run an iteration or an evaluation. Returns the loss, and the inputs of the last stage
         here, with its outputs."""
+        if not given.evaluation:
+            self._collector.begin_iteration()
         inputs, shapes, refusal = self._prepare_inputs(given, needs_target=needs_target)
         final = inputs[self._parts.coordinate.held_stages[-1]]
         self._complete_inputs(final, given, refused=refusal is not None, keep=return_outputs)
@@ -147,7 +152,7 @@ class CallRunner:
         if iteration > self._over:
             self._over = iteration
             self._parts.iterations.reports.reducer.end_iteration(
-                iteration - 1, at, self.had_barrier()
+                iteration - 1, at, self.had_barrier(), self._collector.end_iteration()
             )
             self.stages_synchronized = False
 
@@ -270,7 +275,9 @@ class Pipeline:
         self.start_iteration = resumed.iteration
         self._parts.iterations.reports.adopt_unreported(resumed.unreported)
         self.iteration = self.start_iteration
-        self._calls = CallRunner(self._parts, self.iteration)
+        self._collector = CollectorPauses(self._parts.settings.gc, str(self.coordinate))
+        self._parts.iterations.set_pause_source(lambda: self._collector.exceeds_limit)
+        self._calls = CallRunner(self._parts, self.iteration, self._collector)
         self._saving = StateSaver(self._parts, resumed)
         self._leaving = GracefulShutdown(
             self._parts, self._saving, context,
@@ -356,6 +363,7 @@ class Pipeline:
         with self._ending.fail_on_error():
             if self._saves:
                 self._copy_state()
+            self._collector.pass_boundary(requested=self._parts.iterations.moves_collector)
             self._calls.end_iteration(self.iteration, monotonic())
             if self._saves:
                 self._saving.save_if_due(self.iteration)
@@ -416,6 +424,7 @@ class Pipeline:
             args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight, evaluation=True
         )
         with self._ending.fail_on_error():
+            self._collector.pass_boundary(requested=self._parts.iterations.moves_collector)
             self._calls.end_iteration(self.iteration, monotonic())
             loss, inputs = self._calls.run_call(
                 self._parts.iterations.run_evaluation, self.iteration, given,
@@ -649,6 +658,7 @@ class Pipeline:
         self._parts.finish_traces(self.iteration)
 
     def _release_components(self, goodbye: bool) -> None:
+        self._collector.close()
         self._parts.close(goodbye=goodbye, iterations=self.iteration)
         if self._progress is not None:
             self._progress.close()

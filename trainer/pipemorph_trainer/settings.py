@@ -28,6 +28,7 @@ from pipemorph.spec.sections.faults import Fault
 from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.executor.collector_pauses import CollectorChoice
 from pipemorph_trainer.executor.microbatch_costs import CostFunction
 from pipemorph_trainer.topology.gpu_affinity import choose_own_rails
 from pipemorph_trainer.topology.mesh import read_mesh_shape
@@ -73,6 +74,10 @@ class Options:
     copies; 0: no copies; default: 1, and 0 on a GPU."""
     neighbour: bool | None = None
     """True if pods hold copies of each other's state; default: False."""
+    gc: CollectorChoice | None = None
+    """Python's garbage collector. ``auto``, the default: if its pauses take more than 0.5 % of the
+    time, it runs between iterations, on all ranks at once, unless the script disables it, sets its
+    thresholds or freezes objects. ``off``: its pauses are only measured."""
     control: ControlClient | None = None
     """Source of plans and sink of telemetry; default: the job's agent, if any."""
     cost_fn: CostFunction | None = None
@@ -124,6 +129,7 @@ class Settings:
     direct_sends: int | None = None
     snapshot_iterations: int | None = None
     neighbour: bool = False
+    gc: CollectorChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.snapshot_iterations is not None and self.snapshot_iterations < 0:
@@ -137,6 +143,8 @@ class Settings:
             )
         if self.recompute not in get_args(RecomputeChoice):
             raise InputError(f"recompute is {self.recompute!r}; expected never or auto")
+        if self.gc not in get_args(CollectorChoice):
+            raise InputError(f"gc is {self.gc!r}; expected auto or off")
         if self.direct_sends is not None and self.direct_sends < 1:
             raise InputError(
                 f"direct_sends is {self.direct_sends}; expected at least 1, or None for the default"
@@ -255,7 +263,7 @@ MANIFEST_FIELDS = {
     "neighbour": "recovery.neighbour",
 }
 """Field in ``spec`` of each setting."""
-SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex")
+SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex", "gc")
 """Settings that only a script has."""
 
 

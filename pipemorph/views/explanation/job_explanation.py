@@ -72,12 +72,16 @@ ADVICE = {
     " says what another split of the layers would give",
     "undelivered": "a plan brought less than half of its promised gain: check whether other work"
     " competes for the ranks' processors",
+    "pauses": "collect Python's garbage between iterations: leave the collector of the script as it"
+    " is, with Options(gc='auto'), or make fewer objects in each iteration",
     "disabled": "set adaptation.enabled and schedule.policy pipemorph, so that plans adapt to slow"
     " links",
 }
 """Advice by cause, in the order of urgency."""
 
 
+MOST_PAUSED_SHARE = 0.005
+"""Share of the time in pauses of Python's garbage collector above which they are named."""
 LEAST_DELIVERED_SHARE, NOISE = 0.5, 0.05
 """A plan change falls short if it brings less than this share of its promised gain, and the
 difference is more than this fraction of an iteration."""
@@ -124,6 +128,7 @@ def build_explanation(job: ExplainedJob) -> Explanation:
     spans = sorted(job.links.slow, key=lambda each: (each.end is not None, -each.delay))
     story.observations = [
         *_describe_divergence(job),
+        *_describe_pauses(job),
         *(_describe_slow_period(each, job) for each in spans),
     ]
     for found in list_failing_conditions(status):
@@ -229,6 +234,33 @@ def _describe_divergence(job: ExplainedJob) -> Iterator[str]:
             else (f"{count:,} iterations from {first.index} to {last.index}")
         )
         yield f"the loss was {first.loss} in {when}"
+
+
+def compute_pause_shares(job: ExplainedJob) -> tuple[float, float, int | None]:
+    """Share of the time of a run in which Python's garbage collector paused the ranks: before it
+    was moved between iterations, and since then. With the first iteration of the latter, None if it
+    was not moved."""
+    known = [each for each in job.iterations or () if each.gc_inside is not None]
+    moved = next((each.index for each in known if each.gc_between), None)
+    shares = []
+    for since in (False, True):
+        some = [each for each in known if (moved is not None and each.index >= moved) is since]
+        whole = sum(each.seconds for each in some)
+        paused = sum((each.gc_inside or 0.0) + (each.gc_between or 0.0) for each in some)
+        shares.append(paused / whole if whole else 0.0)
+    return shares[0], shares[1], moved
+
+
+def _describe_pauses(job: ExplainedJob) -> Iterator[str]:
+    """Sentence about the pauses of Python's garbage collector, if they were long."""
+    before, since, moved = compute_pause_shares(job)
+    if moved is not None:
+        yield (
+            f"Python's garbage collector took {before:.1%} of the time inside iterations; from"
+            f" iteration {moved} on, {since:.1%} between them, on all ranks at once"
+        )
+    elif before > MOST_PAUSED_SHARE:
+        yield f"Python's garbage collector took {before:.1%} of the time, inside iterations"
 
 
 def _describe_slow_period(slow: SlowPeriod, job: ExplainedJob) -> str:
@@ -348,6 +380,9 @@ def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
     """Causes to give advice on."""
     if any(each.diverged for each in job.iterations or ()):
         yield "loss"
+    paused, _, moved = compute_pause_shares(job)
+    if paused > MOST_PAUSED_SHARE and moved is None:
+        yield "pauses"
     if status.state == "Failed":
         yield "failed"
     if status.state in ("Pending", "Starting"):

@@ -138,6 +138,29 @@ def test_a_loss_that_is_no_number_is_reported(losses: Content, seen: str | None)
     assert ("find what made the loss NaN or infinite" in text) is (seen is not None)
 
 
+PAUSED = "Python's garbage collector took 4.0% of the time"
+
+
+@pytest.mark.parametrize(
+    ("inside", "moved", "seen", "advised"),
+    [
+        (0.016, None, PAUSED + ", inside iterations", True),
+        (0.0016, None, None, False),
+        (0.016, 20, PAUSED + " inside iterations; from iteration 20 on, 1.0% between them", False),
+    ],
+)
+def test_pauses_of_the_garbage_collector_are_named(
+    inside: float, moved: int | None, seen: str | None, advised: bool
+) -> None:
+    content = report(adaptations=[], links={"slow": []})
+    for index, each in enumerate(content["iterations"]):
+        after = moved is not None and index >= moved
+        each["gc_inside"], each["gc_between"] = (0.0, 0.004) if after else (inside, 0.0)
+    text = " ".join("\n".join(explain(content)).split())
+    assert ("seen " + (seen or "no slow link")) in text
+    assert ("Options(gc='auto')" in text) is advised
+
+
 def test_changes_are_listed_in_their_order_and_the_best_of_many() -> None:
     changes = [change(i, saved=saved) for i, saved in enumerate((1.0, 5.0, 2.0, 9.0), start=1)]
     text = "\n".join(explain(report(adaptations=changes)))

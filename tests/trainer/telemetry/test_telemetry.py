@@ -24,6 +24,7 @@ from pipemorph.spec.sections.faults import Fault
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan
+from pipemorph_trainer.executor.collector_pauses import PauseTimes
 from pipemorph_trainer.executor.device_times import MeasuredOp
 from pipemorph_trainer.executor.waiting import CollectiveWaiter, CurrentWait
 from pipemorph_trainer.telemetry import reporter
@@ -254,7 +255,7 @@ def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
         assert gap < 0.8e-3 * HEAD_OF_LINE_MS
 
 
-def begun_apart(context: TrainerContext) -> list[int]:
+def begun_apart(context: TrainerContext) -> list[tuple[int, float | None, float | None]]:
     """Rank 1 begins iteration 1 long after rank 0."""
     join_process_group(context, torch.device("cpu"))
     groups = ProcessGroups()
@@ -265,12 +266,12 @@ def begun_apart(context: TrainerContext) -> list[int]:
     goes_on = groups.create_group(backend="gloo")
     rounds.begin_iteration(0, at=time.monotonic())
     rounds.record_ops(0, 0, [MeasuredOp(OpKind.F, 0, 1.0, 2.0)], 0.5)
-    rounds.end_iteration(0, time.monotonic(), None)
+    rounds.end_iteration(0, time.monotonic(), None, PauseTimes(0.1, 0.2 * context.rank))
     if context.rank == 1:
         dist.barrier(goes_on)
         rounds.begin_iteration(1, at=time.monotonic())
         rounds.finish_all()
-        return [sample.index for sample in reduced]
+        return [(sample.index, sample.gc_inside, sample.gc_between) for sample in reduced]
     rounds.begin_iteration(1, at=time.monotonic())
     until = time.monotonic() + 0.3
     while time.monotonic() < until:
@@ -278,9 +279,9 @@ def begun_apart(context: TrainerContext) -> list[int]:
         assert not reduced, "reported before all ranks had begun the next one"
     dist.barrier(goes_on)
     rounds.finish_all()
-    return [sample.index for sample in reduced]
+    return [(sample.index, sample.gc_inside, sample.gc_between) for sample in reduced]
 
 
 def test_an_iteration_is_reported_when_all_ranks_have_begun_the_next_one() -> None:
     """A rank that dies before that runs it again."""
-    assert run_ranks(2, begun_apart) == [[0], [0]]
+    assert run_ranks(2, begun_apart) == [[(0, 0.1, 0.2)], [(0, 0.1, 0.2)]]

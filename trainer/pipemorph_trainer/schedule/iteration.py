@@ -82,7 +82,7 @@ class SharedLoss:
         # Refers to the world, not to its groups, whose last references World.leave() drops.
         self._world, self._divisor = world, 1.0
         self._accelerator, self._wait_for = accelerator, wait
-        self._loss = torch.zeros(4, dtype=torch.float64)
+        self._loss = torch.zeros(5, dtype=torch.float64)
         self._sum: PendingCollective | None = None
         self._copy: LossCopy | None = None
         self.refused = False
@@ -90,6 +90,11 @@ class SharedLoss:
         self.end_requested: Callable[[], bool] | None = None
         """Returns True if this rank has a request to end."""
         self.layout_change_requested: Callable[[], bool] | None = None
+        self.pauses_exceed_limit: Callable[[], bool] | None = None
+        """Returns True if garbage collections pause this rank too long."""
+        self.moves_collector = False
+        """True if pauses of a rank were too long when it shared its loss. Equal on all ranks; stays
+        True. Valid after :meth:`wait_for_loss`."""
         self.is_ending = False
         """True if a rank had a request to end when it shared its loss. Equal on all ranks; stays
         True. Valid after :meth:`wait_for_loss`."""
@@ -137,6 +142,7 @@ class SharedLoss:
         self.refused = bool(self._loss[1])
         self.is_ending = self.is_ending or bool(self._loss[2])
         self.is_changing_layout = bool(self._loss[3])
+        self.moves_collector = self.moves_collector or bool(self._loss[4])
         return float(self._loss[0]) / self._world.coordinate.mesh.columns
 
     def _share_losses(self, losses: Sequence[float], *, refused: bool = False) -> None:
@@ -146,7 +152,8 @@ class SharedLoss:
             total += loss
         ends = self.end_requested is not None and self.end_requested()
         moves = self.layout_change_requested is not None and self.layout_change_requested()
-        values = [total / self._divisor, refused, ends, moves]
+        pauses = self.pauses_exceed_limit is not None and self.pauses_exceed_limit()
+        values = [total / self._divisor, refused, ends, moves, pauses]
         self._loss = torch.tensor(values, dtype=torch.float64)
         self._sum = self._world.all_ranks.all_reduce(self._loss)
 
@@ -654,6 +661,16 @@ class IterationRunner:
         :attr:`is_ending`. ``to_move()``: it shall change its layout, see
         :attr:`is_changing_layout`. None: never."""
         self._loss.end_requested, self._loss.layout_change_requested = to_end, to_move
+
+    def set_pause_source(self, exceeds_limit: Callable[[], bool]) -> None:
+        """Set the source of :attr:`moves_collector` on this rank."""
+        self._loss.pauses_exceed_limit = exceeds_limit
+
+    @property
+    def moves_collector(self) -> bool:
+        """True if garbage collections paused a rank too long when it shared a loss. Equal on all
+        ranks."""
+        return self._loss.moves_collector
 
     @property
     def is_changing_layout(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.protocol import IterationSample
+from pipemorph_trainer.executor.collector_pauses import PauseTimes
 from pipemorph_trainer.executor.device_times import MeasuredOp
 from pipemorph_trainer.executor.waiting import CollectiveWaiter
 from pipemorph_trainer.telemetry.reporter import TelemetryReporter
@@ -25,7 +26,8 @@ class IterationSummary(NamedTuple):
     """Summary of an iteration of one or several ranks. Times are wall clock, seconds.
 
     ``version``: of the plan; the oldest one if columns differ. ``busy``: sum of the times of all
-    ops. ``ranks``: number of ranks.
+    ops. ``ranks``: number of ranks. ``paused``: longest pauses of a rank, inside the iteration and
+    after it.
     """
 
     version: int
@@ -33,6 +35,7 @@ class IterationSummary(NamedTuple):
     ended: float
     busy: float
     ranks: int
+    paused: PauseTimes = PauseTimes()
 
     def compute_bubble_fraction(self, seconds: float) -> float:
         """Compute idle time over ranks × span. The span goes from the first op of any rank to the
@@ -50,7 +53,7 @@ class SummaryReduction:
     """
 
     def __init__(self, mine: IterationSummary, group: dist.ProcessGroup | None) -> None:
-        ends = [-float(mine.version), -mine.began, mine.ended]
+        ends = [-float(mine.version), -mine.began, mine.ended, *mine.paused]
         self._most = torch.tensor(ends, dtype=torch.float64)
         self._sum = torch.tensor([mine.busy, mine.ranks], dtype=torch.float64)
         self._works: list[Any] = [
@@ -69,9 +72,10 @@ class SummaryReduction:
         """Wait for the group, and return the summary of all its ranks."""
         for work in self._works:
             wait(work, what)
-        version, began, ended = self._most.tolist()
+        version, began, ended, *paused = self._most.tolist()
         busy, ranks = self._sum.tolist()
-        return IterationSummary(int(-version), -began, ended, busy, int(ranks))
+        pauses = PauseTimes(*paused)
+        return IterationSummary(int(-version), -began, ended, busy, int(ranks), pauses)
 
 
 class _OpenIteration:
@@ -155,15 +159,20 @@ class IterationReducer:
             if each <= iteration and found.last_reduction is not None:
                 found.last_reduction.wait(self._wait_for, _describe_wait(each))
 
-    def end_iteration(self, iteration: int, at: float, barrier: bool | None) -> None:
+    def end_iteration(
+        self, iteration: int, at: float, barrier: bool | None, paused: PauseTimes
+    ) -> None:
         """End an iteration at the time ``at``: the next step() has begun, or none follows.
-        ``barrier``: all stages waited for each other after it; None if unknown.
+        ``barrier``: all stages waited for each other after it; None if unknown. ``paused``: pauses
+        of this rank.
 
         An iteration lasts from its step() to the next, without checkpoints. It includes the
         optimizer, the gradient norm and data loading.
         """
         found = self._open[iteration]
         found.ended, found.barrier = at, barrier
+        if found.mine is not None:
+            found.mine = found.mine._replace(paused=paused)
 
     def report_finished(self) -> None:
         """Report the iterations that all ranks have ended, without waiting."""
@@ -212,6 +221,8 @@ def _make_sample(
         bubble_fraction=summary.compute_bubble_fraction(seconds),
         barrier=found.barrier,
         ops_seconds=min(seconds, max(0.0, summary.ended - summary.began)),
+        gc_inside=summary.paused.inside,
+        gc_between=summary.paused.between,
     )
 
 
