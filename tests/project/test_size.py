@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 97_650,
-    "product code lines": 71_950,
-    "test lines": 100_500,
+    "product lines": 97_950,
+    "product code lines": 72_150,
+    "test lines": 100_600,
     "benchmark lines": 6_280,
     "public classes": 681,
     "modules": 381,
