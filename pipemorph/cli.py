@@ -21,6 +21,7 @@ COMMANDS = {
     "advise": "pipemorph.commands.advise",
     "bench": "pipemorph.commands.bench",
     "completion": "pipemorph.commands.completion",
+    "diagnose": "pipemorph.commands.diagnose",
     "doctor": "pipemorph.commands.doctor",
     "explain": "pipemorph.commands.explain",
     "fabric": "pipemorph.commands.fabric",

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pipemorph.errors import InputError
 
-Extra = Literal["trainer", "pictures", "completion"]
+Extra = Literal["trainer", "pictures", "parquet", "completion"]
 
 
 def format_install_command(extra: Extra) -> str:

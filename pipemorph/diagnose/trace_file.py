@@ -70,6 +70,10 @@ class TraceFile:
             f"{self.name}: ends in the middle, or is damaged; copy the whole file, or record again"
         )
 
+    def malformed_error(self, line: int, what: str) -> InputError:
+        """Error of a line, or of the row of a table."""
+        return InputError(f"{self.name}: line {line} {what}")
+
 
 class TraceReader(Protocol):
     """Reader of one format.

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 97_950,
-    "product code lines": 72_150,
-    "test lines": 100_600,
+    "product lines": 100_200,
+    "product code lines": 73_900,
+    "test lines": 101_500,
     "benchmark lines": 6_280,
-    "public classes": 681,
-    "modules": 381,
+    "public classes": 693,
+    "modules": 391,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -1,0 +1,1 @@
+"""Analysis of op tables: dependencies, simulation, slowdowns, causes and advice."""

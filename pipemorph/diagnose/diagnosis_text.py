@@ -1,0 +1,84 @@
+"""Diagnosis as text: ten lines, then tables."""
+
+from __future__ import annotations
+
+from pipemorph.diagnose.diagnosis import Diagnosis
+from pipemorph.terminal import RenderableType, make_table
+
+MOST_CAUSES = 4
+"""Causes in the lines above the tables."""
+MOST_ROWS = 12
+"""Rows of a table."""
+
+
+def format_diagnosis(diagnosis: Diagnosis) -> list[RenderableType]:
+    """Lines, then tables."""
+    return [*_format_lines(diagnosis), *_format_tables(diagnosis)]
+
+
+def _format_lines(diagnosis: Diagnosis) -> list[str]:
+    slowdown, steps = diagnosis.slowdown, diagnosis.steps
+    lost = max(0.0, 1 - 1 / slowdown.total) if slowdown.total else 0.0
+    lines = [
+        f"{diagnosis.format_name}: {len(steps.steps)} steps of {steps.replicas} × {steps.stages}"
+        f" workers (replicas × stages), {steps.microbatches} microbatches",
+        f"a step takes {format_seconds(slowdown.span)}; with equal ops of each type it would take"
+        f" {format_seconds(slowdown.ideal)}: slowdown {slowdown.total:.3f}, {lost:.1%} lost",
+        f"bubble {diagnosis.bubble_fraction:.1%}; {diagnosis.ideal_bubble_fraction:.1%} with equal"
+        " stages and no transfers",
+        _format_shares(diagnosis),
+    ]
+    causes = diagnosis.causes[:MOST_CAUSES]
+    lines += [
+        f"{word}: {cause.cause}, {cause.where}{format_since(cause.since)}:"
+        f" {format_seconds(cause.seconds)} of each step, {cause.share:.1%}"
+        for word, cause in zip(("mostly", *["also"] * MOST_CAUSES), causes, strict=False)
+    ]
+    if not causes:
+        lines.append("no cause costs 1% of a step")
+    return lines
+
+
+def _format_shares(diagnosis: Diagnosis) -> str:
+    slowdown = diagnosis.slowdown
+    if slowdown.m_s is None or slowdown.m_w is None:
+        return "no time is lost to unequal ops"
+    slowest = ", ".join(diagnosis.steps.workers[w].key for w in slowdown.slowest[:3])
+    return (
+        f"of the lost time the last stage explains {slowdown.m_s:.0%} (M_S), the slowest workers"
+        f" ({slowest}) {slowdown.m_w:.0%} (M_W)"
+    )
+
+
+def format_since(step: int | None) -> str:
+    return "" if step is None else f", since step {step}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds in a unit that fits them."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _format_tables(diagnosis: Diagnosis) -> list[RenderableType]:
+    slowdown = diagnosis.slowdown
+    tables: list[RenderableType] = []
+    for name, values in (
+        ("op type", slowdown.by_optype),
+        ("stage", slowdown.by_stage),
+        ("dp_rank", slowdown.by_dp_rank),
+        ("worker", slowdown.by_worker),
+    ):
+        rows = sorted(values.items(), key=lambda row: -row[1])[:MOST_ROWS]
+        tables.append("")
+        tables.append(
+            make_table(
+                (name, "slowdown"), [(str(k), f"{v:.4f}") for k, v in rows], right=("slowdown",)
+            )
+        )
+    if diagnosis.notes:
+        tables.append("")
+        tables.append("What cannot be said from this trace, and what was left out:")
+        tables += [f"- {note}" for note in diagnosis.notes]
+    return tables

@@ -1,0 +1,86 @@
+"""Chrome traces of the published study of stragglers: a process per replica, threads per worker.
+
+Names of threads (``PP rank 3, TP rank 0, compute``) are at the end of such a file, so that it is
+streamed twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipemorph.diagnose.formats.chrome_trace import iterate_events, peek_events
+from pipemorph.diagnose.operation import OPTYPES, Operation
+from pipemorph.diagnose.trace_file import TraceFile
+from pipemorph.errors import InputError, one_line
+
+_THREAD = re.compile(r"PP rank (\d{1,6}), TP rank (\d{1,6})\b")
+_ARGUMENTS = ("step", "seq_id", "model_chunk", "mb_id")
+
+
+class StudyTraceReader:
+    """Reader of the study's Chrome form of an op table."""
+
+    format_name = "Chrome traces of the straggler study"
+
+    def recognize_file(self, file: TraceFile) -> bool:
+        for event in peek_events(file):
+            if event.get("ph") == "X":
+                arguments = event.get("args")
+                return isinstance(arguments, dict) and all(n in arguments for n in _ARGUMENTS)
+        return False
+
+    def read_operations(self, files: Sequence[TraceFile], notes: list[str]) -> Iterator[Operation]:
+        for file in files:
+            stages = _read_stages(file)
+            count = len(set(stages.values()))
+            for event in iterate_events(file):
+                if event.get("ph") == "X" and (op := _parse_event(file, event, stages, count)):
+                    yield op
+
+
+def _read_stages(file: TraceFile) -> dict[tuple[Any, Any], int]:
+    """Stage by process and thread, of tensor rank 0."""
+    stages: dict[tuple[Any, Any], int] = {}
+    for event in iterate_events(file):
+        if event.get("name") != "thread_name":
+            continue
+        arguments = event.get("args")
+        name = arguments.get("name") if isinstance(arguments, dict) else None
+        found = _THREAD.match(name) if isinstance(name, str) else None
+        if found and int(found[2]) == 0:
+            stages[_get_place(event)] = int(found[1])
+    if not stages:
+        raise InputError(f"{file.name}: names no threads 'PP rank 0, TP rank 0, …': which worker"
+                         " ran an op cannot be said")  # fmt: skip
+    return stages
+
+
+def _get_place(event: dict[str, Any]) -> tuple[str, str]:
+    return repr(event.get("pid")), repr(event.get("tid"))
+
+
+def _parse_event(
+    file: TraceFile, event: dict[str, Any], stages: dict[tuple[Any, Any], int], count: int
+) -> Operation | None:
+    """Op of an event; None for another tensor rank than 0."""
+    stage = stages.get(_get_place(event))
+    if stage is None:
+        return None
+    try:
+        arguments = event["args"]
+        chunk = int(arguments["model_chunk"])
+        optype = str(event["name"])
+        is_compute = optype.endswith("-compute")
+        return Operation(
+            int(arguments["step"]), int(event["pid"]), stage, -1, optype,
+            float(event["ts"]) / 1e6, float(event["dur"]) / 1e6, int(arguments["seq_id"]), chunk,
+            chunk * count + stage if is_compute and chunk >= 0 else -1,
+            int(arguments["mb_id"]) if optype in OPTYPES else -1,
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise InputError(
+            f"{file.name}: event {one_line(repr(event), 120)} lacks a value; expected ts, dur and"
+            f" pid, and {', '.join(_ARGUMENTS)} in args"
+        ) from None

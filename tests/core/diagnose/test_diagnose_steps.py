@@ -1,0 +1,141 @@
+"""Steps that are analysed, and what is said of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+import pytest
+from op_traces import PlayedJob, make_table
+
+from pipemorph.diagnose.analysis.slowdown import StepSimulator
+from pipemorph.diagnose.analysis.steps import StepSet, select_steps
+from pipemorph.diagnose.operation import Operation
+from pipemorph.errors import InputError
+
+
+def select(ops: Iterable[Operation]) -> StepSet:
+    return select_steps(make_table(ops))
+
+
+def numbers(steps: StepSet) -> list[int]:
+    return [step.step for step in steps.steps]
+
+
+def test_gaps_between_steps_are_allowed() -> None:
+    ops = [op for op in PlayedJob(steps=9).operations() if op.step in (2, 5, 7)]
+    assert numbers(select(ops)) == [2, 5, 7]
+
+
+def drop(condition: Callable[[Operation], bool]) -> list[Operation]:
+    return [op for op in PlayedJob(replicas=2, steps=5).operations() if not condition(op)]
+
+
+@pytest.mark.parametrize(
+    ("condition", "note"),
+    [
+        (lambda op: op.step == 2 and op.stage == 1, "Step in which workers ran nothing"),
+        (
+            lambda op: op.step == 2 and op.optype.startswith("backward"),
+            "Step without backwards: evaluation, left out: 2.",
+        ),
+        (
+            lambda op: op.step == 2 and op.optype == "backward-compute" and op.microbatch == 3,
+            "Step with other forwards than backwards",
+        ),
+        (
+            lambda op: op.step == 2 and op.stage == 1 and op.microbatch == 3,
+            "Step whose stages ran other microbatches",
+        ),
+    ],
+)
+def test_incomplete_steps_are_omitted_and_named(
+    condition: Callable[[Operation], bool], note: str
+) -> None:
+    steps = select(drop(condition))
+    assert numbers(steps) == [0, 1, 3, 4]
+    assert any(each.startswith(note) for each in steps.notes)
+
+
+def test_a_first_step_with_setup_is_omitted() -> None:
+    job = PlayedJob(extra=lambda step, r, s, at: ("data", 5.0) if step + s + at == 0 else None)
+    steps = select(job.operations())
+    assert numbers(steps) == [1, 2, 3, 4, 5] and "Step 0 took 5." in steps.notes[0]
+
+
+def test_accumulation_repeats_microbatches() -> None:
+    """Two passes of the schedule in a step, with the same numbers of microbatches."""
+    job = PlayedJob(steps=4, tail=())
+    ops = [
+        op._replace(
+            step=op.step // 2,
+            start=op.start - op.step * 1e5 + op.step % 2 * 1.0,
+            posted=None,
+            waited=None,
+        )
+        for op in job.operations()
+    ]
+    steps = select(sorted(ops, key=lambda op: (op.step, op.start)))
+    assert numbers(steps) == [0, 1] and steps.microbatches == 16
+    assert not steps.notes
+    assert all(seconds > 0.8 for seconds in StepSimulator(steps).recorded_steps)
+
+
+def test_a_replica_without_a_worker_is_omitted() -> None:
+    steps = select(drop(lambda op: (op.dp_rank, op.stage) == (1, 2)))
+    assert "stage 2 of dp_rank 1" in steps.notes[0] and steps.replicas == 1
+    assert {op.worker for op in steps.steps[0].ops} == {
+        i for i, worker in enumerate(steps.workers) if worker.dp_rank == 0
+    }
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        (
+            lambda op: op.stage == 2,
+            "workers are missing: stage 2 of dp_rank 0, stage 2 of dp_rank 1",
+        ),
+        (lambda op: op.stage > 0, "no pipeline in it"),
+        (lambda op: "compute" in op.optype, "no pipeline in it"),
+        (lambda op: op.optype == "backward-compute", "no step is complete"),
+    ],
+)
+def test_recordings_without_a_whole_pipeline_are_refused(
+    condition: Callable[[Operation], bool], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        select(drop(condition))
+
+
+@pytest.mark.parametrize("shift", [7200.0, -7200.0, -0.5])
+def test_clocks_apart_are_refused(shift: float) -> None:
+    ops = [
+        op._replace(start=op.start + shift * (op.stage == 2), posted=None, waited=None)
+        for op in PlayedJob().operations()
+    ]
+    with pytest.raises(InputError, match="clocks differ: "):
+        select(ops)
+
+
+def test_transfers_without_counterparts_are_omitted_and_counted() -> None:
+    ops = [
+        op._replace(microbatch=-1, global_chunk=-1) if op.optype.endswith("recv") else op
+        for op in PlayedJob().operations()
+        if not (op.optype == "forward-recv" and op.microbatch == 0)
+    ]
+    steps = select(ops)
+    assert "21 sends and receives of a step have no counterpart" in steps.notes[0]
+
+
+def test_long_recordings_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops come rank by rank, as from files of ranks."""
+    ops = sorted(PlayedJob(steps=40).operations(), key=lambda op: (op.stage, op.step))
+    monkeypatch.setattr("pipemorph.diagnose.operation_table.MOST_OPS", len(ops) // 4)
+    table = make_table(ops)
+    steps = select_steps(table)
+    found = numbers(steps)
+    assert table.every >= 4 and len(table) <= len(ops) // 4 + 100
+    assert {b - a for a, b in pairwise(found)} == {table.every}
+    assert steps.microbatches == 8 and not steps.notes
+    assert any(table.posted.values()) and len(table.posted) < len(ops)
