@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 100_200,
-    "product code lines": 73_900,
-    "test lines": 101_500,
+    "product lines": 101_750,
+    "product code lines": 75_100,
+    "test lines": 102_400,
     "benchmark lines": 6_280,
-    "public classes": 693,
-    "modules": 391,
+    "public classes": 708,
+    "modules": 400,
     "leaves of spec": 111,
     "share of comments and docstrings, percent": 14.6,
 }

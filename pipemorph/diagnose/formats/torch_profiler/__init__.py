@@ -1,0 +1,1 @@
+"""Reader of the Chrome traces that ``torch.profiler`` writes, one or more for each rank."""
