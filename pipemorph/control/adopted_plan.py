@@ -143,6 +143,12 @@ def _check_shape(where: str, sent: PlanMessage, spec: JobSpec) -> None:
         ("waits", len(sent.waits), 0, ranks),
         ("placement", len(sent.placement), 0 if ranks == stages else stages, stages),
     )
+    if (times := sent.times) is not None:
+        lists = (
+            *lists,
+            ("times.stages", len(times.stages), stages, stages),
+            ("times.delays", len(times.delays), stages - 1, stages - 1),
+        )
     for name, found, none, some in lists:
         if found not in (none, some):
             raise InputError(f"{where}.{name} has {found} items; expected {some}")

@@ -68,7 +68,7 @@ from pipemorph.control.decide.situation import (
 from pipemorph.control.history.job_history import DecisionRecord
 from pipemorph.control.job_state.stages import StageRoom, find_excess
 from pipemorph.planning import Plan, Policy, StageTimes
-from pipemorph.protocol import Directive, Health, LinkState, PlanMessage
+from pipemorph.protocol import Directive, Health, LinkState, PlanMessage, PlannedTimes
 
 COMMIT_AHEAD = 1
 """Iterations between the current one and the first with the plan of a directive issued now."""
@@ -601,7 +601,9 @@ def _issue_plan(
         plan_version=version,
         issued_at=now,
         reason=record.reason,
-        plan=PlanMessage.from_plan(plan),
+        plan=PlanMessage.from_plan(plan).model_copy(
+            update={"times": _list_planned_times(state, request.situation)}
+        ),
         record=record.model_copy(),
     )
     state.plans.issue_plan(plan, directive)
@@ -620,6 +622,13 @@ def _issue_plan(
         state.history.revise_saving(version, proposal.saving, state.last_iteration + 1, None)
     line = reasons.summarize_change(version, request.cause, pending.links, proposal)
     _append_decision(state, now, record.kind, record.reason, line, plan_version=version)
+
+
+def _list_planned_times(state: DecisionState, situation: Situation) -> PlannedTimes | None:
+    """Times for ranks that order microbatches by their costs; None if they do not."""
+    if state.spec.adaptation.reorder == "bits":
+        return None
+    return PlannedTimes.from_stages(situation.stages, situation.wire_times)
 
 
 # --- what was decided, and why ----------------------------------------------------------------

@@ -23,11 +23,13 @@ run's token on one machine.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
+from pipemorph.planning.problem import StageTimes
 from pipemorph.protocol.adaptation_record import AdaptationRecord
 from pipemorph.protocol.message_base import (
     Count,
@@ -125,6 +127,36 @@ class LinkHealthReport(ProtocolModel):
         return not any(states) and views == (None,) * len(views)
 
 
+class PlannedOpTimes(ProtocolModel):
+    """Op times of a stage, in the unit of a problem."""
+
+    forward: Seconds
+    backward_input: Seconds
+    backward_weight: Seconds
+    fused_backward: Seconds | None = None
+
+
+class PlannedTimes(ProtocolModel):
+    """Times for which a plan was made, in one unit: of the ops by stage, and one way by link."""
+
+    stages: Annotated[list[PlannedOpTimes], Field(max_length=MOST_STAGES)]
+    delays: Annotated[list[Seconds], Field(max_length=MOST_STAGES)]
+
+    @staticmethod
+    def from_stages(stages: Sequence[StageTimes], delays: Sequence[float]) -> PlannedTimes:
+        """Times of a problem's stages, and the delays of its links."""
+        rows = [
+            PlannedOpTimes(
+                forward=stage.forward,
+                backward_input=stage.backward_input,
+                backward_weight=stage.backward_weight,
+                fused_backward=stage.fused_backward,
+            )
+            for stage in stages
+        ]
+        return PlannedTimes(stages=rows, delays=list(delays))
+
+
 class PlanMessage(ProtocolModel):
     """Encoded :class:`~pipemorph.planning.ir.Plan`, with an op string per rank."""
 
@@ -146,6 +178,9 @@ class PlanMessage(ProtocolModel):
     waits: list[list[Count]] = Field(default_factory=list)
     """Positions, by rank, of the ops for which guided dispatch waits when they are in turn; empty:
     none."""
+    times: PlannedTimes | None = None
+    """Times that the plan was made for, if ranks order the microbatches of each iteration by their
+    costs. No part of what ranks run."""
 
     @staticmethod
     def from_plan(plan: Plan) -> PlanMessage:

@@ -22,13 +22,13 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 101_750,
-    "product code lines": 75_100,
-    "test lines": 102_400,
+    "product lines": 102_100,
+    "product code lines": 75_350,
+    "test lines": 102_700,
     "benchmark lines": 6_280,
-    "public classes": 708,
-    "modules": 400,
-    "leaves of spec": 111,
+    "public classes": 712,
+    "modules": 401,
+    "leaves of spec": 112,
     "share of comments and docstrings, percent": 14.6,
 }
 """Upper limits, and a lower one for the share of comments and docstrings."""

@@ -565,6 +565,12 @@ class Pipeline:
         """Part of the current plan that this rank runs."""
         return self._parts.plans.current_plan
 
+    @property
+    def microbatch_order(self) -> tuple[int, ...]:
+        """Order in which the microbatches of the last step ran: element *k* is the one that ran as
+        the *k*-th. Empty: in their own order, see ``reorder`` of :class:`Options`."""
+        return self._parts.iterations.work.order
+
     def install_plan(self, plan: Plan) -> None:
         """Prepare a plan on this rank, like one from a directive. When all stages of a pipeline
         have prepared it during iteration t, it runs on all of them from iteration t+1 on.

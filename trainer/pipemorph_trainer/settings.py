@@ -25,6 +25,7 @@ from pipemorph.planning.ir import StagePlacement
 from pipemorph.spec.job_spec import JobSpec
 from pipemorph.spec.mesh import MeshShape
 from pipemorph.spec.sections.faults import Fault
+from pipemorph.spec.sections.schedule import Reorder
 from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
@@ -80,6 +81,10 @@ class Options:
     thresholds or freezes objects. ``off``: its pauses are only measured."""
     control: ControlClient | None = None
     """Source of plans and sink of telemetry; default: the job's agent, if any."""
+    reorder: Reorder | None = None
+    """Order of the microbatches of a step with costs: ``bits``, the default: in order, so that
+    results are those of a plain loop, to the bit. ``sums``: in the order with the shortest
+    iteration, so that the sums of gradients are in that order."""
     cost_fn: CostFunction | None = None
     """Function that computes the cost of a microbatch from its arguments on stage 0, such as its
     number of tokens, where ``step`` gets no ``costs``."""
@@ -130,6 +135,7 @@ class Settings:
     snapshot_iterations: int | None = None
     neighbour: bool = False
     gc: CollectorChoice = "auto"
+    reorder: Reorder = "bits"
 
     def __post_init__(self) -> None:
         if self.snapshot_iterations is not None and self.snapshot_iterations < 0:
@@ -145,6 +151,8 @@ class Settings:
             raise InputError(f"recompute is {self.recompute!r}; expected never or auto")
         if self.gc not in get_args(CollectorChoice):
             raise InputError(f"gc is {self.gc!r}; expected auto or off")
+        if self.reorder not in get_args(Reorder):
+            raise InputError(f"reorder is {self.reorder!r}; expected bits or sums")
         if self.direct_sends is not None and self.direct_sends < 1:
             raise InputError(
                 f"direct_sends is {self.direct_sends}; expected at least 1, or None for the default"
@@ -168,6 +176,7 @@ class Settings:
             recompute=spec.schedule.recompute,
             snapshot_iterations=spec.recovery.snapshot_iterations,
             neighbour=spec.recovery.neighbour,
+            reorder=adaptation.reorder,
         )
 
     @property
@@ -261,6 +270,7 @@ MANIFEST_FIELDS = {
     "recompute": "schedule.recompute",
     "snapshot_iterations": "recovery.snapshotIterations",
     "neighbour": "recovery.neighbour",
+    "reorder": "adaptation.reorder",
 }
 """Field in ``spec`` of each setting."""
 SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex", "gc")

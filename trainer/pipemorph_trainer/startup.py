@@ -58,6 +58,7 @@ class StartupInfo:
     split: tuple[int, ...] = ()
     """Number of layers of each stage; empty: evenly split."""
     microbatches: int = 0
+    reorder: str = ""
     plan: str = ""
     """:func:`hash_plan` of its first plan."""
     tensors: tuple[TensorDescription, ...] = ()
@@ -107,6 +108,7 @@ def check_startup_info(starts: Sequence[StartupInfo]) -> None:
             ("stages", start.mesh.stages, first.mesh.stages),
             ("microbatches", start.microbatches, first.microbatches),
             ("mesh", start.mesh.describe_order(), first.mesh.describe_order()),
+            ("reorder", start.reorder, first.reorder),
         ):
             if mine != expected:
                 raise InputError(

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.spec.base import FieldError, Milliseconds, SpecModel
 
+Reorder = Literal["bits", "sums"]
+
 
 class StageTime(SpecModel):
     """Expected op times of one stage, milliseconds per microbatch."""
@@ -124,6 +126,13 @@ class Adaptation(SpecModel):
         ge=1,
         description="Bytes of host memory per rank for offloaded activations; a hard limit. "
         "Required by allowOffload.",
+    )
+    reorder: Reorder = Field(
+        default="bits",
+        description="Whether the microbatches of an iteration may run in another order than the "
+        "script's, where it gives their costs. bits: no; losses and gradients are bitwise those of "
+        "a plain loop over microbatches. sums: in the order with the shortest iteration; gradients "
+        "are summed in that order, so results differ by rounding.",
     )
     relayout: bool = Field(
         default=False,

@@ -178,6 +178,22 @@ PLAN = ("directive", "plan")
 RECORD = ("directive", "record")
 
 
+def test_a_plan_has_the_times_that_ranks_order_microbatches_by() -> None:
+    """Ranks that run them in order get none."""
+    plant, saved = adapted(
+        Plant(spec(schedule={"inFlightLimit": 6}, adaptation={"reorder": "sums"}))
+    )
+    directive = plant.controller.get_directive()
+    assert directive is not None and directive.plan.times is not None
+    times = directive.plan.times
+    assert [stage.forward for stage in times.stages] == pytest.approx([0.01] * 4, rel=0.1)
+    assert times.delays[1] == pytest.approx(0.06, rel=0.2)
+    assert max(times.delays[0], times.delays[2]) < 0.01
+    assert parse_message(bytes_of(saved), plant.spec).snapshot.directive == directive
+    plain = adapted()[0].controller.get_directive()
+    assert plain is not None and plain.plan.times is None
+
+
 @pytest.mark.parametrize(
     ("forge", "words"),
     [
@@ -206,6 +222,10 @@ RECORD = ("directive", "record")
         (change(*PLAN, "placement", to=[0, 0, 1, 1]), "on ranks 0-0-1-1; expected all of 4 ranks"),
         (change(*PLAN, "placement", to=[0, 2, 1, 3]), "on ranks 0-2-1-3; the job has them on"),
         (change(*PLAN, "routes", to=["direct"]), "directive.plan.routes has 1 items; expected 3"),
+        (
+            change(*PLAN, "times", to={"stages": [], "delays": [0.0] * 3}),
+            "directive.plan.times.stages has 0 items; expected 4",
+        ),
         (change(*PLAN, "microbatches", to=10**9), "has 1000000000 microbatches; expected 12"),
         (change(*PLAN, "policy", to="1f1b"), "policy is 1f1b; expected pipemorph"),
         (change(*PLAN, "ranks", 2, to="FIW" * 11), "directive.plan: "),

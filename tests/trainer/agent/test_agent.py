@@ -35,12 +35,14 @@ from agents import (
 from launch import ended
 from waiting import until
 
+from pipemorph.planning import StageTimes
 from pipemorph.protocol import (
     Directive,
     Health,
     LinkHealthReport,
     LinkState,
     PlanMessage,
+    PlannedTimes,
     RailSample,
 )
 from pipemorph.spec.mesh import MeshShape
@@ -119,8 +121,10 @@ def test_a_directive_reaches_every_rank(ingest: Ingest, line: Callable[[int], Ag
 
 
 def test_every_rank_gets_its_part_and_rank_0_the_reason(ingest: Ingest, token_file: Path) -> None:
-    """Ranks that come late are among them."""
+    """Ranks that come late are among them. Those of stage 0 order microbatches for the others."""
     mesh, lines = MeshShape(2, replicas=2), []
+    ops = StageTimes(forward=0.1, backward_input=0.2, backward_weight=0.1)
+    times = PlannedTimes.from_stages([ops] * 2, [0.05])
     handle = start_agent(context(ingest, token_file), mesh)
     try:
         for rank in range(4):
@@ -128,12 +132,13 @@ def test_every_rank_gets_its_part_and_rank_0_the_reason(ingest: Ingest, token_fi
             lines.append(connect_to_agent(at, handle.host, handle.port, wait=DEADLINE))
             assert lines[rank].ready
             if rank == 0:
-                message = PlanMessage.from_plan(plan(4))
+                message = PlanMessage.from_plan(plan(4)).model_copy(update={"times": times})
                 ingest.serve(Directive(plan_version=4, issued_at=1, reason="x", plan=message))
             got = until(lines[rank].pop_newest_plan, f"the plan at rank {rank}")
             fields = {"reason": "x"} if rank == 0 else {}
             place = mesh.find_coordinate(rank).index_along("pp")
-            assert got == split_plan(plan(4), mesh)[place].model_copy(update=fields)
+            parts = split_plan(plan(4), mesh, orders=True, times=times)
+            assert got == parts[place].model_copy(update=fields)
     finally:
         for line in lines:
             line.close()

@@ -22,7 +22,7 @@ from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWaiter, CurrentWait
-from pipemorph_trainer.schedule.plan_agreement import CANDIDATES, PlanAgreement, TokenRelay
+from pipemorph_trainer.schedule.plan_agreement import CANDIDATES, Costs, PlanAgreement, TokenRelay
 from pipemorph_trainer.schedule.plan_store import PlanStore
 from pipemorph_trainer.topology.mesh import join_process_group
 from pipemorph_trainer.transport.control_socket import StepToken
@@ -131,7 +131,7 @@ class Column:
         self.agreements[stage].send_held_versions()
 
     def begin(self) -> None:
-        self._start(0, len(self.ran[0]), self.agreements[0].choose_version())
+        self._start(0, len(self.ran[0]), self.agreements[0].choose_version()[0])
 
     def _start(self, stage: int, iteration: int, version: int) -> None:
         assert iteration == len(self.ran[stage])
@@ -218,7 +218,8 @@ def test_a_stage_sends_its_plans_once() -> None:
 # --- columns that must change together ------------------------------------------------------
 
 
-def choose_together(context: TrainerContext, held: list[list[int]]) -> int:
+def choose_together(context: TrainerContext, held: list[list[int]]) -> tuple[int, Costs]:
+    """Choose a version, without costs and with those of a rank."""
     join_process_group(context, torch.device("cpu"))
     mine = book(0)
     for version in held[context.rank]:
@@ -227,12 +228,18 @@ def choose_together(context: TrainerContext, held: list[list[int]]) -> int:
         mine, None, None,
         together=dist.group.WORLD, wait=CollectiveWaiter(CurrentWait("rank"), 30.0),
     )  # fmt: skip
-    chosen = agreement.choose_version()
+    without = agreement.choose_version()
+    chosen = agreement.choose_version((1.0, 0.5, 2.0, context.rank + 3.0))
+    assert without == (chosen[0], ())
+    assert type(chosen[0]) is int, "a token is packed from whole numbers"
     dist.destroy_process_group()
     return chosen
 
 
 def test_columns_that_share_collectives_choose_what_all_of_them_hold() -> None:
-    assert run_ranks(2, choose_together, [[2, 3, 5], [2, 3, 4]]) == [3, 3]
+    most = (1.0, 0.5, 2.0, 4.0)
+    """Costs of the column with the most work, for which all others wait in each op."""
+    assert run_ranks(2, choose_together, [[2, 3, 5], [2, 3, 4]]) == [(3, most)] * 2
     many = list(range(3, 3 + CANDIDATES))
-    assert run_ranks(2, choose_together, [many, [1]]) == [0, 0], "the current one is always offered"
+    found = run_ranks(2, choose_together, [many, [1]])
+    assert found == [(0, most)] * 2, "the current one is always offered"

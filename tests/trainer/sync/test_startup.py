@@ -175,6 +175,8 @@ def test_ranks_that_differ_in_what_all_share_are_named() -> None:
         InputError, match="rank 1 was given microbatches=8 and rank 0 microbatches=4"
     ):
         check_startup_info([mine, replace(mine, microbatches=8)])
+    with pytest.raises(InputError, match="rank 1 was given reorder=sums and rank 0 reorder=bits"):
+        check_startup_info([replace(mine, reorder="bits"), replace(mine, reorder="sums")])
     refusing = StartupInfo(refusal="no room")
     with pytest.raises(InputError, match=r"^rank 1: no room$"):
         check_startup_info([mine, refusing])
@@ -264,6 +266,10 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
             "host_memory=1, and the manifest says spec.adaptation.hostMemory: None",
         ),
         (
+            {"reorder": "sums"},
+            "reorder=sums, and the manifest says spec.adaptation.reorder: bits",
+        ),
+        (
             {"checkpoint": Checkpoint(directory="/y", every=2)},
             "says spec.checkpoint: directory='/x'",
         ),
@@ -278,12 +284,18 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
         context_of(None, world_size=3), {"microbatches": 2, "queues": None}
     )
     assert (alone.stages, alone.microbatches, alone.queues) == (3, 2, 8)
+    with pytest.raises(InputError, match="reorder is 'best'; expected bits or sums"):
+        Settings.from_arguments(context_of(None), {"reorder": "best"})
 
 
 def test_a_pipeline_has_few_arguments_and_names_the_place_of_those_that_moved() -> None:
     """The check runs before anything else of a pipeline or a schedule."""
     options = {field.name for field in fields(Options)}
-    assert options - {"control"} == {*Options().to_settings()} <= {f.name for f in fields(Settings)}
+    assert (
+        options - {"control", "cost_fn"}
+        == {*Options().to_settings()}
+        <= {f.name for f in fields(Settings)}
+    )
     for owner, first in ((Pipeline, [nn.Identity()]), (AdaptiveSchedule, [[], 4])):
         own = inspect.signature(owner).parameters
         assert len(own) <= 21, "20, and **unknown"

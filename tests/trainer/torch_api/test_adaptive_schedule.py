@@ -5,7 +5,7 @@ One launch runs several cases, since a start of ranks costs more than a case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from pipemorph_trainer.torch import AdaptiveSchedule, SplitBackward
 pytestmark = [pytest.mark.needs_engine]
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 8, 2, 4, 6
+COSTS = [1.0, 5.0, 2.0, 1.0]
 
 LINEARS = {f"{layer}.{parameter}" for layer in ("up", "down") for parameter in ("weight", "bias")}
 
@@ -80,6 +81,7 @@ class Seen:
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     evaluated: list[Any] = field(default_factory=list)
     plans: list[int] = field(default_factory=list)
+    orders: list[tuple[int, ...]] = field(default_factory=list)
     deferred: frozenset[str] = frozenset()
 
 
@@ -91,7 +93,14 @@ def train(context: TrainerContext, make: Callable[..., Any], **more: Any) -> See
     return train_stage(part, stage, make, **more)
 
 
-def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **more: Any) -> Seen:
+def train_stage(
+    part: Any,
+    stage: PipelineStage,
+    make: Callable[..., Any],
+    orders: Sequence[tuple[int, ...]] = (),
+    **more: Any,
+) -> Seen:
+    """Train. ``orders``: of the microbatches that the schedule gets in each step."""
     schedule = make(stage, MICROBATCHES, loss_fn, **more)
     optimizer = torch.optim.AdamW(part.parameters(), 1e-2)
     adapts = isinstance(schedule, AdaptiveSchedule)
@@ -115,10 +124,18 @@ def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **mor
                 make_plan(Job(stage.num_stages, MICROBATCHES), 7, "pipemorph", routes=routes)
             )
         optimizer.zero_grad()
-        costs = {"costs": [1.0 + k for k in range(MICROBATCHES)]} if adapts and part.first else {}
-        out = schedule.step(
-            *([x] if part.first else []), scale=scale, loss_kwargs={"weight": 0.5}, **last, **costs
-        )
+        costs = {"costs": COSTS} if adapts and part.first else {}
+        inputs, own, factors = [x] if part.first else [], last, scale
+        if order := orders[step] if orders else ():
+            rows = torch.arange(len(x)).view(MICROBATCHES, -1)[list(order)].flatten()
+            inputs, factors = [each[rows] for each in inputs], scale[rows]
+            own = last | {"target": target[rows]} if part.last else {}
+        out = schedule.step(*inputs, scale=factors, loss_kwargs={"weight": 0.5}, **own, **costs)
+        if order and part.last:
+            losses[:] = [losses[order.index(m)] for m in range(MICROBATCHES)]
+            out = out[rows.argsort()]
+        if adapts:
+            seen.orders.append(schedule.pipeline.microbatch_order)
         seen.losses.append([loss.item() for loss in losses])
         seen.outputs.append(out)
         seen.grads.append(
@@ -189,6 +206,23 @@ def differences(context: TrainerContext) -> Iterator[str]:
             yield f"{name}: plans {found.plans}"
         if found.deferred != (frozenset() if name == "whole backward" else LINEARS):
             yield f"{name}: deferred {found.deferred}"
+
+
+def compare_ordered(context: TrainerContext) -> list[str]:
+    join_process_group(context, torch.device("cpu"))
+    found = train(context, partial(adaptive, context=context), options=Options(reorder="sums"))
+    assert any(found.orders), "the planner found no better order for any step"
+    wanted = train(context, Schedule1F1B, orders=found.orders)
+    return [
+        what
+        for what in ("losses", "outputs", "grads", "evaluated")
+        if not same(getattr(found, what), getattr(wanted, what))
+    ]
+
+
+def test_in_the_planned_order_they_are_those_of_1f1b_over_a_batch_in_that_order() -> None:
+    """Results are still those of their own microbatches."""
+    assert run_ranks(2, compare_ordered) == [[]] * 2
 
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 3])

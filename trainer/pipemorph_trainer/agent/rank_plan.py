@@ -25,7 +25,7 @@ from pipemorph.planning import (
     validate,
     validate_waits,
 )
-from pipemorph.protocol import Count, PlanMessage, PlanVersion, ProtocolModel
+from pipemorph.protocol import Count, PlanMessage, PlannedTimes, PlanVersion, ProtocolModel
 from pipemorph.spec.mesh import MeshShape
 from pipemorph.spec.sections.schedule import ONE_ORDER_IN_LOCKSTEP
 from pipemorph_trainer.agent import receive_windows
@@ -86,6 +86,8 @@ class RankPlan(ProtocolModel):
     stages: tuple[RankStage, ...]
     """Stages of the rank, by chunk."""
     links: tuple[RankLink, ...] = ()
+    whole: PlanMessage | None = None
+    """Plan of all ranks, on the rank of stage 0 if it orders microbatches; else None."""
     reason: str = ""
     promised: float | None = None
 
@@ -149,12 +151,25 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
     has = f"plan {plan.version} has dispatch {plan.dispatch}"
     if plan.dispatch is Dispatch.GUIDED and mesh.lockstep_size > 1:
         raise InputError(f"{has}; {ONE_ORDER_IN_LOCKSTEP}")
+    if plan.microbatch_order:
+        raise InputError(
+            f"plan {plan.version} has an order of microbatches; ranks find it in each iteration,"
+            " from the costs= of step() with reorder=sums: remove it from the plan"
+        )
     validate(schedule, plan.in_flight_limits, plan.device_limits)
     validate_waits(schedule, plan.waits)
 
 
-def split_plan(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> list[RankPlan]:
+def split_plan(
+    plan: Plan,
+    mesh: MeshShape,
+    places: Iterable[int] | None = None,
+    *,
+    orders: bool = False,
+    times: PlannedTimes | None = None,
+) -> list[RankPlan]:
     """Split ``plan`` into the plans of the ranks at ``places`` along ``pp``; None: of all ranks.
+    ``orders``: stage 0 orders the microbatches of each iteration, by these ``times``.
 
     Raises :class:`InputError` if the pipelines of ``mesh`` cannot run it.
     """
@@ -162,6 +177,7 @@ def split_plan(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None)
     message = PlanMessage.from_plan(plan)
     body = message.model_dump_json(exclude_defaults=True).encode()
     digest = hashlib.sha256(body).hexdigest()[:DIGEST_LETTERS]
+    whole = message.model_copy(update={"times": times}) if orders else None
     windows, last = receive_windows.compute_windows(plan), mesh.stages - 1
 
     def make_receive_limits(
@@ -208,6 +224,7 @@ def split_plan(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None)
             waits=plan.waits[place] if plan.waits else (),
             stages=tuple(make_stage(stage, ops) for stage in held),
             links=tuple(map(make_link, ends)),
+            whole=whole if 0 in held else None,
         )
 
     return [

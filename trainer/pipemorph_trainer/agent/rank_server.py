@@ -108,7 +108,8 @@ class RankServer:
             "reason": directive.reason,
             "promised": record.promised if record is not None else None,
         }
-        parts = split_plan(plan, self._mesh)
+        times = directive.plan.times
+        parts = split_plan(plan, self._mesh, orders=times is not None, times=times)
         bodies = [mine.to_json() for mine in parts]
         places = map(self._mesh.find_coordinate, range(self._mesh.world_size))
         found = {at.rank: bodies[at.index_along("pp")] for at in places}

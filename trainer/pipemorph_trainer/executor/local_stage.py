@@ -379,7 +379,7 @@ class LocalStage:
             footprint=self._footprint,
             copies=outcome.copies,
             clock=self._clock.read() if self._clock is not None else None,
-            costs=outcome.costs,
+            costs=outcome.work.costs,
         )
         if found.backward_weight:
             self._apart = found.backward_input + found.backward_weight

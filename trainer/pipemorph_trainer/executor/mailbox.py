@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipemorph.planning import OpKind, Route
 from pipemorph_trainer.errors import PeerLostError, PipelineError, WaitTimeoutError
+from pipemorph_trainer.executor.microbatch_costs import NO_COSTS
 from pipemorph_trainer.executor.waiting import CurrentWait
 from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.transport.link import LinkEnd
@@ -55,6 +56,8 @@ class Mailbox:
         self._ends, self._poller, self._waiting = ends, poller, waiting
         self._deadline, self._between = deadline, between
         self.call = "iteration 0"
+        self.work = NO_COSTS
+        """Work of the call, whose order names the microbatch of each message."""
         """Name of the iteration or evaluation, in descriptions of waits."""
 
     def set_deadline(self, deadline: float) -> None:
@@ -65,6 +68,7 @@ class Mailbox:
 
     def describe_message(self, end: LinkEnd, word: str, microbatch: int) -> str:
         """Describe a message; ``word``: F or B."""
+        microbatch = self.work.order[microbatch] if self.work.order else microbatch
         return (
             f"{word} of microbatch {microbatch} of {self.call} from stage {end.peer_stage} on {end}"
         )

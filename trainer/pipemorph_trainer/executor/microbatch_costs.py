@@ -1,19 +1,47 @@
-"""Costs of a batch's microbatches: how long their ops take, compared with each other."""
+"""Costs of a batch's microbatches: how long their ops take, compared with each other; and the order
+in which they run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from pipemorph.errors import InputError, one_line
 
+Value = TypeVar("Value")
 CostFunction = Callable[..., Any]
 """``cost_fn(*args, **kwargs)`` → cost of one microbatch, from its arguments on stage 0."""
 MOST_COSTS = 4096
 """Most microbatches with costs: the token that starts an iteration carries one for each."""
 
 MOST_COST = 1e30
+
+
+class MicrobatchWork(NamedTuple):
+    """Work of an iteration: ``costs`` of the microbatches, empty if unknown, and ``order[k]``, the
+    microbatch that runs in place *k* on all stages; empty: microbatch *k*."""
+
+    costs: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def to_places(self, values: Sequence[Value]) -> Sequence[Value]:
+        """Sort values of microbatches, if there are any, by place."""
+        return [values[m] for m in self.order] if self.order and values else values
+
+    def to_microbatches(self, values: Sequence[Value]) -> Sequence[Value]:
+        """Sort values of places, if there are any, by microbatch."""
+        if not self.order or not values:
+            return values
+        return [value for _, value in sorted(zip(self.order, values, strict=True), key=_get_number)]
+
+
+NO_COSTS = MicrobatchWork()
+"""Work of microbatches that run in order, without costs."""
+
+
+def _get_number(pair: tuple[int, Any]) -> int:
+    return pair[0]
 
 
 def read_costs(costs: Any, microbatches: int, name: str = "costs") -> tuple[float, ...]:

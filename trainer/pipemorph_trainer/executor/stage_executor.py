@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from pipemorph_trainer.backward.output_structure import SINGLE_TENSOR, OutputStr
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.device_times import DeviceTimes, MeasuredCopy, MeasuredOp
 from pipemorph_trainer.executor.mailbox import Mailbox, name_call
+from pipemorph_trainer.executor.microbatch_costs import NO_COSTS, MicrobatchWork
 from pipemorph_trainer.executor.op_runner import Grads, OpRunner
 from pipemorph_trainer.executor.step_abort import (
     BoundaryChangedError,
@@ -53,15 +54,15 @@ class CallStart(NamedTuple):
 
     ``shapes_from_above``, ``shapes_to_below``: shapes are exchanged with this neighbour.
     ``refused``: the batch of this stage or of a stage above does not fit. ``upstream_refused``: a
-    stage above refused, so no message comes from above. ``costs``: of the microbatches; empty if
-    unknown.
+    stage above refused, so no message comes from above. ``work``: costs and order of the
+    microbatches.
     """
 
     shapes_from_above: bool = False
     shapes_to_below: bool = False
     refused: bool = False
     upstream_refused: bool = False
-    costs: tuple[float, ...] = ()
+    work: MicrobatchWork = NO_COSTS
 
 
 UNCHANGED_START = CallStart()
@@ -95,18 +96,38 @@ class MicrobatchInputs:
     costs: tuple[float, ...] = ()
     """Costs of the microbatches, on stage 0; empty if unknown."""
 
+    def sort_by_place(self, work: MicrobatchWork) -> MicrobatchInputs:
+        """Return the inputs of the microbatch in each place. :attr:`outputs` is the same list."""
+        if not work.order:
+            return self
+        return replace(
+            self,
+            args=work.to_places(self.args),
+            kwargs=work.to_places(self.kwargs),
+            targets=work.to_places(self.targets),
+        )
+
 
 @dataclass
 class StageRecord:
     """Record of one iteration on this stage. ``losses``: only on the last stage. ``copies``: of
-    activations to host memory and back, and forwards that ran again; part of their ops.
-    ``costs``: of the microbatches; empty if unknown."""
+    activations to host memory and back, and forwards that ran again; part of their ops. ``work``:
+    costs and order of the microbatches."""
 
     ops: list[MeasuredOp] = field(default_factory=list)
     copies: list[MeasuredCopy] = field(default_factory=list)
     waits: list[tuple[OpKind, int, float, float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    costs: tuple[float, ...] = ()
+    work: MicrobatchWork = NO_COSTS
+
+    def name_microbatches(self) -> None:
+        """Replace the places of all ops, copies and waits by the microbatches that ran there."""
+        if order := self.work.order:
+            self.ops = [op._replace(microbatch=order[op.microbatch]) for op in self.ops]
+            self.copies = [each._replace(microbatch=order[each.microbatch]) for each in self.copies]
+            self.waits = [
+                (kind, order[place], start, end) for kind, place, start, end in self.waits
+            ]
 
 
 class LastOpObserver(Protocol):
@@ -245,9 +266,10 @@ class StageExecutor:
         self._now = now
         inputs, start, generations = now.inputs, now.start, now.generations
         self.mailbox.call = name_call(now.iteration, evaluation=now.evaluation)
+        self.mailbox.work = start.work
         self._microbatches = sum(op.kind is OpKind.F for op in now.ops)
         self._last = -1 if self._shared.last_op_observer is None else self._microbatches - 1
-        self._outcome = StageRecord(costs=start.costs)
+        self._outcome = StageRecord(work=start.work)
         self._shapes_known = not start.shapes_to_below
         fused = frozenset(op.microbatch for op in now.ops if op.kind is OpKind.BW)
         self._before = self._before | self._results if now.is_retry else {}

@@ -27,6 +27,7 @@ from pipemorph_trainer.executor import step_abort as refusals
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
 from pipemorph_trainer.executor.local_stage import LocalStage, sum_offload_copies
 from pipemorph_trainer.executor.mailbox import Mailbox, name_call
+from pipemorph_trainer.executor.microbatch_costs import MicrobatchWork
 from pipemorph_trainer.executor.module_runner import ModuleRunner
 from pipemorph_trainer.executor.stage_executor import (
     ExecutorContext,
@@ -36,6 +37,7 @@ from pipemorph_trainer.executor.stage_executor import (
 )
 from pipemorph_trainer.executor.waiting import CollectiveWaiter
 from pipemorph_trainer.profiling import profiling
+from pipemorph_trainer.schedule.microbatch_orderer import MicrobatchOrderer
 from pipemorph_trainer.schedule.multi_stage_runner import MultiStageRunner, StepCall
 from pipemorph_trainer.schedule.plan_agreement import PlanAgreement, TokenRelay
 from pipemorph_trainer.schedule.plan_receiver import PlanReceiver
@@ -172,6 +174,7 @@ class RankContext:
     ``listeners``: get each reported iteration, on rank 0. ``failures``: errors of other ranks.
     ``poller``: waits for events. ``op_clock``: times of ops, for the links. ``wait``: waits for
     collectives, and describes the wait. ``deadline``: longest wait for one message, seconds.
+    ``orderer``: orders the microbatches of each iteration on stage 0; None: they run in order.
     ``inject_op_delay``: makes ops longer, see
     :class:`~pipemorph_trainer.executor.stage_executor.ExecutorContext`.
     """
@@ -193,6 +196,7 @@ class RankContext:
     op_clock: OpClock
     wait: CollectiveWaiter
     deadline: float
+    orderer: MicrobatchOrderer | None = None
     inject_op_delay: Callable[[float, int], None] | None = None
 
 
@@ -239,7 +243,7 @@ class IterationRunner:
         self.plan_receiver = PlanReceiver(
             coordinate=self._coordinate, ends=links.ends, plans=rank.plans, agreements=agreements,
             control=rank.control, reporter=rank.reporter, listeners=rank.listeners,
-            warm=self._warm,
+            warm=self._warm, orders=rank.orderer is not None,
         )  # fmt: skip
         self.synchronizes = True
         """True if gradients are summed and averaged after an iteration."""
@@ -281,7 +285,7 @@ class IterationRunner:
                 wait=rank.wait,
             )
             agreements.append(agreement)
-            tokens[stage] = TokenRelay(at, neighbours, self._mail, agreement)
+            tokens[stage] = TokenRelay(at, neighbours, self._mail, agreement, rank.orderer)
         turns = MultiStageRunner(
             coordinate, executors, tokens, self._mail,
             self._ends if self._device_times is not None and self._several else (),
@@ -536,6 +540,8 @@ class IterationRunner:
                 moved = zip(moves, copies, strict=True)
                 outcome.copies = [copy for (whose, _), copy in moved if whose == stage]
             self._waiting.end_wait()
+        for outcome in outcomes.values():
+            outcome.name_microbatches()
         reduction = None
         if self._reducer is not None and self.synchronizes:
             reduction = self._reducer.measure_reduction()
@@ -671,6 +677,11 @@ class IterationRunner:
         """True if garbage collections paused a rank too long when it shared a loss. Equal on all
         ranks."""
         return self._loss.moves_collector
+
+    @property
+    def work(self) -> MicrobatchWork:
+        """Costs and order of the microbatches of the newest call."""
+        return self._turns.work
 
     @property
     def is_changing_layout(self) -> bool:

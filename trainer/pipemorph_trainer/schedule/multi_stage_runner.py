@@ -29,6 +29,7 @@ from pipemorph_trainer.agent.receive_windows import (
 )
 from pipemorph_trainer.executor.device_times import MeasuredCopy, MeasuredOp
 from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.microbatch_costs import MicrobatchWork
 from pipemorph_trainer.executor.stage_executor import (
     NEVER,
     CallStart,
@@ -117,6 +118,9 @@ class MultiStageRunner:
             self._run_in_plan_order(plan.order)
         for executor in self._executors.values():
             executor.end_iteration()
+        outputs = self._call.inputs[self._held[-1]].outputs
+        if outputs and not self.refused:
+            outputs[:] = self.work.to_microbatches(outputs)
         self._mail.wait_until_sends_taken()
 
     def run_evaluation(self, microbatches: int) -> None:
@@ -212,7 +216,8 @@ class MultiStageRunner:
         self._noted[stage] = 0, 0
         now = StageIteration(
             ops=self._orders[stage], iteration=call.iteration,
-            generations=self._tokens[stage].generations, inputs=call.inputs[stage], start=start,
+            generations=self._tokens[stage].generations,
+            inputs=call.inputs[stage].sort_by_place(start.work), start=start,
             device_limit=None if mine is None else mine.device_limit,
             recompute=mine is not None and mine.recompute,
             receives=receives, evaluation=call.evaluation, is_retry=call.is_retry,
@@ -226,6 +231,11 @@ class MultiStageRunner:
             call.iteration, call.shapes[stage], refused=call.refused,
             evaluation=call.evaluation, again=call.is_retry, costs=call.inputs[stage].costs,
         )  # fmt: skip
+
+    @property
+    def work(self) -> MicrobatchWork:
+        """Costs and order of the microbatches of the newest call."""
+        return self._first_start.work
 
     @property
     def refused(self) -> bool:

@@ -33,6 +33,7 @@ from pipemorph_trainer.executor.local_stage import LocalStage, find_stage_device
 from pipemorph_trainer.executor.microbatch_costs import CostFunction
 from pipemorph_trainer.executor.waiting import CollectiveWaiter, CurrentWait
 from pipemorph_trainer.schedule.iteration import IterationRunner, RankContext
+from pipemorph_trainer.schedule.microbatch_orderer import MicrobatchOrderer
 from pipemorph_trainer.schedule.plan_store import PlanStore
 from pipemorph_trainer.schedule.rank_preparation import (
     MakeOptimizer,
@@ -248,6 +249,7 @@ class PipelineComponents:
                 reporter=self.reporter, traces=self.traces, listeners=self.listeners,
                 failures=self.failures, poller=self.poller, op_clock=op_clock,
                 wait=self.wait_for, deadline=self.settings.deadline_seconds,
+                orderer=self._make_orderer(),
                 inject_op_delay=None if self._device_faults is None
                 else self._device_faults.hold_op,
             )
@@ -263,6 +265,12 @@ class PipelineComponents:
             self.memory_checkpointer = self._open_memory_checkpointer(
                 context.memory_dir, accelerator
             )
+
+    def _make_orderer(self) -> MicrobatchOrderer | None:
+        """Make the orderer of this column's microbatches; None if they run in order."""
+        if self.settings.reorder == "bits":
+            return None
+        return MicrobatchOrderer(self.coordinate.mesh)
 
     def _make_reducer(self) -> GradientReducer | None:
         """Return the reducer that averages gradients over replicas; None without replicas."""

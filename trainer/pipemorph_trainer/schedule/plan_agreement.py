@@ -13,11 +13,12 @@ eligible only if all stages hold exactly that one; the oldest of their newest on
 Replicas may change their version in different iterations, since sums of gradients do not depend on
 the plan. Columns of one replica share collectives inside ops, such as those of a tensor
 parallel group: they run one plan and must change it together. Their first stages agree in a small
-collective at the beginning of every iteration.
+collective at the beginning of every iteration. It also shares the costs of their microbatches: an
+op takes as long as in the column with the most work, and all of them use the same order.
 
 Each stage sends the token to the next one, from stage 0 on. It contains the iteration, the plan
-version that all stages of the column run in it, whether shapes follow, and the costs of the
-microbatches. Before it has arrived, a stage does nothing that depends on the plan.
+version that all stages of the column run in it, whether shapes follow, and the costs and
+the order of the microbatches. Before it has arrived, a stage does nothing that depends on the plan.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.spec.mesh import Coordinate
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.mailbox import Mailbox, name_call
+from pipemorph_trainer.executor.microbatch_costs import MOST_COSTS, MicrobatchWork
 from pipemorph_trainer.executor.stage_executor import CallStart, ShapeGenerations
 from pipemorph_trainer.executor.waiting import CollectiveWaiter
+from pipemorph_trainer.schedule.microbatch_orderer import MicrobatchOrderer
 from pipemorph_trainer.schedule.plan_store import PlanStore
 from pipemorph_trainer.transport.control_socket import StepToken
 from pipemorph_trainer.transport.link import StageLinks
 
+Costs = tuple[float, ...]
+"""Costs of an iteration's microbatches; empty if unknown."""
 CANDIDATES = 4
 """Number of versions that a column offers to those that must run the same one: the current one and
 the newest others."""
@@ -97,25 +103,38 @@ class PlanAgreement:
             self._up.send_held(held)
             self._sent = held
 
-    def choose_version(self) -> int:
-        """Choose the version of the next iteration. Only on stage 0."""
+    def choose_version(self, costs: Costs = ()) -> tuple[int, Costs]:
+        """Choose the version of the next iteration. Only on stage 0. Returns it with the costs of
+        the microbatches: ``costs``, or the most of any column that must run the same version."""
         current = self.current_version
         if self._together is None:
-            return max(self.list_held_versions(), default=current)
+            return max(self.list_held_versions(), default=current), costs
         newest = [current, *sorted(self.list_held_versions(), reverse=True)[: CANDIDATES - 1]]
-        mine = torch.tensor([*newest, *[-1] * (CANDIDATES - len(newest))])
+        count = min(self._book.current_plan.microbatches, MOST_COSTS)
+        # Versions fit into a double.
+        mine = torch.tensor(
+            [*newest, *[-1] * (CANDIDATES - len(newest)), *(costs or [0.0] * count)],
+            dtype=torch.float64,
+        )
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._together))]
         work = dist.all_gather(rows, mine, group=self._together, async_op=True)
         assert self._wait_for is not None
         self._wait_for(work, "the other columns to begin the iteration")
-        common: set[int] = set(newest).intersection(*(row.tolist() for row in rows))
-        return max(common)
+        versions = [set(map(int, row[:CANDIDATES].tolist())) for row in rows]
+        most = torch.stack(rows)[:, CANDIDATES:].amax(dim=0)
+        common = set(newest).intersection(*versions)
+        return max(common), tuple(most.tolist()) if most.any() else ()
+
+    def find_plan(self, version: int) -> RankPlan | None:
+        """Find this stage's part of a version's plan; None if it does not hold it."""
+        return self._book.find_plan(version)
 
 
 class TokenRelay:
     """Relay of each iteration's token, from the stage above to the one below.
 
-    ``agreement``: chooses the version on stage 0.
+    ``agreement``: chooses the version on stage 0. ``orderer``: orders the microbatches there; None:
+    they run in order.
     """
 
     def __init__(
@@ -124,9 +143,11 @@ class TokenRelay:
         neighbours: StageLinks,
         mail: Mailbox,
         agreement: PlanAgreement,
+        orderer: MicrobatchOrderer | None = None,
     ) -> None:
         self._coordinate, self._mail, self._agreement = coordinate, mail, agreement
         self._up, self._down = neighbours.upstream, neighbours.downstream
+        self._orderer, self._work = orderer, MicrobatchWork()
         self._shapes: Any = None
         self.generations = ShapeGenerations()
 
@@ -151,7 +172,7 @@ class TokenRelay:
         refused: bool = False,
         evaluation: bool = False,
         again: bool = False,
-        costs: tuple[float, ...] = (),
+        costs: Costs = (),
     ) -> tuple[int, CallStart]:
         """Start an iteration, or the ``evaluation`` before it, on this stage. Waits for the token,
         except on stage 0. Returns the version of its plan; an evaluation, and an iteration that
@@ -169,8 +190,11 @@ class TokenRelay:
             to_below = bool(shapes != self._shapes)
             self._shapes = shapes
         if up is None:
-            keeps = evaluation or again
-            version = self._agreement.current_version if keeps else self._agreement.choose_version()
+            version = self._agreement.current_version
+            work = self._work if again else MicrobatchWork()
+            if not (evaluation or again):
+                version, costs = self._agreement.choose_version(costs)
+                work = self._work = MicrobatchWork(costs, self._order_microbatches(version, costs))
         else:
             token = self._mail.await_queue(up, f"stage {up.peer_stage} to begin", up.socket.tokens)
             if token.iteration != iteration or token.evaluation != evaluation:
@@ -179,7 +203,7 @@ class TokenRelay:
                     f"{up.peer_stage} {name_call(token.iteration, token.evaluation)}; every rank "
                     "must call step() and evaluate() in the same order"
                 )
-            version, costs = token.version, token.costs
+            version, work = token.version, MicrobatchWork(token.costs, token.order)
             self._check_digest(token, up.peer_stage)
             from_above = token.generation != above
             above = token.generation
@@ -191,10 +215,17 @@ class TokenRelay:
             self._down.socket.send_token(
                 StepToken(
                     iteration, version, self.generations.below, refused, evaluation,
-                    self._agreement.find_digest(version), costs,
+                    self._agreement.find_digest(version), *work,
                 )
             )  # fmt: skip
-        return version, CallStart(from_above, to_below, refused, cut_off, costs)
+        return version, CallStart(from_above, to_below, refused, cut_off, work)
+
+    def _order_microbatches(self, version: int, costs: Costs) -> tuple[int, ...]:
+        """Order the microbatches of an iteration, on stage 0. Empty: in order."""
+        plan = self._agreement.find_plan(version) if self._orderer is not None else None
+        if plan is None or self._orderer is None:
+            return ()
+        return self._orderer.order_microbatches(plan, costs)
 
     def _check_digest(self, token: StepToken, above: int) -> None:
         mine = self._agreement.find_digest(token.version)

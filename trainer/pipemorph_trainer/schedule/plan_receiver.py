@@ -27,6 +27,7 @@ class PlanReceiver:
         plans: get each plan. ``agreements``, one per stage here, announce it to the stages above.
         reporter, listeners: get each plan.
         warm: the stages here have measured whether they can offload. Until then plans wait.
+        orders: stage 0 orders the microbatches of each iteration.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class PlanReceiver:
         reporter: TelemetryReporter,
         listeners: IterationListeners,
         warm: bool,
+        orders: bool = False,
     ) -> None:
         self._coordinate, self._ends, self._plans = coordinate, ends, plans
         self._agreements, self._control = agreements, control
         self._reporter, self._listeners = reporter, listeners
-        self.warm = warm
+        self.warm, self._orders = warm, orders
         self._postponed: RankPlan | None = None
         """Plan to prepare at the end of the iteration."""
 
@@ -52,7 +54,7 @@ class PlanReceiver:
         """Prepare a plan on this rank, between two iterations. Raises :class:`InputError` if it
         does not fit this job."""
         at = self._coordinate
-        (mine,) = split_plan(plan, at.mesh, [at.index_along("pp")])
+        (mine,) = split_plan(plan, at.mesh, [at.index_along("pp")], orders=self._orders)
         self._prepare_plan(mine, page_lock=True)
 
     def take_plan(self, *, page_lock: bool) -> None:

@@ -134,6 +134,10 @@ class PlanStore:
         for plan in self._plans.values():
             check_offload(plan, self._no_offload)
 
+    def find_plan(self, version: int) -> RankPlan | None:
+        """Find a prepared plan, or the current one; None if this rank does not hold it."""
+        return self._plans.get(version)
+
     def find_digest(self, version: int) -> str | None:
         """Return the digest of a version's whole plan; None if this rank does not hold it."""
         plan = self._plans.get(version)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.control.first_plan import initial_plan
+from pipemorph.control.first_plan import build_initial_problem, initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
-from pipemorph.protocol import PlanMessage
+from pipemorph.protocol import PlanMessage, PlannedTimes
+from pipemorph.spec.job_spec import JobSpec
 from pipemorph.spec.mesh import Coordinate
 from pipemorph_trainer.agent.rank_plan import RankPlan, split_plan
 from pipemorph_trainer.backward import Mode
@@ -182,13 +183,22 @@ def prepare_rank(
                 ties, modules.get(number), coordinate.with_stage(number)
             ).items()
         }
+        times = None
+        if plan is None and context.job is not None:
+            times = _list_first_times(context.job.spec)
         if plan is None:
             plan = (
                 initial_plan(context.job.spec)
                 if context.job is not None
                 else settings.make_initial_plan()
             )
-        (mine,) = split_plan(plan, settings.mesh, [coordinate.index_along("pp")])
+        (mine,) = split_plan(
+            plan,
+            settings.mesh,
+            [coordinate.index_along("pp")],
+            orders=settings.reorder == "sums",
+            times=times,
+        )
         microbatches = mine.microbatches
         if settings.microbatches not in (None, microbatches):
             raise InputError(
@@ -231,12 +241,19 @@ def prepare_rank(
             mesh=settings.mesh,
             split=layers,
             microbatches=microbatches,
+            reorder=settings.reorder,
             plan=first,
             tensors=held,
             ties=ties,
             tied_forms=forms,
         ),
     )
+
+
+def _list_first_times(spec: JobSpec) -> PlannedTimes:
+    """Times that plan 0 of a job is made for."""
+    problem = build_initial_problem(spec)
+    return PlannedTimes.from_stages(problem.stages, [link.delay for link in problem.links])
 
 
 def select_modules(stages: Sequence[Stage], coordinate: Coordinate) -> dict[int, nn.Module]:

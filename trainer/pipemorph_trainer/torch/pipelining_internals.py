@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
 from pipemorph.planning.ir import StagePlacement
+from pipemorph_trainer.executor.microbatch_costs import MicrobatchWork
 
 _STAGE = {
     "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
@@ -83,6 +84,13 @@ def place_stages(schedule: PipelineScheduleMulti, placement: str) -> None:
     untyped.stage_index_to_group_rank = placed
     for stage in untyped._stages:
         stage.stage_index_to_group_rank = placed
+
+
+def sort_results(schedule: PipelineScheduleMulti, work: MicrobatchWork) -> None:
+    """Sort the losses and outputs of an iteration, which are by place, by microbatch."""
+    untyped: Any = schedule
+    for values in (untyped._internal_losses, *(each.output_chunks for each in untyped._stages)):
+        values[:] = work.to_microbatches(values)
 
 
 class TorchStageOps:

@@ -21,6 +21,7 @@ from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.backward import Mode
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import find_cuda_graph_refusal, parse_split_mode
+from pipemorph_trainer.executor.microbatch_costs import MicrobatchWork
 from pipemorph_trainer.executor.op_runner import ExternalStage
 from pipemorph_trainer.pipeline import Pipeline
 from pipemorph_trainer.settings import Options, refuse_unknown
@@ -30,6 +31,7 @@ from pipemorph_trainer.torch.pipelining_internals import (
     find_placement,
     place_stages,
     read_schedule_arguments,
+    sort_results,
 )
 from pipemorph_trainer.torch.split_backward import SplitBackward
 from pipemorph_trainer.torch.stage_runner import TorchStageRunner
@@ -133,7 +135,6 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             if mode != "fused" and stage.dw_builder is None:
                 stage.dw_builder = SplitBackward(stage.submod, verify=mode == "verify")
                 self._splits.append(stage.dw_builder)
-        self._target_mbs: list[Any] | None = None
         self._loss_kwargs: dict[str, Any] | None = None
         self._costs: Sequence[float] | Tensor | None = None
 
@@ -142,8 +143,8 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         self._make_loss, self._kept_loss = untyped._maybe_compute_loss, untyped._maybe_get_loss
         self._update = untyped._update_losses
 
-        def loss_of(stage: PipelineStage, output: Any, microbatch: int) -> None:
-            self._make_loss(stage, output, self._target_mbs, microbatch, self._loss_kwargs)
+        def loss_of(stage: PipelineStage, output: Any, place: int, target: Any) -> None:
+            self._make_loss(stage, output, {place: target}, place, self._loss_kwargs)
 
         self._runners = [
             TorchStageRunner(
@@ -230,15 +231,18 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         if self._has_backward or not self._stages_forward_initialized:
             target = target_mbs[0] if target_mbs is not None else None
             self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target, loss_kwargs)
-        self._target_mbs, self._loss_kwargs = target_mbs, loss_kwargs
+        self._loss_kwargs = loss_kwargs
         for runner in self._runners:
             runner.keeps_output = return_outputs
             runner.evaluating = not self._has_backward
         if self._has_backward:
-            self.pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, costs=self._costs)
+            self.pipeline.step(
+                arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs, costs=self._costs
+            )
+            sort_results(self, MicrobatchWork(order=self.pipeline.microbatch_order))
             scale = self._n_microbatches if self.scale_grads else 1
             for runner in self._runners:
                 runner.end_iteration(scale if self._finalize_gradients else None)
         else:
-            self.pipeline.evaluate(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
+            self.pipeline.evaluate(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs)
         self._update(self._stages, losses)

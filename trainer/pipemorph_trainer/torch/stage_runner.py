@@ -22,8 +22,8 @@ class TorchStageRunner(OpRunner):
         ops: those of the stage.
         splits: the stage can run B and W apart.
         walk: gets the outputs of the first F, or the loss, with their graph.
-        loss_of: computes the loss of the last stage's output, ``(output, microbatch)``; None on
-            other stages.
+        loss_of: computes the loss of the last stage's output, ``(output, microbatch, target)``;
+            None on other stages.
         loss_kept: returns that loss, with its graph; None if the schedule has no ``loss_fn``.
     """
 
@@ -33,7 +33,7 @@ class TorchStageRunner(OpRunner):
         *,
         splits: bool,
         walk: Callable[[Sequence[Tensor]], None] | None,
-        loss_of: Callable[[Any, int], None] | None,
+        loss_of: Callable[[Any, int, Any], None] | None,
         loss_kept: Callable[[int], Tensor | None],
     ) -> None:
         self._ops = ops
@@ -82,7 +82,7 @@ class TorchStageRunner(OpRunner):
                 to_local_tensor(detach_for_send(each)).requires_grad_(each.requires_grad)
                 for each in outputs
             )
-        self._loss_of(output, microbatch)
+        self._loss_of(output, microbatch, target)
         loss = self._loss_kept(microbatch)
         if loss is None:
             return (torch.full((), math.nan),)

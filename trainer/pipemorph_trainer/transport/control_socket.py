@@ -41,8 +41,8 @@ from pipemorph_trainer.transport.message import (
 log = logging.getLogger("pipemorph.trainer")
 
 _HEADER = struct.Struct("<BBH")
-_TOKEN = struct.Struct("<IIIIII")
-_COST_BYTES = 8
+_TOKEN = struct.Struct("<IIIIIII")
+_COST_BYTES, _PLACE_BYTES = 8, 4
 _POSITION = struct.Struct("<qI")
 _TIMESTAMP = struct.Struct("<IIdd")
 _LEAST_BYTES = NOTE_BYTES + _POSITION.size
@@ -93,7 +93,8 @@ class StepToken(NamedTuple):
     next one. ``version``: of the plan that all stages run; ``digest`` names its content.
     ``iteration`` and ``evaluation`` must be equal on all ranks; a new ``generation`` announces
     shapes. ``refused``: the batch of a stage above does not fit, so no messages follow. ``costs``:
-    of the microbatches; empty if unknown."""
+    of the microbatches; empty if unknown. ``order``: the microbatch of each place; empty: in
+    order."""
 
     iteration: int
     version: int
@@ -102,20 +103,26 @@ class StepToken(NamedTuple):
     evaluation: bool = False
     digest: int = 0
     costs: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
-        """Return the token as bytes: the costs follow the other fields."""
-        *fields, costs = self
-        return _TOKEN.pack(*fields) + struct.pack(f"<{len(costs)}d", *costs)
+        """Return the token as bytes: the costs follow the other fields, and as many places if there
+        is an order."""
+        *fields, costs, order = self
+        rows = struct.pack(f"<{len(costs)}d{len(order)}I", *costs, *order)
+        return _TOKEN.pack(*fields, len(costs)) + rows
 
     @staticmethod
     def unpack(body: bytes) -> StepToken:
-        iteration, version, generation, refused, evaluation, digest = _TOKEN.unpack_from(body)
-        count = (len(body) - _TOKEN.size) // _COST_BYTES
-        costs = struct.unpack_from(f"<{count}d", body, _TOKEN.size)
-        return StepToken(
-            iteration, version, generation, bool(refused), bool(evaluation), digest, costs
+        iteration, version, generation, refused, evaluation, digest, count = _TOKEN.unpack_from(
+            body
         )
+        places = (len(body) - _TOKEN.size - count * _COST_BYTES) // _PLACE_BYTES
+        rows = struct.unpack_from(f"<{count}d{places}I", body, _TOKEN.size)
+        return StepToken(
+            iteration, version, generation, bool(refused), bool(evaluation), digest,
+            rows[:count], rows[count:],
+        )  # fmt: skip
 
 
 class ArrivedNote(NamedTuple):
