@@ -13,6 +13,7 @@ from pipemorph.diagnose.diagnosis_json import diagnosis_to_json
 from pipemorph.diagnose.diagnosis_text import format_diagnosis
 from pipemorph.diagnose.formats.registry import load_recording
 from pipemorph.errors import InputError, one_line
+from pipemorph.planning.formats.torch_csv import dump_csv
 from pipemorph.terminal import render_parts
 
 
@@ -27,14 +28,23 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--output", choices=("text", "json"), default="text", help="format (default: text)"
     )
-    parser.add_argument("--out", metavar="DIR", type=Path, help="also write diagnosis.json here")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="also write diagnosis.json here, and the best schedule as schedule.csv for torch",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     found = diagnose(load_recording(args.traces))
     fields = json.dumps(diagnosis_to_json(found)) + "\n"
     if args.out is not None:
-        _write_files(args.out, {"diagnosis.json": fields})
+        files = {"diagnosis.json": fields}
+        schedules = [each.schedule for each in found.advice if each.schedule is not None]
+        if schedules:
+            files["schedule.csv"] = dump_csv(schedules[0])
+        _write_files(args.out, files)
     text = fields if args.output == "json" else render_parts(*format_diagnosis(found), out=None)
     write_output(text.encode(), None)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipemorph.diagnose.diagnosis import Diagnosis
+from pipemorph.planning.formats.torch_csv import dump_csv
 
 DIGITS = 9
 
@@ -44,7 +45,16 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             }
             for cause in diagnosis.causes
         ],
-        "advice": [],
+        "advice": [
+            {
+                "change": remedy.change,
+                "predicted_seconds": _round(remedy.predicted_seconds),
+                "gain": _round(remedy.gain),
+                "condition": remedy.condition or None,
+                "schedule": None if remedy.schedule is None else dump_csv(remedy.schedule),
+            }
+            for remedy in diagnosis.advice
+        ],
         "notes": diagnosis.notes,
     }
 

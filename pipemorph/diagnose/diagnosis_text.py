@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from pipemorph.diagnose.analysis.remedies import AT_BEST, Remedy
 from pipemorph.diagnose.diagnosis import Diagnosis
 from pipemorph.terminal import RenderableType, make_table
 
@@ -36,6 +39,14 @@ def _format_lines(diagnosis: Diagnosis) -> list[str]:
     ]
     if not causes:
         lines.append("no cause costs 1% of a step")
+    best = choose_best(diagnosis.advice)
+    for word, remedy in zip(("do this", "or"), best, strict=False):
+        lines.append(
+            f"{word}: {format_change(remedy)}: {format_seconds(remedy.predicted_seconds)} a step,"
+            f" {remedy.gain:.1%} less time per sample"
+        )
+    if not best:
+        lines.append("no change that can be predicted saves 1% of a step")
     return lines
 
 
@@ -48,6 +59,19 @@ def _format_shares(diagnosis: Diagnosis) -> str:
         f"of the lost time the last stage explains {slowdown.m_s:.0%} (M_S), the slowest workers"
         f" ({slowest}) {slowdown.m_w:.0%} (M_W)"
     )
+
+
+def choose_best(advice: Sequence[Remedy]) -> list[Remedy]:
+    """Best remedy that needs nothing more, then one under a condition if it saves more."""
+    firm = [remedy for remedy in advice if remedy.condition in ("", AT_BEST)]
+    return list(dict.fromkeys([*firm[:1], *advice[:1]]))
+
+
+def format_change(remedy: Remedy) -> str:
+    """Change with its condition."""
+    if not remedy.condition:
+        return remedy.change
+    return f"{remedy.change} ({'' if remedy.condition == AT_BEST else 'if '}{remedy.condition})"
 
 
 def format_since(step: int | None) -> str:
@@ -64,6 +88,12 @@ def format_seconds(seconds: float) -> str:
 def _format_tables(diagnosis: Diagnosis) -> list[RenderableType]:
     slowdown = diagnosis.slowdown
     tables: list[RenderableType] = []
+    if diagnosis.advice:
+        advised = [
+            (f"{remedy.gain:.1%}", format_seconds(remedy.predicted_seconds), format_change(remedy))
+            for remedy in diagnosis.advice[:MOST_ROWS]
+        ]
+        tables += ["", make_table(("gain", "step", "change"), advised, right=("gain", "step"))]
     for name, values in (
         ("op type", slowdown.by_optype),
         ("stage", slowdown.by_stage),

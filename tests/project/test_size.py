@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 102_100,
-    "product code lines": 75_350,
-    "test lines": 102_700,
+    "product lines": 102_600,
+    "product code lines": 75_750,
+    "test lines": 102_900,
     "benchmark lines": 6_280,
-    "public classes": 712,
-    "modules": 401,
+    "public classes": 713,
+    "modules": 402,
     "leaves of spec": 112,
     "share of comments and docstrings, percent": 14.6,
 }

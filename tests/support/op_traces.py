@@ -31,7 +31,7 @@ class PlayedJob:
     """A job of replicas that wait for each other at the end of each step.
 
     ``seconds(step, replica, stage, kind, microbatch, usual)``: time of an op; ``delay(step,
-    replica, stage, forward)``: of a message that the stage sends; ``extra(step, replica, stage,
+    replica, source, target)``: of a message between two workers; ``extra(step, replica, stage,
     position)``: type and time of an op before the worker's op of that position. ``tail``: types and
     seconds after the last op.
     """
@@ -46,12 +46,17 @@ class PlayedJob:
     delay: Callable[..., float] = lambda *_: 0.0
     extra: Callable[..., tuple[str, float] | None] = lambda *_: None
     tail: tuple[tuple[str, float], ...] = (("grads-reduce-scatter", 0.005), ("optimizer", 0.003))
+    order: Schedule | None = None
+    """Schedule in place of the policy's."""
+    counts: dict[int, int] = field(default_factory=dict)
+    """Microbatches by replica, where they are others."""
     step_seconds: list[float] = field(default_factory=list)
 
-    @property
-    def schedule(self) -> Schedule:
+    def plan_schedule(self, replica: int) -> Schedule:
+        if self.order is not None:
+            return self.order
         problem = Problem(
-            microbatches=self.microbatches,
+            microbatches=self.counts.get(replica, self.microbatches),
             stages=(StageTimes(forward=1, backward_input=2, backward_weight=1),) * self.stages,
             links=(Link(),) * (self.stages - 1),
             ranks=self.ranks,
@@ -61,12 +66,11 @@ class PlayedJob:
 
     def operations(self) -> Iterator[Operation]:
         """Ops of all steps; fills ``step_seconds``."""
-        schedule = self.schedule
         self.step_seconds = []
         for step in range(self.steps):
             ends: dict[tuple[int, int], float] = {}
             for replica in range(self.replicas):
-                yield from self._play_replica(step, replica, schedule, ends)
+                yield from self._play_replica(step, replica, ends)
             for name, seconds in self.tail:
                 begins = dict(ends)
                 for place in sorted(ends):
@@ -100,8 +104,9 @@ class PlayedJob:
         )
 
     def _play_replica(
-        self, step: int, replica: int, schedule: Schedule, ends: dict[tuple[int, int], float]
+        self, step: int, replica: int, ends: dict[tuple[int, int], float]
     ) -> Iterator[Operation]:
+        schedule = self.plan_schedule(replica)
         arrived: dict[tuple[bool, int, int], float] = {}
         at = [0.0] * len(schedule.ranks)
         position = [0] * len(schedule.ranks)
@@ -143,7 +148,8 @@ class PlayedJob:
                     target = stage + 1 if forward else stage - 1
                     if op.kind is not OpKind.W and 0 <= target < schedule.stage_count:
                         crosses = schedule.placement[target] != worker
-                        late = self.delay(step, replica, stage, forward) if crosses else 0.0
+                        to = schedule.placement[target]
+                        late = self.delay(step, replica, worker, to) if crosses else 0.0
                         arrived[forward, target, op.microbatch] = at[worker] + late
                         if crosses:
                             name = "forward-send" if forward else "backward-send"

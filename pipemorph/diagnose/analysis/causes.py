@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import correlation, fmean, median, median_low, pstdev
 
 from pipemorph.diagnose.analysis.slowdown import StepSimulator
@@ -64,7 +64,7 @@ class Cause:
     ``since``: first step with it, if earlier ones are without.
 
     ``workers``, ``stage``, ``link``: its place, as far as it has one; a link is named by its first
-    stage.
+    stage. ``removal``: of the cause from the times of a step, None for gaps between ops.
     """
 
     cause: str
@@ -75,6 +75,7 @@ class Cause:
     workers: tuple[int, ...] = ()
     stage: int | None = None
     link: int | None = None
+    removal: Change | None = field(default=None, repr=False, compare=False)
 
 
 def find_causes(simulator: StepSimulator) -> list[Cause]:
@@ -200,6 +201,7 @@ class _CauseFinder:
             where,
             [a - b for a, b in zip(self.simulator.recorded_steps, without, strict=True)],
             least,
+            removal=change,
             **place,
         )
 
@@ -264,6 +266,8 @@ class _CauseFinder:
         return self._join_causes("slow workers", found)
 
     def _scale_worker(self, worker: int, paces: Sequence[float], reference: float) -> Change:
+        """Removal of a worker's slowness: in each step its ops take their share of what the
+        reference takes. The lengths of its microbatches stay as they were."""
         factors = {
             step.step: min(1.0, reference / pace) if pace else 1.0
             for step, pace in zip(self.steps, paces, strict=True)
@@ -313,6 +317,9 @@ class _CauseFinder:
         times: Mapping[tuple[int, int], float],
         usual: Mapping[int, float],
     ) -> Change:
+        """Removal of a stage's length. ``times``: by type and chunk; ``usual``: of other stages, by
+        type. Types that are no longer than those do not change."""
+
         def change(step: RecordedStep, changed: list[float]) -> None:
             for i, op in enumerate(step.ops):
                 if op.optype in usual and self.workers[op.worker].stage == stage:
@@ -350,6 +357,8 @@ class _CauseFinder:
                 "slow link", list(self._name_links(a, b, links, references))
             )
 
+    # A link is a replica and the two stages that it connects, in the direction of its messages.
+
     def _get_link(self, step: RecordedStep, message: PairedTransfer) -> tuple[int, int, int]:
         sender = self.workers[step.ops[message.producer].worker]
         return sender.dp_rank, sender.stage, self.workers[step.ops[message.consumer].worker].stage
@@ -378,6 +387,8 @@ class _CauseFinder:
             yield cause, change
 
     def _shorten_transfers(self, usual: Mapping[tuple[int, int, int], float]) -> Change:
+        """Removal of the excess of some links. ``usual``: seconds of a transfer, by link."""
+
         def change(step: RecordedStep, times: list[float]) -> None:
             for message in step.graph.messages:
                 link = self._get_link(step, message)
@@ -389,6 +400,8 @@ class _CauseFinder:
         return change
 
     def _find_varying_lengths(self) -> Iterable[Cause]:
+        """Find what it costs that microbatches of a step, also of several replicas, are not equal:
+        with the mean length of the step, the work is the same in total."""
         if not any(self.lengths):
             return
         every = [length for lengths in self.lengths for length in lengths.values()]

@@ -324,15 +324,15 @@ class _StepSelector:
 
 
 def _measure_times(ops: Sequence[StepOp], graph: StepGraph) -> array[float]:
-    """Time of each op alone; a transfer that nobody waited for gets that of others of its
-    stream."""
+    """Time of each op alone. A receive that was not waited for gets the median of those from the
+    same worker."""
     times = array("d", [max(0.0, op.end - op.start) for op in ops])
     _subtract_nested(ops, times)
     for group in graph.groups:
         latest = max(ops[i].begin for i in group)
         for i in group:
             times[i] = max(0.0, ops[i].end - latest)
-    unknown: list[int] = []
+    unknown: list[tuple[int, int]] = []
     known: dict[tuple[int, int], list[float]] = defaultdict(list)
     for producer, send, i, _ in graph.messages:
         if i < 0:
@@ -342,11 +342,11 @@ def _measure_times(ops: Sequence[StepOp], graph: StepGraph) -> array[float]:
             sent = ops[producer].end if send < 0 else ops[send].begin
             times[i] = max(0.0, op.end - max(sent, op.begin))
         if op.complete:
-            known[op.worker, op.optype].append(times[i])
+            known[ops[producer].worker, op.worker].append(times[i])
         else:
-            unknown.append(i)
-    for i in unknown:
-        found = known[ops[i].worker, ops[i].optype]
+            unknown.append((producer, i))
+    for producer, i in unknown:
+        found = known[ops[producer].worker, ops[i].worker]
         times[i] = min(times[i], median(found)) if found else 0.0
     times.append(0.0)
     return times

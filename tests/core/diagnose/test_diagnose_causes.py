@@ -83,8 +83,8 @@ def test_a_long_stage_is_named(seconds: Any, replicas: int, stages: int) -> None
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_slow_link_is_named(replicas: int, both: bool) -> None:
-    def delay(step: int, replica: int, stage: int, forward: bool) -> float:
-        there, back = (stage, forward) == (1, True), (stage, forward) == (2, False)
+    def delay(step: int, replica: int, source: int, target: int) -> float:
+        there, back = (source, target) == (1, 2), (source, target) == (2, 1)
         return 0.030 if replica == 0 and (there or (back and both)) else 0.0005
 
     usual = lambda *_: 0.0005  # noqa: E731
@@ -100,8 +100,8 @@ def test_a_slow_link_is_named(replicas: int, both: bool) -> None:
 
 
 def test_a_link_that_is_slow_in_all_replicas_is_one_cause() -> None:
-    def delay(step: int, replica: int, stage: int, forward: bool) -> float:
-        return 0.030 if (stage, forward, step > 2) == (1, True, True) else 0.0
+    def delay(step: int, replica: int, source: int, target: int) -> float:
+        return 0.030 if (source, target, step > 2) == (1, 2, True) else 0.0
 
     cause, cost = find_first(replicas=3, steps=8, delay=delay)
     assert (cause.cause, cause.link, cause.since) == ("slow link", 1, 3)

@@ -38,8 +38,10 @@ def test_json_has_the_fields_of_the_contract(
 
 def test_text_begins_with_ten_lines(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(trace)]) == 0
-    lines, *tables = capsys.readouterr().out.split("\n\n")
+    lines, advice, *tables = capsys.readouterr().out.split("\n\n")
     assert 4 < len(lines.splitlines()) <= 12
+    assert "do this: replace the node of stage 2 of dp_rank 1 (rank 5)" in lines
+    assert advice.split()[:3] == ["gain", "step", "change"]
     assert "mostly: slow worker, stage 2 of dp_rank 1 (rank 5): 145 ms of each step" in lines
     assert [table.split()[0] for table in tables[:4]] == ["op", "stage", "dp_rank", "worker"]
 

@@ -71,8 +71,8 @@ def test_equal_ops_lose_nothing() -> None:
 def test_simulation_repeats_the_recording(
     policy: Policy, stages: int, ranks: int | None, late: float
 ) -> None:
-    def delay(step: int, replica: int, stage: int, forward: bool) -> float:
-        return late if stage == 1 else late / 10
+    def delay(step: int, replica: int, source: int, target: int) -> float:
+        return late if source == 1 else late / 10
 
     def seconds(step: int, replica: int, stage: int, *_: Any) -> float:
         return _[-1] * (1 + stage / 10 + step / 20)
@@ -98,8 +98,8 @@ def test_transfers_without_names_pair_up_in_order(policy: Policy) -> None:
 
 
 def test_without_transfers_the_wait_before_an_op_is_its_transfer() -> None:
-    def delay(step: int, replica: int, stage: int, forward: bool) -> float:
-        return 0.030 if stage == 1 else 0.0
+    def delay(step: int, replica: int, source: int, target: int) -> float:
+        return 0.030 if source == 1 else 0.0
 
     job = PlayedJob(delay=delay)
     ops = [op for op in job.operations() if not op.optype.endswith(("send", "recv"))]
