@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import pipemorph_trainer
+import pipemorph_trainer.data
 import pipemorph_trainer.torch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -26,7 +27,8 @@ def script() -> ModuleType:
 
 
 def test_every_public_name_is_on_the_page() -> None:
-    names = {*pipemorph_trainer.__all__, *pipemorph_trainer.torch.__all__} - {"SplitBackward"}
+    modules = (pipemorph_trainer, pipemorph_trainer.torch, pipemorph_trainer.data)
+    names = {name for module in modules for name in module.__all__} - {"SplitBackward"}
     assert not names - set(re.findall(r"\w+", PAGE))
 
 

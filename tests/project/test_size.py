@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 102_600,
-    "product code lines": 75_750,
-    "test lines": 102_900,
+    "product lines": 103_300,
+    "product code lines": 76_200,
+    "test lines": 103_350,
     "benchmark lines": 6_280,
-    "public classes": 713,
-    "modules": 402,
+    "public classes": 717,
+    "modules": 406,
     "leaves of spec": 112,
     "share of comments and docstrings, percent": 14.6,
 }
