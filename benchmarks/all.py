@@ -18,6 +18,7 @@ DEADLINE_SECONDS = 1200
 NAMES = (
     "gpu_figures",
     "planner",
+    "balance",
     "detector",
     "engine",
     "op_cost",

@@ -25,7 +25,7 @@ LIMITS: Mapping[str, float] = {
     "product lines": 103_300,
     "product code lines": 76_200,
     "test lines": 103_350,
-    "benchmark lines": 6_280,
+    "benchmark lines": 6_400,
     "public classes": 717,
     "modules": 406,
     "leaves of spec": 112,
