@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 103_300,
-    "product code lines": 76_200,
-    "test lines": 103_350,
+    "product lines": 103_350,
+    "product code lines": 76_250,
+    "test lines": 103_400,
     "benchmark lines": 6_400,
     "public classes": 717,
     "modules": 406,

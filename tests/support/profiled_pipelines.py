@@ -103,7 +103,7 @@ class TimedStage(nn.Module):
         return output
 
 
-class OpRecorder:
+class HookRecorder:
     """Hooks on torch's stages and schedules that note every op's time."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ def place_stages(name: str, rank: int, ranks: int) -> tuple[list[int], int]:
 
 class ProfiledRank(NamedTuple):
     """Result of a rank. ``ops``: those of the profiled steps, step by step. ``with_profiler``,
-    ``without``: seconds of the steps that were timed in turn, and of each op's kind."""
+    ``without``: mean seconds of an op in the steps that were timed in turn."""
 
     ops: list[list[RecordedOp]]
     with_profiler: list[float]
@@ -199,7 +199,7 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
     parameters = [p for module in modules for p in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, 1e-3)
     x = torch.randn(4 * run.microbatches, WIDTH)
-    recorder = OpRecorder()
+    recorder = HookRecorder()
     steps: list[list[RecordedOp]] = []
 
     def pass_batch(step: Callable[..., Any]) -> None:
@@ -236,27 +236,26 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
         profiled = steps[skipped : run.steps + skipped]
         for turn in range(2 * run.rounds):
             dist.barrier()
-            begin = time.perf_counter()
             if turn % 2:
                 with profile(activities=[ProfilerActivity.CPU], record_shapes=run.record_shapes):
-                    begin = time.perf_counter()
                     train()
-                    seconds = time.perf_counter() - begin
             else:
                 train()
-                seconds = time.perf_counter() - begin
-            timed[bool(turn % 2)].append(seconds)
+            lasted = [op.end - op.start for op in steps[-1] if op.kind != "L"]
+            timed[bool(turn % 2)].append(statistics.fmean(lasted))
     dist.barrier()
     dist.destroy_process_group()
     return ProfiledRank(profiled, timed[True], timed[False])
 
 
-def profile_into(folder: Path, run: PipelineRun, ranks: int) -> list[ProfiledRank]:
+def profile_into(
+    folder: Path, run: PipelineRun, ranks: int, timeout: float = 100.0
+) -> list[ProfiledRank]:
     """Run ``ranks`` ranks; their traces are in ``folder``."""
     from launch import run_ranks
 
     folder.mkdir(parents=True, exist_ok=True)
-    return run_ranks(ranks, profile_pipeline, run, str(folder))
+    return run_ranks(ranks, profile_pipeline, run, str(folder), timeout=timeout)
 
 
 def change_trace(path: Path, *, seconds: float = 0.0, labels: bool = True) -> None:

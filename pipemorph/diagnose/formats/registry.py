@@ -12,6 +12,7 @@ from pipemorph.diagnose.formats.op_table import (
     ParquetTableReader,
 )
 from pipemorph.diagnose.formats.study_trace import StudyTraceReader
+from pipemorph.diagnose.formats.torch_profiler.reader import TorchProfilerReader
 from pipemorph.diagnose.operation_table import OperationTable
 from pipemorph.diagnose.trace_file import TraceFile, TraceReader
 from pipemorph.errors import InputError, one_line
@@ -21,6 +22,7 @@ READERS: tuple[TraceReader, ...] = (
     CsvTableReader(),
     JsonLinesReader(),
     StudyTraceReader(),
+    TorchProfilerReader(),
 )
 """Readers in the order in which they are tried."""
 MOST_FILES = 65_536

@@ -20,6 +20,7 @@ from hand_made_profiles import (
     Labels,
 )
 
+from pipemorph.cli import main
 from pipemorph.diagnose import operation
 from pipemorph.diagnose.formats.torch_profiler.clocks import Delivery, align_clocks
 from pipemorph.diagnose.formats.torch_profiler.reader import TorchProfilerReader
@@ -28,6 +29,7 @@ from pipemorph.diagnose.trace_file import TraceFile
 from pipemorph.errors import InputError
 
 MILLISECOND = 1e-3
+BACKWARD_NODE = "autograd::engine::evaluate_function"
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Operation], list[str]]:
@@ -91,6 +93,8 @@ def test_ops_and_messages_are_found(tmp_path: Path, labels: Labels, gpu: bool) -
                 assert op.duration < 2e-4, "it was there before the wait"
             else:
                 transfers.append(op.completed - max(send.start, op.posted))
+                # The sender itself waits for the end of a send much later.
+                assert send.end == pytest.approx(op.completed, abs=1e-6)
     assert transfers == pytest.approx([TRANSFER * MILLISECOND] * len(transfers), abs=2e-4)
     assert len(transfers) == 18 if gpu else len(transfers) >= 6
     assert counts[operation.OPTIMIZER] == 2 * 4
@@ -281,3 +285,28 @@ def test_times_of_the_wall_clock_are_not_needed(tmp_path: Path) -> None:
         path.write_text(json.dumps(content))
     ops, _ = read(paths)
     assert list_compute(ops) == every_op(2, 2, 3)
+
+
+def test_the_command_reads_traces_and_refuses_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job"
+    job.mkdir()
+    write(job, HandMadePipeline(range(4), 4, microbatches=8, slow={2: 2.0}).make_traces())
+    assert main(["diagnose", str(job), "--output", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["slowdown"] > 1.2
+    assert "stage 2" in found["causes"][0]["where"], found["causes"]
+    assert any("true ends of sends" in note for note in found["notes"])
+    # Two GPUs with the same model: gradients are reduced, and nothing is sent.
+    for rank in range(2):
+        trace = HandMadeTrace(rank, 2)
+        trace.add("aten::add", 0.0, 1.0, **{"Sequence number": 1})
+        trace.add(f"{BACKWARD_NODE}: AddBackward0", 1.0, 1.0, **{"Sequence number": 1})
+        trace.add("c10d::allreduce_", 2.0, 1.0)
+        trace.launch("ncclKernel_AllReduce_RING_LL_Sum_float", 2.5, 3.0, 4.0, 20)
+        trace.write(tmp_path)
+    assert main(["diagnose", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pipemorph diagnose: rank0.json: has no pipeline in it")
+    assert error.count("\n") == 1

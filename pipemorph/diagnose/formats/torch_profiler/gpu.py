@@ -33,7 +33,7 @@ def move_to_gpu(
         place = bisect_left(launches, message.posted)
         if place < len(launches):
             kernel = exchanging[place]
-            message.posted = message.waited = kernel.begin
+            message.posted = message.issued = message.waited = kernel.begin
             message.complete = kernel.end
     return [op for op in ops if _move_op(op, computing)]
 

@@ -1,6 +1,6 @@
 """Messages of one rank: sends and receives, and the compute op that each belongs to.
 
-Over gloo, a send or a receive ends with the wait for it, which may be much later than its true end.
+Over gloo, a send or a receive ends with the wait for it, which may be much later than its end.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from pipemorph.diagnose.formats.torch_profiler.rank_trace import (
     TraceEvent,
 )
 
+WAIT_SECONDS = 0.0002
+"""A wait of less is none: the message was there before, and when is not recorded."""
+
 
 @dataclass
 class TracedMessage:
-    """A send or a receive. ``posted``: second at which it was issued, ``waited``: at which the wait
-    for it began, ``complete``: at which that ended. ``op``: compute op whose output is sent, or
-    that needs what is received."""
+    """A send or a receive. ``posted``: second at which its issue began, ``issued``: at which that
+    ended, ``waited``: at which the wait for it began, ``complete``: at which that ended. ``op``:
+    compute op whose output is sent, or that needs what is received."""
 
     is_send: bool
     posted: float
+    issued: float
     waited: float
     complete: float
     op: ComputeOp
@@ -40,6 +44,11 @@ class TracedMessage:
     @property
     def is_forward(self) -> bool:
         return self.op.is_forward
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if the wait took time; otherwise the data may have been there before it."""
+        return self.complete - self.waited > WAIT_SECONDS
 
 
 def find_messages(
@@ -65,7 +74,7 @@ def find_messages(
             others.append(event.begin)
             continue
         waited = complete if is_send else waits.begin_before(complete, event.begin, op)
-        messages.append(TracedMessage(is_send, event.begin, waited, complete, op))
+        messages.append(TracedMessage(is_send, event.begin, event.end, waited, complete, op))
     if segmentation.labels is None:
         messages, foreign = _drop_foreign(segmentation.ops, messages)
         others += [message.posted for message in foreign]

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipemorph.diagnose import operation
 from pipemorph.diagnose.formats.torch_profiler.clocks import (
@@ -44,11 +45,8 @@ from pipemorph.diagnose.formats.torch_profiler.steps import (
     find_steps,
 )
 from pipemorph.diagnose.operation import Operation
-from pipemorph.diagnose.trace_file import TraceFile
+from pipemorph.diagnose.trace_file import HEAD_BYTES, TraceFile
 from pipemorph.errors import InputError
-
-WAIT_SECONDS = 0.0002
-"""A receive that took less from the begin of the wait was there before: when is not recorded."""
 
 
 @dataclass
@@ -71,6 +69,37 @@ class _PipelineRank:
     """Op type, step and time of what is no compute op and no message."""
 
 
+_MessageKey = tuple[int, int, bool, int, int]
+"""Replica, stage of the receiver, direction, step and microbatch of a message; one op may have
+several tensors."""
+
+
+class _MessagePair(NamedTuple):
+    """A send with its receive, and their ranks."""
+
+    sender: _PipelineRank
+    send: TracedMessage
+    receiver: _PipelineRank
+    receive: TracedMessage
+
+    @property
+    def delivery(self) -> Delivery:
+        return Delivery(
+            self.sender.rank, self.receiver.rank, self.send.posted + self.sender.base / 1e9,
+            self.receive.complete + self.receiver.base / 1e9,
+        )  # fmt: skip
+
+    def bound_send(self, alignment: ClockAlignment) -> None:
+        """Let the send end when its receiver, which waited for it, has it. Its own wait may come
+        much later. If the receiver did not wait, only the end of its issue is certain."""
+        ahead = alignment.offsets[self.receiver.rank] - alignment.offsets[self.sender.rank]
+        end = self.send.issued
+        if self.receive.is_awaited:
+            base = (self.receiver.base - self.sender.base) / 1e9
+            end = max(end, self.receive.complete + base - ahead)
+        self.send.complete = min(self.send.complete, end)
+
+
 class TorchProfilerReader:
     """Reader of Chrome traces that ``torch.profiler`` writes, one or more for each rank."""
 
@@ -80,7 +109,10 @@ class TorchProfilerReader:
         """True if the head of ``file`` is of a Chrome trace by ``torch.profiler``."""
         text = file.text
         fields = ("schemaVersion", "distributedInfo", "deviceProperties")
-        return text.lstrip().startswith("{") and any(f'"{field}"' in text for field in fields)
+        if not text.lstrip().startswith("{") or not any(f'"{field}"' in text for field in fields):
+            return False
+        # The groups of a large job fill the head.
+        return '"traceEvents"' in text or len(file.head) >= HEAD_BYTES
 
     def read_operations(self, files: Sequence[TraceFile], notes: list[str]) -> Iterable[Operation]:
         """Operations of all complete pipelines."""
@@ -90,7 +122,10 @@ class TorchProfilerReader:
         ranks = [_read_rank(traces.pop(rank), place) for rank, place in places.items()]
         _name_stages(ranks, notes)
         steps = _choose_steps(ranks, notes)
-        alignment = _align_ranks(ranks, steps, notes)
+        pairs = list(_match_messages(ranks, steps))
+        alignment = _align_ranks(ranks, pairs, steps, notes)
+        for pair in pairs:
+            pair.bound_send(alignment)
         _note_limits(ranks, notes)
         for rank in ranks:
             yield from _make_operations(rank, alignment, steps, ranks[0].base)
@@ -264,14 +299,17 @@ def _has_setup(ranks: Sequence[_PipelineRank], steps: Sequence[int]) -> bool:
 
 
 def _align_ranks(
-    ranks: Sequence[_PipelineRank], steps: Sequence[int], notes: list[str]
+    ranks: Sequence[_PipelineRank],
+    pairs: Iterable[_MessagePair],
+    steps: Sequence[int],
+    notes: list[str],
 ) -> ClockAlignment:
     """Offsets of the ranks' clocks against that of the first rank, by messages and reductions."""
-    deliveries = [*_match_messages(ranks, steps), *_match_reductions(ranks, steps)]
+    deliveries = [*(pair.delivery for pair in pairs), *_match_reductions(ranks, steps)]
     alignment = align_clocks([rank.rank for rank in ranks], deliveries)
-    if pairs := alignment.mismatched:
+    if mismatched := alignment.mismatched:
         listed = "; ".join(
-            f"{a} and {b} by {-1e3 * alignment.bounds[a, b]:.3g} ms" for a, b in pairs[:4]
+            f"{a} and {b} by {-1e3 * alignment.bounds[a, b]:.3g} ms" for a, b in mismatched[:4]
         )
         notes.append(
             f"Messages do not fit together: some arrive before they are sent ({listed}). These "
@@ -293,24 +331,23 @@ def _align_ranks(
     return alignment
 
 
-def _match_messages(ranks: Sequence[_PipelineRank], steps: Sequence[int]) -> Iterator[Delivery]:
+def _match_messages(ranks: Sequence[_PipelineRank], steps: Sequence[int]) -> Iterator[_MessagePair]:
     """Sends with their receives: an op's output goes to the next stage, its gradient back."""
     wanted = set(steps)
-    sent: dict[tuple[int, int, bool, int, int], tuple[int, float]] = {}
+    sent: dict[_MessageKey, list[tuple[_PipelineRank, TracedMessage]]] = {}
     for rank in ranks:
         for message in rank.messages:
             op = message.op
             if message.is_send and op.step in wanted:
                 target = op.stage + (1 if message.is_forward else -1)
                 key = rank.place.dp_rank, target, message.is_forward, op.step, op.number
-                sent.setdefault(key, (rank.rank, message.posted + rank.base / 1e9))
+                sent.setdefault(key, []).append((rank, message))
     for rank in ranks:
         for message in rank.messages:
             op = message.op
             key = rank.place.dp_rank, op.stage, message.is_forward, op.step, op.number
-            if not message.is_send and key in sent:
-                source, posted = sent[key]
-                yield Delivery(source, rank.rank, posted, message.complete + rank.base / 1e9)
+            if not message.is_send and sent.get(key):
+                yield _MessagePair(*sent[key].pop(0), rank, message)
 
 
 def _match_reductions(ranks: Sequence[_PipelineRank], steps: Sequence[int]) -> Iterator[Delivery]:
@@ -391,7 +428,7 @@ def _make_operations(
             optype = operation.FORWARD_RECV if forward else operation.BACKWARD_RECV
         row = name_op(make_row(op.step, optype, message.posted, message.complete), op)
         if not message.is_send:
-            seen = rank.on_gpu or message.complete - message.waited > WAIT_SECONDS
+            seen = rank.on_gpu or message.is_awaited
             row = row._replace(
                 posted=message.posted + shift,
                 waited=None if rank.on_gpu else message.waited + shift,
