@@ -23,6 +23,7 @@ NAMES = (
     "engine",
     "op_cost",
     "pauses",
+    "profiler_traces",
     "torch_peer",
     "torch_slow_link",
     "emulated",
