@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 103_550,
-    "product code lines": 76_400,
-    "test lines": 103_550,
-    "benchmark lines": 6_540,
-    "public classes": 718,
-    "modules": 407,
+    "product lines": 103_700,
+    "product code lines": 76_500,
+    "test lines": 103_650,
+    "benchmark lines": 6_750,
+    "public classes": 720,
+    "modules": 408,
     "leaves of spec": 112,
     "share of comments and docstrings, percent": 14.6,
 }

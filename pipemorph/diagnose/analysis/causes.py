@@ -516,7 +516,7 @@ def find_beginning(costs: Sequence[float]) -> int:
     beginning, or come and go."""
     high = sorted(costs)[int(0.9 * (len(costs) - 1))]
     at = next((i for i, cost in enumerate(costs) if cost >= 0.5 * high), 0)
-    if high <= 0 or not at or fmean(costs[:at]) > 0.1 * high:
+    if high <= 0 or not at or fmean(costs[:at]) > 0.25 * high:
         return 0
     after = costs[at:]
     return at if 2 * sum(cost >= 0.5 * high for cost in after) > len(after) else 0

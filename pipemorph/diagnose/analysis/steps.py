@@ -36,6 +36,8 @@ CLOCK_NOISE = 1e-2
 """Seconds by which a message may be received before it was sent."""
 UNWAITED = 1e-4
 """Seconds of waiting below which a receive was complete when its worker began to wait."""
+OVERHEAD = 0.05
+"""Time between two ops, relative to the second, up to which it is no wait for a message."""
 MOST_NAMED = 5
 """Steps and workers that a sentence names."""
 _F, _B = CODE_OF_OPTYPE[FORWARD], CODE_OF_OPTYPE[BACKWARD]
@@ -275,7 +277,8 @@ class _StepSelector:
                 if source is not None and source != own:
                     same = last is not None and last.worker == op.worker
                     before = last.end if last is not None and same else op.start
-                    waited = not same or op.start - before > UNWAITED
+                    gap = max(UNWAITED, OVERHEAD * (op.end - op.start))
+                    waited = not same or op.start - before > gap
                     found.append(
                         StepOp(
                             op.worker, _RECEIVES[forward], op.chunk, op.microbatch, True,

@@ -11,6 +11,7 @@ from pipemorph.diagnose.formats.op_table import (
     JsonLinesReader,
     ParquetTableReader,
 )
+from pipemorph.diagnose.formats.run_trace import RankTraceReader, TimelineReader
 from pipemorph.diagnose.formats.study_trace import StudyTraceReader
 from pipemorph.diagnose.formats.torch_profiler.reader import TorchProfilerReader
 from pipemorph.diagnose.operation_table import OperationTable
@@ -22,6 +23,8 @@ READERS: tuple[TraceReader, ...] = (
     CsvTableReader(),
     JsonLinesReader(),
     StudyTraceReader(),
+    TimelineReader(),
+    RankTraceReader(),
     TorchProfilerReader(),
 )
 """Readers in the order in which they are tried."""
@@ -72,7 +75,7 @@ def _list_files(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
             continue
         try:
-            inside = sorted(
+            inside = _list_run_traces(path) or sorted(
                 each for each in path.iterdir() if each.is_file() and each.name.endswith(_SUFFIXES)
             )
         except OSError as error:
@@ -84,6 +87,15 @@ def _list_files(paths: Sequence[Path]) -> list[Path]:
     if len(found) > MOST_FILES:
         raise InputError(f"{len(found)} files; expected at most {MOST_FILES}")
     return list(dict.fromkeys(found))
+
+
+def _list_run_traces(folder: Path) -> list[Path]:
+    """Traces in the folder of a run: those of its ranks, otherwise its timeline; empty for another
+    folder."""
+    if traces := sorted(folder.glob("trace/ops-rank*.jsonl")):
+        return traces
+    timeline = folder / "timeline.json"
+    return [timeline] if (folder / "report.json").is_file() and timeline.is_file() else []
 
 
 def _find_reader(file: TraceFile) -> TraceReader:

@@ -93,6 +93,16 @@ class TraceIndex:
         files = list(self.offsets.values())
         return sorted(set(files[0]).intersection(*files[1:])) if files else []
 
+    def read_lines(self, iteration: int) -> list[dict[str, Any]]:
+        """Lines of all ranks of an iteration, as they are. Raises ValueError if one is no JSON."""
+        lines = []
+        for path, offsets in self.offsets.items():
+            with path.open("rb") as file:
+                if iteration in offsets:
+                    file.seek(offsets[iteration])
+                    lines.append(json.loads(file.readline()))
+        return lines
+
     def read_iterations(self, iterations: Iterable[int]) -> dict[int, list[StageTrace]]:
         """Parse the given iterations; ranks in order."""
         wanted = sorted(iterations)
