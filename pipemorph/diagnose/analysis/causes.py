@@ -158,7 +158,7 @@ class _CauseFinder:
                     backward.append(median_low(by_kind[_BACKWARD]))
                     lengths[key] = median_low(by_kind[_FORWARD] + by_kind[_BACKWARD])
                     of_replica[key[0]].append(lengths[key])
-            within += [each / fmean(row) for row in of_replica.values() for each in row]
+            within += [x / fmean(row) for row in of_replica.values() if any(row) for x in row]
             found.append(lengths)
         varies = len(within) > 1 and pstdev(within) > VARIATION
         if varies and pstdev(forward) > 0 < pstdev(backward):
@@ -294,7 +294,7 @@ class _CauseFinder:
         reference = median_low(totals)
         kinds = {optype for optype, _ in times}
         for stage, total in enumerate(totals):
-            if total <= SLOW * reference:
+            if not reference or total <= SLOW * reference:
                 continue
             usual = {
                 kind: median_low(

@@ -344,6 +344,8 @@ class _ReplicaModel:
             if op.chunk == 0 and op.optype == _F:
                 numbers[op.microbatch] = len(numbers)
         weights = {(op.chunk, op.microbatch) for op in mine if op.optype == _W}
+        if any(op.microbatch not in numbers for op in mine):
+            raise InputError("gradients of weights have other microbatches than forwards")
         for op in mine:
             kind = {_F: OpKind.F, _W: OpKind.W, _B: OpKind.B}[op.optype]
             if kind is OpKind.B and (op.chunk, op.microbatch) not in weights:

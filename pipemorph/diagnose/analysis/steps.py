@@ -190,6 +190,8 @@ class _StepSelector:
         for row, code in enumerate(table.optype):
             if code == _F:
                 found[self._find_chunk(row)] = table.workers[table.worker[row]].stage
+        if not found:
+            raise InputError("no pipeline in it: no worker has forward-compute ops")
         if sorted(found) != list(range(len(found))) or {*found.values()} != {*range(self.stages)}:
             raise InputError(
                 f"forward ops are of the model's chunks {join_named(map(str, sorted(found)))};"
@@ -373,6 +375,20 @@ def _count_microbatches(step: RecordedStep) -> int:
     return max(counts.values())
 
 
+def _list_collective_ends(steps: Sequence[RecordedStep]) -> dict[tuple[int, int], list[float]]:
+    """Seconds from the latest start of a collective to the end of each other member, by the two
+    workers."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for group in step.graph.groups:
+            if len(group) > 1 and step.ops[group[0]].optype in COLLECTIVES:
+                members = [step.ops[i] for i in group]
+                latest = max(members, key=lambda op: op.start)
+                for op in members:
+                    found[latest.worker, op.worker].append(op.end - latest.start)
+    return found
+
+
 def _check_clocks(steps: Sequence[RecordedStep], workers: Sequence[Worker]) -> None:
     """Raise :class:`InputError` if a worker's clock differs: its messages arrive too early."""
     early: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -385,6 +401,12 @@ def _check_clocks(steps: Sequence[RecordedStep], workers: Sequence[Worker]) -> N
             raise InputError(
                 f"clocks differ: {workers[b].key} used what {workers[a].key} sent {-found:.3g} s"
                 " before that was computed; give times by one clock within a step"
+            )
+    for (a, b), spare in _list_collective_ends(steps).items():
+        if (found := median(spare)) < -CLOCK_NOISE:
+            raise InputError(
+                f"clocks differ: {workers[b].key} ended collectives {-found:.3g} s before"
+                f" {workers[a].key} began them; give times by one clock within a step"
             )
     for step in steps:
         longest = max(step.times)

@@ -118,6 +118,14 @@ def test_clocks_apart_are_refused(shift: float) -> None:
         select(ops)
 
 
+def test_clocks_of_replicas_apart_are_refused() -> None:
+    """Replicas exchange no messages, but their collectives must overlap."""
+    ops = drop(lambda _: False)
+    ops = [op._replace(start=op.start + 5.0 * op.dp_rank, posted=None, waited=None) for op in ops]
+    with pytest.raises(InputError, match=r"clocks differ: dp0-stage\d ended collectives"):
+        select(ops)
+
+
 def test_transfers_without_counterparts_are_omitted_and_counted() -> None:
     ops = [
         op._replace(microbatch=-1, global_chunk=-1) if op.optype.endswith("recv") else op
