@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 103_750,
+    "product lines": 103_800,
     "product code lines": 76_550,
-    "test lines": 103_750,
+    "test lines": 103_800,
     "benchmark lines": 6_750,
     "public classes": 720,
     "modules": 408,

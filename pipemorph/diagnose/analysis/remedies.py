@@ -21,7 +21,8 @@ from pipemorph.diagnose.operation import BACKWARD, FORWARD, LOSS, WEIGHT
 from pipemorph.diagnose.operation_table import CODE_OF_OPTYPE
 from pipemorph.errors import InputError
 from pipemorph.planning.analysis.what_if import shrink_stage
-from pipemorph.planning.ir import OpKind, Policy, Schedule, join_dashed, place_stages
+from pipemorph.planning.ir import OpKind, Plan, Policy, Route, Schedule, join_dashed, place_stages
+from pipemorph.planning.microbatch_order import order_microbatches, with_microbatch_costs
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import MAX_CELLS, Link, Problem, StageTimes
 from pipemorph.planning.simulation.simulator import simulate
@@ -34,6 +35,8 @@ MOST_REPLICAS = 64
 """Replicas between which microbatches are moved."""
 MOST_CELLS = 4096
 """Most stages × microbatches for which another order is searched: seconds."""
+ORDERED_STEPS = 4
+"""Steps whose microbatches are ordered."""
 SINGLE = (Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE)
 SEVERAL = (Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V)
 _F, _B, _W, _LOSS = (CODE_OF_OPTYPE[name] for name in (FORWARD, BACKWARD, WEIGHT, LOSS))
@@ -159,6 +162,8 @@ class _RemedyFinder:
         policy = model.policy
         yield from self._plan_orders(model, before)
         yield from self._change_microbatches(problem, policy, before)
+        if any(cause.cause == "varying lengths" for cause in self.causes):
+            yield from self._order_microbatches()
         if self.set.replicas > 1:
             yield from self._move_microbatches(policy)
 
@@ -250,6 +255,18 @@ class _RemedyFinder:
             return plan(changed, policy).simulation.makespan
         except InputError:
             return None
+
+    def _order_microbatches(self) -> Iterator[Remedy]:
+        """Order the microbatches of each replica for today's schedule, in the last steps."""
+        replicas = sorted({self.set.workers[number].dp_rank for number in self.set.used})
+        models = [_ReplicaModel(self.simulator, replica) for replica in replicas[:MOST_REPLICAS]]
+        saved = []
+        for step in self.set.steps[-ORDERED_STEPS:]:
+            times = [model.order_microbatches(step) for model in models]
+            saved.append(max(before for before, _ in times) - max(after for _, after in times))
+        yield self._make_saving(
+            "run the microbatches of each step in the best order for this schedule", fmean(saved)
+        )
 
     def _move_microbatches(self, policy: Policy) -> Iterator[Remedy]:
         """Move microbatches from slow replicas to fast ones, one by one, while that helps."""
@@ -397,6 +414,35 @@ class _ReplicaModel:
             for stage, peak in zip(self.open_problem.stages, peaks, strict=True)
         ]
         return self.open_problem.model_copy(update={"stages": tuple(stages)})
+
+    def order_microbatches(self, step: RecordedStep) -> tuple[float, float]:
+        """Seconds of a step's microbatches in their order, and in the best order found."""
+        places: dict[int, int] = {}
+        sums = [[0.0, 0.0] for _ in range(self.problem.microbatches)]
+        mine = [i for i, op in enumerate(step.ops) if self._is_mine(op.worker)]
+        for i in mine:
+            op = step.ops[i]
+            if op.optype == _F and op.chunk == 0:
+                places[op.microbatch] = len(places)
+        if len(places) != len(sums):
+            raise InputError("steps have different numbers of microbatches")
+        for i in mine:
+            op = step.ops[i]
+            if op.optype in _SPLIT:
+                sums[places[op.microbatch]][0] += step.times[i]
+                sums[places[op.microbatch]][1] += self.times[op.optype, op.chunk]
+        costs = [spent / usual if usual else 1.0 for spent, usual in sums]
+        varied = with_microbatch_costs(self.problem, costs)
+        plan_of_today = Plan(
+            0, self.policy, self.schedule, (Route.DIRECT,) * len(self.problem.links),
+            self.problem.list_in_flight_limits(),
+        )  # fmt: skip
+        order = order_microbatches(self.problem, plan_of_today, costs)
+        before, after = (
+            simulate(self.schedule, varied.with_microbatch_order(each)).makespan
+            for each in ((), order)
+        )
+        return before, after
 
     @cached_property
     def policy(self) -> Policy:

@@ -16,7 +16,10 @@ from pipemorph.diagnose.analysis.remedies import AT_BEST, HALF, Remedy, find_rem
 from pipemorph.diagnose.analysis.slowdown import StepSimulator
 from pipemorph.diagnose.analysis.steps import select_steps
 from pipemorph.planning.formats.torch_csv import dump_csv
-from pipemorph.planning.ir import OpKind, Policy
+from pipemorph.planning.ir import OpKind, Policy, Route
+from pipemorph.planning.microbatch_order import order_microbatches
+from pipemorph.planning.planner import plan
+from pipemorph.planning.problem import Link, Problem, StageTimes
 
 
 def advise(job: PlayedJob) -> list[Remedy]:
@@ -131,6 +134,32 @@ def test_moved_microbatches_take_the_predicted_time() -> None:
     assert sum(counts.get(r, 12) for r in range(3)) == 36 and counts[1] < 12
     took = play(job, counts=counts)
     assert remedy.predicted_seconds == pytest.approx(took)
+
+
+def test_ordered_microbatches_take_the_predicted_time() -> None:
+    """Two replicas, each with lengths of its own, which are the same in all steps."""
+    lengths = {
+        0: (0.5, 1.9, 0.6, 0.7, 1.8, 0.5, 1.4, 0.6),
+        1: (1.2, 0.4, 1.8, 0.9, 0.6, 1.7, 0.5, 0.9),
+    }
+
+    def vary(step: int, replica: int, stage: int, kind: OpKind, *_: Any) -> float:
+        return lengths[replica][_[0]] * halves(kind, *_)
+
+    job = PlayedJob(2, policy=Policy.ONE_F_ONE_B, seconds=vary)
+    remedy = find(advise(job), "in the best order for this schedule")
+    assert remedy.gain > 0.02
+    problem = Problem(
+        microbatches=8,
+        stages=(StageTimes(forward=10, backward_input=15, backward_weight=15),) * 4,
+        links=(Link(),) * 3,
+        policy=Policy.ONE_F_ONE_B,
+    )
+    planned = plan(problem).to_plan(0, (Route.DIRECT,) * 3)
+    for replica, row in lengths.items():
+        order = order_microbatches(problem, planned, row)
+        lengths[replica] = tuple(row[m] for m in order)
+    assert remedy.predicted_seconds == pytest.approx(play(job), rel=0.01)
 
 
 def test_a_replaced_node_takes_the_predicted_time() -> None:
