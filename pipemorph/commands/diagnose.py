@@ -12,6 +12,7 @@ from pipemorph.diagnose.diagnosis import diagnose
 from pipemorph.diagnose.diagnosis_json import diagnosis_to_json
 from pipemorph.diagnose.diagnosis_text import format_diagnosis
 from pipemorph.diagnose.formats.registry import load_recording
+from pipemorph.diagnose.pictures.picture_files import render_picture_files
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning.formats.torch_csv import dump_csv
 from pipemorph.terminal import render_parts
@@ -32,7 +33,8 @@ def add_parser(subparsers: Any) -> None:
         "--out",
         metavar="DIR",
         type=Path,
-        help="also write diagnosis.json here, and the best schedule as schedule.csv for torch",
+        help="also write here: diagnosis.json, diagnosis.html, traces of a step for Perfetto, and"
+        " the best schedule as schedule.csv for torch",
     )
 
 
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     found = diagnose(load_recording(args.traces))
     fields = json.dumps(diagnosis_to_json(found)) + "\n"
     if args.out is not None:
-        files = {"diagnosis.json": fields}
+        files = {"diagnosis.json": fields, **render_picture_files(found, args.traces)}
         schedules = [each.schedule for each in found.advice if each.schedule is not None]
         if schedules:
             files["schedule.csv"] = dump_csv(schedules[0])

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 103_800,
-    "product code lines": 76_550,
-    "test lines": 103_800,
+    "product lines": 104_810,
+    "product code lines": 77_380,
+    "test lines": 104_250,
     "benchmark lines": 6_750,
-    "public classes": 720,
-    "modules": 408,
+    "public classes": 724,
+    "modules": 412,
     "leaves of spec": 112,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -1,0 +1,74 @@
+"""The page of a diagnosis in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Browser
+from op_traces import PlayedJob, make_table
+from test_diagnosis_page import slow_from_step_2
+
+from pipemorph.diagnose.diagnosis import diagnose
+from pipemorph.diagnose.formats.registry import Recording
+from pipemorph.diagnose.pictures.picture_files import render_picture_files
+
+pytestmark = pytest.mark.full
+
+INK = """[...document.querySelectorAll('canvas')].map(c => {
+  const all = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+  let n = 0; for (let i = 3; i < all.length; i += 4) n += all[i] > 0;
+  return n / (all.length / 4); })"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    job = PlayedJob(replicas=2, seconds=slow_from_step_2)
+    found = diagnose(Recording(make_table(job.operations()), "<b>op tables</b>", []))
+    path = tmp_path_factory.mktemp("page") / "diagnosis.html"
+    path.write_text(render_picture_files(found, [Path("a<img>.csv")])["diagnosis.html"])
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_its_window(browser: Browser, page: str, width: int, dark: bool) -> None:
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.look(page, width=width, dark=dark)
+    assert browser.eval("document.documentElement.scrollWidth") == width
+    ink = browser.eval(INK)
+    assert len(ink) > 4 and min(ink) > 0.1
+    back = browser.eval("getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(20, 24, 29)") is dark
+    assert browser.errors == [] and len(browser.requests) == 1, "it loads nothing"
+
+
+def test_one_replica_can_be_drawn_and_ops_are_named(browser: Browser, page: str) -> None:
+    browser.look(page)
+    assert browser.eval("document.getElementById('title').textContent") == "Diagnosis of a<img>.csv"
+    assert browser.eval("document.querySelectorAll('img, #story b').length") == 0
+    canvas = "document.querySelector('#pictures canvas')"
+    before = browser.eval(f"{canvas}.clientHeight")
+    point = (
+        f"{canvas}.dispatchEvent(new PointerEvent('pointermove', {{bubbles: true,"
+        f" clientX: {canvas}.getBoundingClientRect().left + 95,"
+        f" clientY: {canvas}.getBoundingClientRect().top + 10}}))"
+    )
+    browser.eval(point)
+    said = browser.eval("document.getElementById('now').textContent")
+    assert said.startswith("dp0-stage0 (rank 0): forward-compute of microbatch 0: 10 ms")
+    browser.eval("""(() => { const s = document.getElementById('replica'); s.value = '1';
+      s.dispatchEvent(new Event('change')); })()""")
+    assert browser.until(f"{canvas}.clientHeight < {before}")
+    browser.eval(point)
+    assert browser.eval("document.getElementById('now').textContent").startswith("dp1-stage0")
+    assert browser.eval("document.querySelector('#map td.named').textContent").endswith("◆")
+    assert browser.errors == []
