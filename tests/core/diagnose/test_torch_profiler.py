@@ -310,3 +310,40 @@ def test_the_command_reads_traces_and_refuses_others(
     error = capsys.readouterr().err
     assert error.startswith("pipemorph diagnose: rank0.json: has no pipeline in it")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_reductions_data_and_pauses_are_found(tmp_path: Path, replicas: int) -> None:
+    paths = []
+    for dp_rank in range(replicas):
+        ranks = [dp_rank, dp_rank + replicas]
+        for trace in HandMadePipeline(ranks, 2 * replicas).make_traces():
+            trace.groups = [("mesh_pp", ranks)]
+            trace.skew = 1e5 * dp_rank
+            for event in [e for e in trace.events if "Optimizer" in e["name"]]:
+                at = event["ts"] / 1e3
+                trace.annotate("gloo:all_reduce", at - 0.9, at - 0.5)
+                trace.annotate("gloo:all_reduce", at - 0.6, at - 0.1)
+                trace.annotate("gloo:all_gather", at + 2.1, at + 2.3)
+                trace.annotate(
+                    "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+                    at + 2.4,
+                    at + 2.5,
+                )
+                trace.annotate("gc.collect", at + 2.6, at + 2.8)
+            paths.append(trace.write(tmp_path))
+    ops, notes = read(paths)
+    counts = Counter(op.optype for op in ops)
+    reduction = operation.REDUCE_SCATTER if replicas > 1 else operation.CLIP
+    for optype, seconds in (
+        (reduction, 8e-4), (operation.ALL_GATHER, 2e-4), (operation.DATA, 1e-4),
+        (operation.GC, 2e-4), (operation.OPTIMIZER, 2e-3),
+    ):  # fmt: skip
+        found = [op.duration for op in ops if op.optype == optype]
+        assert found == pytest.approx([seconds] * 2 * 2 * replicas, abs=1e-6), optype
+    assert counts[operation.REDUCE_SCATTER] + counts[operation.CLIP] == 4 * replicas
+    if replicas > 1:
+        # No message connects the replicas, but no reduction ends before all have begun.
+        assert any("100.000 s apart" in note for note in notes), notes
+        firsts = [min(op.start for op in ops if op.dp_rank == dp_rank) for dp_rank in range(2)]
+        assert firsts[0] == pytest.approx(firsts[1], abs=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -152,6 +153,7 @@ def _sort_events(trace: RankTrace, events: Iterable[Mapping[str, Any]]) -> None:
         arguments = event.get("args")
         if not isinstance(arguments, Mapping):
             arguments = {}
+        name = sys.intern(name)
         if category in ("cpu_op", "Operator"):
             _add_operator(trace, Span(begin, end, name), event.get("tid", 0), arguments)
         elif category == "user_annotation":
@@ -178,6 +180,10 @@ def _add_operator(
         return
     kind = classify_event(name)
     sequence = _read_integer(arguments.get("Sequence number"), -1)
+    # Most operators make no node of the graph, or are parts of a backward, which has its own event.
+    is_part = sequence < 0 or _read_integer(arguments.get("Fwd thread id"), 0) > 0
+    if kind is EventKind.OPERATOR and is_part:
+        return
     peer = -1
     if kind in (EventKind.SEND, EventKind.RECEIVE):
         # The tensors, the group, the peer and the tag; only there with record_shapes=True.

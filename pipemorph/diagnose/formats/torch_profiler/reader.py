@@ -119,7 +119,10 @@ class TorchProfilerReader:
         traces = _read_traces(files)
         _require_messages(traces)
         places = place_ranks(list(traces.values()), notes)
-        ranks = [_read_rank(traces.pop(rank), place) for rank, place in places.items()]
+        has_replicas = len({place.dp_rank for place in places.values()}) > 1
+        ranks = [
+            _read_rank(traces.pop(rank), place, has_replicas) for rank, place in places.items()
+        ]
         _name_stages(ranks, notes)
         steps = _choose_steps(ranks, notes)
         pairs = list(_match_messages(ranks, steps))
@@ -167,7 +170,7 @@ def _require_messages(traces: Mapping[int, RankTrace]) -> None:
     )
 
 
-def _read_rank(trace: RankTrace, place: RankPlace) -> _PipelineRank:
+def _read_rank(trace: RankTrace, place: RankPlace, has_replicas: bool) -> _PipelineRank:
     segmentation = find_compute_ops(trace)
     messages, foreign = find_messages(trace, segmentation, place.ranks, place.position)
     messages = [message for message in messages if not message.op.evaluated]
@@ -180,23 +183,22 @@ def _read_rank(trace: RankTrace, place: RankPlace) -> _PipelineRank:
     )  # fmt: skip
     if trace.kernels:
         rank.ops = move_to_gpu(trace, ops, messages)
-    rank.others = list(_find_other_ops(trace, rank))
+    rank.others = list(_find_other_ops(trace, rank, has_replicas))
     return rank
 
 
-def _find_other_ops(trace: RankTrace, rank: _PipelineRank) -> Iterator[tuple[str, int, Span]]:
+def _find_other_ops(
+    trace: RankTrace, rank: _PipelineRank, has_replicas: bool
+) -> Iterator[tuple[str, int, Span]]:
     """Optimizer, collectives between ops, garbage collections and waits for data, by step."""
+    optimized = [event for event in trace.events if event.kind is EventKind.OPTIMIZER]
     for step in rank.steps:
         ops = [op for op in rank.ops if op.step == step.number]
         if not ops:
             continue
         first = min(op.begin for op in ops)
         last = max(op.end for op in ops)
-        optimizers = [
-            event
-            for event in trace.events
-            if event.kind is EventKind.OPTIMIZER and step.begin <= event.begin <= step.end
-        ]
+        optimizers = [event for event in optimized if step.begin <= event.begin <= step.end]
         begin = min((event.begin for event in optimizers), default=step.end)
         if optimizers:
             end = max(event.end for event in optimizers)
@@ -211,8 +213,10 @@ def _find_other_ops(trace: RankTrace, rank: _PipelineRank) -> Iterator[tuple[str
                         gathered.append(span)
                 elif "reduce" in name and last <= span.begin <= begin:
                     reduced.append(span)
+        # Of a single replica nothing is reduced but the norm of the gradients.
+        reduction = operation.REDUCE_SCATTER if has_replicas else operation.CLIP
         for optype, spans in (
-            (operation.REDUCE_SCATTER, reduced),
+            (reduction, reduced),
             (operation.ALL_GATHER, gathered),
         ):
             if spans:
