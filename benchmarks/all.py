@@ -30,6 +30,7 @@ NAMES = (
     "slow_link",
     "recovery",
     "replay",
+    "uneven",
     "scale",
 )
 CHECKED = {"engine", "recovery", "scale", "slow_link"}

@@ -271,12 +271,14 @@ std::vector<std::vector<int>> waits_of(const CostsTuple& given, const std::vecto
 
 std::pair<std::vector<int>, double> order_given_microbatches(
     const CostsTuple& given, const std::vector<nb::bytes>& order,
-    const std::vector<std::vector<int>>& waits, std::vector<int> caps, bool guided, long effort) {
+    const std::vector<std::vector<int>>& waits, std::vector<int> caps, bool guided, double enough,
+    long effort) {
     Costs costs = to_costs(given, std::move(caps));
     expect(costs.varies(), "expected factors of the microbatches");
     const DispatchGuide guide = to_guide(order, waits, costs);
     const Calls::WithoutGil no_gil;
-    auto [microbatches, makespan] = order_microbatches(std::move(costs), guide, guided, effort);
+    auto [microbatches, makespan] =
+        order_microbatches(std::move(costs), guide, guided, enough, effort);
     return {std::move(microbatches), makespan};
 }
 
@@ -375,7 +377,7 @@ NB_MODULE(_planner, module) {
     module.def("is_valid", &planner::valid, "microbatches"_a, "stages_of"_a, "ranks"_a, "numbers"_a,
                "caps"_a, "device_limits"_a);
     module.def("order_microbatches", &planner::order_given_microbatches, "costs"_a, "order"_a,
-               "waits"_a, "caps"_a, "guided"_a, "effort"_a);
+               "waits"_a, "caps"_a, "guided"_a, "enough"_a, "effort"_a);
     module.def("compute_lower_bound", &planner::compute_lower_bound, "costs"_a, "caps"_a,
                "any_order"_a);
     module.def("compute_tight_lower_bound", &planner::compute_tight_lower_bound, "costs"_a,

@@ -20,14 +20,28 @@ constexpr long kGuidedCost = 3;
 // Most places by which a microbatch moves if others move up.
 constexpr int kFarthest = 4;
 
+// Costs with the shorter form of each backward, split or fused: tails hold for both.
+Costs with_least_backward(Costs costs) {
+    for (int i = 0; i < costs.stages; ++i)
+        for (int m = 0; m < costs.microbatches; ++m) {
+            const size_t at = static_cast<size_t>(i) * costs.microbatches + m;
+            double &backward = costs.times[kBackward][at], &weight = costs.times[kWeight][at];
+            const double whole = std::min(costs.times[kFused][at], backward + weight);
+            backward = std::min(backward, whole);
+            weight = whole - backward;
+        }
+    return costs;
+}
+
 class OrderSearch {
   public:
-    OrderSearch(Costs costs, const DispatchGuide& guide, bool guided, long effort)
+    OrderSearch(Costs costs, const DispatchGuide& guide, bool guided, double enough, long effort)
         : costs_(std::move(costs)),
           guide_(guide),
+          enough_(enough),
           effort_(effort),
           all_(static_cast<double>(effort)),
-          tails_(compute_tails(costs_, costs_.caps, true)),
+          tails_(compute_tails(with_least_backward(costs_), costs_.caps, true)),
           present_(costs_.microbatches) {
         std::iota(present_.begin(), present_.end(), 0);
         if (guided)
@@ -51,6 +65,8 @@ class OrderSearch {
     }
 
   private:
+    bool done() const { return effort_ <= 0 || best_.makespan <= enough_ * (1 + kSame); }
+
     // Makespan of the present order; kNever once it reaches `limit`.
     double execute(double limit) {
         if (guided_) {
@@ -76,7 +92,7 @@ class OrderSearch {
     }
 
     void try_order(const std::vector<int>& order) {
-        if (effort_ <= 0) return;
+        if (done()) return;
         arrange(order);
         accept(execute(best_.makespan * (1 - kSame)));
     }
@@ -118,7 +134,7 @@ class OrderSearch {
         for (int kind = 0; kind < kKinds; ++kind)
             for (const double took : costs_.took[kind]) unit += took / (kKinds * costs_.stages);
         double length = best_.makespan;
-        while (effort_ > 0) {
+        while (!done()) {
             --effort_;
             int a = rng_.draw_below(n), b = rng_.draw_below(n - 1);
             b += b >= a;
@@ -145,6 +161,7 @@ class OrderSearch {
 
     Costs costs_;  // its factors by place: an executor sees the present order
     const DispatchGuide& guide_;
+    const double enough_;
     long effort_;
     const double all_;
     const Times tails_;  // of any order
@@ -159,8 +176,8 @@ class OrderSearch {
 }  // namespace
 
 MicrobatchOrder order_microbatches(Costs costs, const DispatchGuide& guide, bool guided,
-                                   long effort) {
-    return OrderSearch(std::move(costs), guide, guided, effort).run();
+                                   double enough, long effort) {
+    return OrderSearch(std::move(costs), guide, guided, enough, effort).run();
 }
 
 }  // namespace pipemorph::planner

@@ -14,10 +14,10 @@ struct MicrobatchOrder {
 };
 
 // Order with the shortest makespan found for the ops of `guide`, which run in its order, or by it
-// if `guided`. `costs` has factors by microbatch. A local search from a few orders; it stops once
-// `effort` ops were run, and its result depends on nothing else. The order 0, 1, … is tried first,
-// so no result is longer.
+// if `guided`. `costs` has factors by microbatch. A local search from a few orders; it stops at the
+// makespan `enough`, or once `effort` ops were run, and depends on nothing else. The order 0, 1, …
+// is tried first, so no result is longer.
 MicrobatchOrder order_microbatches(Costs costs, const DispatchGuide& guide, bool guided,
-                                   long effort);
+                                   double enough, long effort);
 
 }  // namespace pipemorph::planner

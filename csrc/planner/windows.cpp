@@ -12,6 +12,22 @@ constexpr double kSmallestChange = 1e-3;
 // Relative distance to the least makespan that is not refuted at which bisection ends.
 constexpr double kBisectionTolerance = 1e-4;
 
+// Times of a stage's ops, at hand in the inner loops.
+struct StageOpTimes {
+    StageOpTimes(const Costs& costs, int stage) {
+        for (int kind = 0; kind < kKinds; ++kind) {
+            equal[kind] = costs.took[kind][stage];
+            if (costs.varies())
+                rows[kind] =
+                    costs.times[kind].data() + static_cast<size_t>(stage) * costs.microbatches;
+        }
+    }
+    double of(int kind, int m) const { return rows[kind] ? rows[kind][m] : equal[kind]; }
+
+    double equal[kKinds];
+    const double* rows[kKinds] = {nullptr, nullptr, nullptr};
+};
+
 }  // namespace
 
 StartWindows::StartWindows(const Costs& costs, const Times& head, const Times& tail, long effort)
@@ -98,9 +114,10 @@ bool StartWindows::narrow(int i) {
 // Finds the earliest time at which the stage can be free with `f` F, `b` B and `w` W done.
 bool StartWindows::propagate_from_start(int i) {
     const int n = costs_.microbatches, cap = costs_.caps[i];
+    const StageOpTimes took(costs_, i);
     const auto start = [&](int kind, int m, double free) {
         const double at = std::max(free, head_.row(kind, i)[m]);
-        return at <= latest_.row(kind, i)[m] ? at + costs_.time(kind, i, m) : kNever;
+        return at <= latest_.row(kind, i)[m] ? at + took.of(kind, m) : kNever;
     };
     for (int w = 0; w <= n; ++w) {
         const int most = std::min(n, w + cap);
@@ -149,6 +166,7 @@ bool StartWindows::propagate_from_start(int i) {
 // Finds the latest time at which the stage must be free, and from both times its ops' windows.
 bool StartWindows::propagate_from_end(int i) {
     const int n = costs_.microbatches, cap = costs_.caps[i];
+    const StageOpTimes took(costs_, i);
     std::vector<double> least[kKinds], most[kKinds];
     for (int kind = 0; kind < kKinds; ++kind) {
         least[kind].assign(n, kNever);
@@ -164,7 +182,7 @@ bool StartWindows::propagate_from_end(int i) {
                 const auto run = [&](int kind, int m, double free) {
                     const double start = std::max(at, head_.row(kind, i)[m]);
                     const double latest =
-                        std::min(latest_.row(kind, i)[m], free - costs_.time(kind, i, m));
+                        std::min(latest_.row(kind, i)[m], free - took.of(kind, m));
                     if (start > latest) return;
                     until = std::max(until, latest);
                     least[kind][m] = std::min(least[kind][m], start);

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     write_simulation(
         args, planned.simulation, planned.problem, policy=planned.policy,
         bound=planned.lower_bound, planning_seconds=planned.planning_seconds, dispatch=dispatch,
+        microbatch_order=planned.microbatch_order,
     )  # fmt: skip
     return 0
 

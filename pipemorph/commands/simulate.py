@@ -42,15 +42,17 @@ def run(args: argparse.Namespace) -> int:
     problem = load_problem(args.problem)
     dispatch = Dispatch(args.dispatch) if args.dispatch else loaded.dispatch
     schedule = loaded.schedule
+    check_same_shape(schedule, problem)
     if loaded.device_limits is not None:
-        check_same_shape(schedule, problem)
         if any(limit is not None for limit in loaded.device_limits):
             problem = problem.with_divided_memory()
         problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
-    simulation = simulate(schedule, problem, dispatch, waits=loaded.waits)
     bound = compute_lower_bound(problem, schedule.placement)
+    problem = problem.with_microbatch_order(loaded.microbatch_order)
+    simulation = simulate(schedule, problem, dispatch, waits=loaded.waits)
     write_simulation(
         args, simulation, problem, policy=loaded.policy, bound=bound,
         planning_seconds=loaded.planning_seconds, dispatch=dispatch,
+        microbatch_order=loaded.microbatch_order,
     )  # fmt: skip
     return 0

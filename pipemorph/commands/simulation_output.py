@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from pipemorph.commands.output_file import choose_output_format, write_output
@@ -36,23 +37,29 @@ def write_simulation(
     bound: float,
     planning_seconds: float,
     dispatch: Dispatch,
+    microbatch_order: Sequence[int] = (),
 ) -> None:
-    """Write the requested output. Raises :class:`InputError` if ``--out`` cannot be written."""
+    """Write the requested output. ``microbatch_order``: see
+    :func:`~pipemorph.planning.formats.plan_json.build_plan_json`. Raises
+    :class:`InputError` if ``--out`` cannot be written."""
     output = choose_output_format(args, FORMATS, "json")
     fields = build_plan_json(
         ran, problem, policy=policy, lower_bound=min(bound, ran.select_objective(problem)),
-        planning_seconds=planning_seconds, dispatch=dispatch,
+        planning_seconds=planning_seconds, dispatch=dispatch, microbatch_order=microbatch_order,
     )  # fmt: skip
     if output == "json":
         write_output((json.dumps(fields) + "\n").encode(), args.out)
         return
     if output in ("csv", "csv-comms"):
-        text = dump_csv(ran.schedule)
+        schedule = ran.schedule.rename_microbatches(microbatch_order)
+        text = dump_csv(schedule)
         if output == "csv-comms":
-            text = dump_communication_csv(ran.schedule, ran.execution.end)
+            text = dump_communication_csv(schedule, ran.execution.end)
         write_output(text.encode(), args.out)
         return
-    timeline = Timeline.from_simulation(ran, problem, title=format_headline(fields))
+    timeline = Timeline.from_simulation(
+        ran, problem, title=format_headline(fields), microbatch_order=microbatch_order
+    )
     match output:
         case "text":
             width = COLUMNS

@@ -113,10 +113,11 @@ def order_microbatches(
     waits: Sequence[Sequence[int]],
     caps: Sequence[int],
     guided: bool,
+    enough: float,
     effort: int,
 ) -> tuple[list[int], float]:
     """See :mod:`pipemorph.planning.microbatch_order`. The order of ``costs`` is tried first; the
-    search stops once ``effort`` ops were run. Releases the GIL."""
+    search stops at the makespan ``enough``, or once ``effort`` ops were run. Releases the GIL."""
 
 def compute_lower_bound(costs: Costs, caps: Sequence[int], any_order: bool) -> float:
     """Lower bound of the makespan of all schedules. ``any_order``: in any order of the

@@ -26,7 +26,7 @@ from pipemorph.planning.analysis.what_if import (
 from pipemorph.planning.ir import Policy, join_dashed
 from pipemorph.planning.offload import count_device_peak, measure_rank_peaks
 from pipemorph.planning.planner import plan
-from pipemorph.planning.problem import Problem, describe_problem_error
+from pipemorph.planning.problem import CostRows, Problem, describe_problem_error
 from pipemorph.planning.search.plan_variants import PlanVariant, generate_exceeding_variants
 from pipemorph.planning.simulation.simulator import Simulation, simulate
 
@@ -89,7 +89,8 @@ def compare_changes(problem: Problem) -> Advice:
     Raises :class:`InputError` if the problem cannot be planned as it is.
     """
     problem.require_makespan("advise")
-    advisor = _Advisor(problem, _plan_and_simulate(problem))
+    planned = plan(problem)
+    advisor = _Advisor(problem, _SimulatedPlan.from_variant(planned), planned.microbatch_order)
     options, missing = [advisor.today], []
     for lever in (advisor.try_more_microbatches, advisor.try_layer_splits, advisor.try_offload):
         for found in lever():
@@ -123,8 +124,9 @@ class _SimulatedPlan:
 
 
 class _Advisor:
-    def __init__(self, problem: Problem, ran: _SimulatedPlan) -> None:
+    def __init__(self, problem: Problem, ran: _SimulatedPlan, order: tuple[int, ...]) -> None:
         self.problem = problem
+        self.today_order = order
         self.placement = ran.simulation.schedule.placement
         self.today_makespan = ran.simulation.makespan
         known = all(stage.activation_bytes for stage in problem.stages)
@@ -140,9 +142,11 @@ class _Advisor:
 
     def try_more_microbatches(self) -> Iterator[AdviceOption | str]:
         """Try more microbatches: of the same size (a larger batch), or smaller (the same batch)."""
-        n = self.problem.microbatches
+        n, rows = self.problem.microbatches, self.problem.microbatch_costs
         for factor in FACTORS:
-            larger = self._change_problem(self.problem, microbatches=n * factor)
+            larger = self._change_problem(
+                self.problem, microbatches=n * factor, microbatch_costs=_repeat_costs(rows, factor)
+            )
             yield from self._plan_option(
                 "microbatches",
                 f"{n} → {n * factor}, batch {factor}×",
@@ -152,7 +156,12 @@ class _Advisor:
             )
         for factor in FACTORS:
             stages = tuple(shrink_stage(stage, factor) for stage in self.problem.stages)
-            smaller = self._change_problem(self.problem, microbatches=n * factor, stages=stages)
+            smaller = self._change_problem(
+                self.problem,
+                microbatches=n * factor,
+                stages=stages,
+                microbatch_costs=_divide_costs(rows, factor),
+            )
             yield from self._plan_option(
                 "microbatches",
                 f"{n} → {n * factor} of 1/{factor} the size",
@@ -164,6 +173,9 @@ class _Advisor:
     def try_layer_splits(self) -> Iterator[AdviceOption | str]:
         """Try another split of the layers; if layers are unknown, the ideal of equal stages."""
         problem = self.problem
+        if len(set(problem.stage_costs)) > 1:
+            yield "split: microbatch_costs differ between the stages; give one row for all of them"
+            return
         totals = [0.0] * (max(self.placement) + 1)
         for rank, stage in zip(self.placement, problem.stages, strict=True):
             totals[rank] += compute_stage_work(stage, problem.policy)
@@ -213,7 +225,7 @@ class _Advisor:
 
     def try_offload(self) -> Iterator[AdviceOption | str]:
         """Try offload of activations: today's in-flight cap becomes a device limit, and no cap."""
-        problem = self._change_problem(self.problem)
+        problem = self._change_problem(self.problem.with_microbatch_order(self.today_order))
         caps = problem.list_in_flight_limits()
         capped = problem.policy is not Policy.GPIPE and any(k is not None for k in caps)
         if not capped:
@@ -304,6 +316,18 @@ class _Advisor:
             gain=1.0 - per_batch / today if today else 0.0,
             note=note,
         )
+
+
+def _repeat_costs(rows: CostRows | None, factor: int) -> CostRows | None:
+    """Costs of ``factor`` times as many microbatches of the same kind."""
+    return None if rows is None else tuple(row * factor for row in rows)
+
+
+def _divide_costs(rows: CostRows | None, factor: int) -> CostRows | None:
+    """Costs of ``factor`` parts of each microbatch, relative to stages of that part of the time."""
+    if rows is None:
+        return None
+    return tuple(tuple(cost for cost in row for _ in range(factor)) for row in rows)
 
 
 def _plan_and_simulate(problem: Problem) -> _SimulatedPlan:

@@ -205,6 +205,21 @@ class Schedule:
             for rank, chunk in zip(self.placement, _number_chunks(self.placement), strict=True)
         )
 
+    def rename_microbatches(self, names: Sequence[int]) -> Schedule:
+        """Schedule in which microbatch *m* is ``names[m]``; one that has no name stays. Empty: all
+        stay. Valid schedules run microbatches in order, so the result is for files and pictures.
+        """
+        if not names:
+            return self
+        ranks = tuple(
+            tuple(
+                op._replace(microbatch=names[op.microbatch]) if op.microbatch < len(names) else op
+                for op in ops
+            )
+            for ops in self.ranks
+        )
+        return Schedule(self.microbatches, ranks, self.placement)
+
     def count_warmup(self) -> tuple[int, ...]:
         """``x_i``: forwards stage *i* runs before its first backward (B or BW)."""
         return self._warmup_counts
@@ -341,6 +356,11 @@ def _decode_rank(
         turns[1] += letter in ("I", "B")
         turns[2] += letter in ("W", "B")
     return tuple(found)
+
+
+def invert_order(order: Sequence[int]) -> tuple[int, ...]:
+    """Place of each microbatch in an order of all of them."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def group_stages_by_rank(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:

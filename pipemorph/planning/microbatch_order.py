@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from pipemorph.errors import InputError
 from pipemorph.planning import _planner
-from pipemorph.planning.ir import Dispatch, Plan
+from pipemorph.planning.ir import Dispatch, Plan, Schedule
 from pipemorph.planning.problem import Problem, describe_problem_error
-from pipemorph.planning.simulation.execution import Costs, build_guide
+from pipemorph.planning.simulation.execution import Costs, Waits, build_guide
 from pipemorph.planning.simulation.simulator import check_same_shape
 
 OPS_PER_SECOND = 100_000_000
@@ -34,21 +34,43 @@ def order_microbatches(
 
     ``problem``: stage times and links; its own ``microbatch_costs`` are ignored. ``costs``: one row
     of a factor per microbatch, or one row per stage. ``seconds``: effort, converted to a number of
-    ops, so that every machine finds the same order; it takes about that time. The order is never
-    longer than 0, 1, …, which is the result for equal costs. Raises :class:`InputError` for costs
-    that do not fit the problem, or a plan of another shape.
+    ops, so that every machine finds the same order; it takes about that time. The iteration is
+    never longer than in the order 0, 1, …, which is the result for equal costs, and if the problem
+    forbids to ``reorder``. Raises :class:`InputError` for costs that do not fit the problem, or a
+    plan of another shape.
     """
     check_same_shape(plan.schedule, problem)
     varied = with_microbatch_costs(problem.with_plan_limits(plan), costs)
-    guided = plan.dispatch is Dispatch.GUIDED
-    guide = build_guide(plan.schedule, varied, plan.waits)
+    if not problem.reorder:
+        return tuple(range(problem.microbatches))
+    waits = plan.waits if plan.dispatch is Dispatch.GUIDED else None
+    return search_microbatch_order(
+        varied, plan.schedule, waits, effort=int(seconds * OPS_PER_SECOND)
+    )
+
+
+def search_microbatch_order(
+    problem: Problem,
+    schedule: Schedule,
+    waits: Waits | None = None,
+    *,
+    enough: float = 0.0,
+    effort: int,
+) -> tuple[int, ...]:
+    """Order of the problem's microbatches for a valid schedule, with costs of the microbatches.
+
+    ``waits``: those of guided dispatch; None: static dispatch. ``enough``: makespan at which the
+    search stops; ``effort``: ops that it may execute.
+    """
+    guide = build_guide(schedule, problem, waits or ())
     order, _ = _planner.order_microbatches(
-        Costs.from_problem(varied, plan.schedule.placement).pack_for_planner(),
+        Costs.from_problem(problem, schedule.placement).pack_for_planner(),
         guide.op_codes,
         guide.waits,
         guide.caps,
-        guided,
-        max(1, int(seconds * OPS_PER_SECOND)),
+        waits is not None,
+        enough,
+        max(1, effort),
     )
     return tuple(order)
 
@@ -56,8 +78,8 @@ def order_microbatches(
 def with_microbatch_costs(
     problem: Problem, costs: Sequence[float] | Sequence[Sequence[float]]
 ) -> Problem:
-    """Problem with these costs of its microbatches. Raises :class:`InputError` for costs that do
-    not fit it."""
+    """Problem with these costs of its microbatches, for the makespan. Raises :class:`InputError`
+    for costs that do not fit it."""
     given = {**problem.model_dump(), "microbatch_costs": costs, "objective": "makespan"}
     try:
         return Problem.model_validate(given)

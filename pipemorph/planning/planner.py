@@ -2,8 +2,9 @@
 
 A rule-based policy makes one schedule from op times and caps. Policy pipemorph searches for an
 order; if stages may offload, recompute or fuse backwards, it searches several variants of the
-problem and takes the shortest. The schedule is then validated and compared with a lower bound, and
-:meth:`PlanVariant.to_plan` turns the result into the plan that ranks run.
+problem and takes the shortest; if microbatches differ in cost, it orders them, too. The schedule is
+then validated and compared with a lower bound, and :meth:`PlanVariant.to_plan` turns the result
+into the plan that ranks run.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pipemorph.planning.rule_based import (
     schedule_zero_bubble,
     schedule_zero_bubble_v,
 )
-from pipemorph.planning.search.order_search import search_order
-from pipemorph.planning.search.plan_variants import PlanVariant, find_best_variant, has_variants
+from pipemorph.planning.search.plan_variants import PlanVariant, plan_in_order
+from pipemorph.planning.search.reordering import find_best_reordered
 from pipemorph.planning.simulation.execution import (
     RELATIVE_TOLERANCE,
     compute_lower_bound,
@@ -42,8 +43,9 @@ DELEGATED_QUEUES = 8
 class PlannedSchedule(PlanVariant):
     """Schedule with its problem and predicted time.
 
-    ``problem``: the given problem, with the device limits and in-flight caps of the plan. No
-    schedule has a smaller ``objective`` than ``lower_bound``. ``planning_seconds``: wall time
+    ``problem``: the given problem, with the device limits and in-flight caps of the plan, and its
+    microbatches in the plan's order. No schedule has a smaller ``objective`` than ``lower_bound``,
+    in any order of the microbatches that it may choose. ``planning_seconds``: wall time
     without that of a tight bound; all other times are in the problem's unit.
     """
 
@@ -85,8 +87,9 @@ def plan(
     limits unchanged. ``effort``: multiple of the usual number of orders tried, for problems with
     one stage per rank and without variants of offload and fused backwards. ``near``: gap to the
     lower bound, as a fraction, at which the search stops. ``tight_bound``: search for a larger
-    ``lower_bound`` if the plan is not proven shortest; this does not change the plan and may take
-    longer than planning. Raises :class:`InputError` if the policy cannot plan the problem.
+    ``lower_bound`` if the plan is not proven shortest and its microbatches may not be reordered;
+    this does not change the plan and may take longer than planning. Raises :class:`InputError` if
+    the policy cannot plan the problem.
     """
     began, given = perf_counter(), problem
     policy = problem.policy if policy is None else policy
@@ -94,31 +97,29 @@ def plan(
         problem = (
             problem.with_divided_memory()
         )  # Out of turn, all stages may reach their peaks at once.
-    if policy is Policy.PIPEMORPH and has_variants(problem):
-        bound = compute_lower_bound(problem)
-        best = find_best_variant(problem)
-        problem, schedule, makespan = best.problem, best.schedule, best.makespan
-    elif policy is Policy.PIPEMORPH:
-        found = search_order(problem, effort=effort, near=near)
-        schedule, bound = found.schedule, found.bound
-        is_makespan = problem.objective == "makespan"
-        makespan = found.objective if is_makespan else predict(schedule, problem)
+    if policy is Policy.PIPEMORPH:
+        plan_problem = find_best_reordered if problem.reorders else plan_in_order
+        best, bound = plan_problem(problem, effort=effort, near=near)
     else:
         schedule = _schedule_by_rule(convert_to_grains(problem)[0], policy)
         bound = compute_lower_bound(problem, schedule.placement)
-        makespan = predict(schedule, problem)
+        problem = problem.with_microbatch_order(())
+        best = PlanVariant(problem, schedule, predict(schedule, problem), policy)
+    problem, schedule = best.problem, best.schedule
     validate(schedule, problem.list_in_flight_limits(), problem.list_device_limits())
     check_rank_memory(schedule, problem.microbatch_sizes, problem.rank_memory)
     planned = PlannedSchedule(
         policy=policy,
         problem=problem,
         schedule=schedule,
-        makespan=makespan,
+        makespan=best.makespan,
+        microbatch_order=best.microbatch_order,
         lower_bound=bound,
         planning_seconds=perf_counter() - began,
     )
     unproven = planned.objective > bound * (1 + RELATIVE_TOLERANCE)
-    if tight_bound and policy is Policy.PIPEMORPH and unproven and not problem.multi_stage:
+    tightens = not problem.multi_stage and not given.reorders
+    if tight_bound and policy is Policy.PIPEMORPH and unproven and tightens:
         bound = max(bound, compute_tight_lower_bound(given, planned.objective))
         planned = replace(planned, lower_bound=bound)
     # Both are sums of the same times in different order: ignore rounding errors.

@@ -301,11 +301,16 @@ class Problem(_FrozenModel):
     def with_microbatch_order(self, order: Sequence[int]) -> Problem:
         """Problem whose microbatches are the places of ``order``, which plans may not change.
         ``order[k]``: the microbatch in place *k*; empty: microbatch *k*. Raises
-        :class:`InputError` unless it has each microbatch once."""
+        :class:`InputError` unless it has each microbatch once, or if the problem forbids to
+        ``reorder``."""
         if order and sorted(order) != list(range(self.microbatches)):
             raise InputError(
                 f"microbatch_order is {quote_value(list(order))}; expected each microbatch from 0"
                 f" to {self.microbatches - 1} once"
+            )
+        if not self.reorder and any(m != place for place, m in enumerate(order)):
+            raise InputError(
+                f"microbatch_order is {quote_value(list(order))}; the problem has reorder: false"
             )
         if self.microbatch_costs is None:
             return self
@@ -617,12 +622,14 @@ def convert_to_grains(problem: Problem, *, down: bool = False) -> tuple[Problem,
 
 
 def copy_times(problem: Problem, other: Problem) -> Problem:
-    """Problem with its own limits and the times of ``other``, which has as many stages."""
+    """Problem with its own limits, and the times and costs of ``other``, which has as many stages
+    and microbatches."""
     stages = tuple(
         own.model_copy(update={name: getattr(timed, name) for name in _TIMES[StageTimes]})
         for own, timed in zip(problem.stages, other.stages, strict=True)
     )
-    return problem.model_copy(update={"stages": stages, "links": other.links})
+    costs = {"microbatch_costs": other.microbatch_costs, "reorder": other.reorder}
+    return problem.model_copy(update={"stages": stages, "links": other.links, **costs})
 
 
 def _count_grains(times: Iterable[float], *, down: bool) -> dict[float | None, float | None]:

@@ -140,6 +140,7 @@ def replay_trace(
     replay of the same problem, trace and iterations, which provides the other contenders. Raises
     :class:`InputError` for a problem that a replay does not support.
     """
+    problem.require_equal_microbatches("replay")
     spec = build_job_spec(problem, dispatch, replicas)
     problem = convert_to_seconds(problem)
     each = [

@@ -223,7 +223,7 @@ TEST(planner_order_of_microbatches_has_the_makespan_it_claims) {
         DispatchGuide guide{given.order, {}, costs.caps};
         guide.waits.resize(given.order.size());
         const bool guided = rng.draw_below(2);
-        const auto found = order_microbatches(costs, guide, guided, 4000);
+        const auto found = order_microbatches(costs, guide, guided, 0.0, 4000);
         Costs ordered = costs;
         for (int kind = 0; kind <= kKinds; ++kind)
             for (int i = 0; i < costs.stages; ++i) {

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 104_810,
-    "product code lines": 77_380,
-    "test lines": 104_250,
-    "benchmark lines": 6_750,
+    "product lines": 105_050,
+    "product code lines": 77_550,
+    "test lines": 104_500,
+    "benchmark lines": 7_060,
     "public classes": 724,
-    "modules": 412,
+    "modules": 413,
     "leaves of spec": 112,
     "share of comments and docstrings, percent": 14.6,
 }

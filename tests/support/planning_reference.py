@@ -193,6 +193,7 @@ def optimum(problem: Problem) -> float:
     n, count = problem.microbatches, problem.stage_count
     caps = [n if k is None else min(n, k) for k in problem.list_in_flight_limits()]
     delays = [link.delay for link in problem.links]
+    costs = problem.stage_costs or ((1.0,) * n,) * count
     best = float("inf")
     seen: dict[tuple[tuple[int, int, int], ...], list[list[float]]] = {}
 
@@ -204,10 +205,10 @@ def optimum(problem: Problem) -> float:
         """``done[i]`` are the F, B and W run on stage i; ``free[i]`` is when it ended."""
         nonlocal best
         remaining = [
-            (n - f) * times.forward
-            + (n - b) * times.backward_input
-            + (n - w) * times.backward_weight
-            for (f, b, w), times in zip(done, problem.stages, strict=True)
+            sum(row[f:]) * times.forward
+            + sum(row[b:]) * times.backward_input
+            + sum(row[w:]) * times.backward_weight
+            for (f, b, w), times, row in zip(done, problem.stages, costs, strict=True)
         ]
         if max(map(sum, zip(free, remaining, strict=True))) >= best:
             return
@@ -239,7 +240,7 @@ def optimum(problem: Problem) -> float:
             if w < b:
                 choices.append(("W", w, 0.0, times.backward_weight, (f, b, w + 1)))
             for kind, m, ready, took, after in choices:
-                end = max(ready, free[i]) + took
+                end = max(ready, free[i]) + took * costs[i][m]
                 extend(
                     (*done[:i], after, *done[i + 1 :]),
                     (*free[:i], end, *free[i + 1 :]),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning.analysis.bubbles import explain_idle_time
-from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
-from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
+from pipemorph.planning.formats.torch_csv import dump_csv, find_microbatch_order, parse_csv
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule, invert_order
 from pipemorph.planning.offload import count_away_microbatches
 from pipemorph.planning.problem import (
     MAX_CELLS,
@@ -33,23 +34,29 @@ def build_plan_json(
     lower_bound: float,
     planning_seconds: float,
     dispatch: Dispatch = Dispatch.STATIC,
+    microbatch_order: Sequence[int] = (),
 ) -> dict[str, Any]:
     """JSON fields of a plan, as documented. Times in milliseconds, as in the problem file.
 
     ``policy``: a :class:`Policy`, or ``IMPORTED``. If ranks have several stages, the fields include
     ``ranks``, the rank of each stage, and ``order``, the ops of each rank in torch's notation.
+    ``microbatch_order[k]``: the microbatch that runs as microbatch *k* of the simulation; empty:
+    *k* itself. Ops in the fields have the microbatches' own numbers.
     """
+    order = microbatch_order or range(simulation.schedule.microbatches)
     schedule = simulation.schedule
     away = count_away_microbatches(
         schedule, problem.list_device_limits(), problem.list_recompute_flags()
     )
     several: dict[str, Any] = {}
     if not schedule.one_stage_each:
-        several = {"ranks": list(schedule.placement), "order": dump_csv(schedule).splitlines()}
+        text = dump_csv(schedule.rename_microbatches(order))
+        several = {"ranks": list(schedule.placement), "order": text.splitlines()}
     return {
         "policy": str(policy),
         "dispatch": dispatch.value,
         "microbatches": schedule.microbatches,
+        "microbatch_order": list(order),
         "makespan": _round_milliseconds(simulation.makespan),
         "period": _round_milliseconds(simulation.period),
         "exposed_reduction": _round_milliseconds(simulation.exposed_reduction),
@@ -72,7 +79,7 @@ def build_plan_json(
             for cause, per_rank in explain_idle_time(simulation, problem).sum_by_cause().items()
         },
         **several,
-        "stages": _list_stage_ops(simulation),
+        "stages": _list_stage_ops(simulation, order),
     }
 
 
@@ -81,12 +88,12 @@ def _compute_gap(objective: float, lower_bound: float) -> float:
     return _round_milliseconds(objective / lower_bound - 1) if lower_bound > 0 else 0.0
 
 
-def _list_stage_ops(simulation: Simulation) -> list[list[dict[str, Any]]]:
+def _list_stage_ops(simulation: Simulation, order: Sequence[int]) -> list[list[dict[str, Any]]]:
     return [
         [
             {
                 "op": op.kind.value,
-                "microbatch": op.microbatch,
+                "microbatch": order[op.microbatch],
                 "start": _round_milliseconds(op.start),
                 "end": _round_milliseconds(op.end),
             }
@@ -99,6 +106,9 @@ def _list_stage_ops(simulation: Simulation) -> list[list[dict[str, Any]]]:
 def _round_milliseconds(value: float) -> float:
     """Round milliseconds to picoseconds, so that 0.1 + 0.2 prints as 0.3."""
     return round(float(value), 9)
+
+
+_Index = Annotated[int, BeforeValidator(check_integer), Field(ge=0)]
 
 
 class _PlannedOp(BaseModel):
@@ -123,7 +133,8 @@ class PlanFile(BaseModel):
     """Fields of a plan file that determine its ops; times are ignored. ``device_limit``: limits of
     stages that offload, or recompute if ``recompute``; None if the file has none.
 
-    ``order``: only for ranks with several stages.
+    ``order``: only for ranks with several stages. ``microbatch_order``: the microbatches in the
+    order in which they run; empty: 0, 1, ….
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -136,16 +147,17 @@ class PlanFile(BaseModel):
     order: tuple[str, ...] | None = None
     device_limit: tuple[Count | None, ...] | None = None
     recompute: tuple[bool, ...] = ()
-    waits: tuple[tuple[Annotated[int, BeforeValidator(check_integer), Field(ge=0)], ...], ...] = ()
+    waits: tuple[tuple[_Index, ...], ...] = ()
+    microbatch_order: tuple[_Index, ...] = ()
 
     def to_schedule(self) -> Schedule:
-        """Order of the ops, not validated."""
+        """Order of the ops, with places in ``microbatch_order`` as microbatches; not validated."""
+        places = invert_order(self.microbatch_order)
         if self.order is not None:
-            return parse_csv("\n".join(self.order))
+            return parse_csv("\n".join(self.order)).rename_microbatches(places)
         n = self.microbatches or sum(op.op is OpKind.F for op in self.stages[0])
-        return Schedule(
-            n, tuple(tuple(Op(op.op, op.microbatch) for op in ops) for ops in self.stages)
-        )
+        ranks = tuple(tuple(Op(op.op, op.microbatch) for op in ops) for ops in self.stages)
+        return Schedule(n, ranks).rename_microbatches(places)
 
 
 def parse_plan_file(text: str) -> PlanFile:
@@ -176,6 +188,7 @@ class LoadedPlan(NamedTuple):
     device_limits: tuple[int | None, ...] | None = None
     recompute: tuple[bool, ...] = ()
     waits: Waits = ()
+    microbatch_order: tuple[int, ...] = ()
 
 
 def load_plan(path: str) -> LoadedPlan:
@@ -183,9 +196,12 @@ def load_plan(path: str) -> LoadedPlan:
     compute-only CSV if the name ends in ``.csv``. Raises :class:`InputError`, one line."""
     text = read_text(path, MAX_BYTES)
     if path.lower().endswith(".csv"):
-        return LoadedPlan(IMPORTED, 0.0, parse_csv(text))
+        schedule = parse_csv(text)
+        order = find_microbatch_order(schedule)
+        schedule = schedule.rename_microbatches(invert_order(order))
+        return LoadedPlan(IMPORTED, 0.0, schedule, microbatch_order=order)
     plan = parse_plan_file(text)
     return LoadedPlan(
         plan.policy, plan.planning_ms / 1e3, plan.to_schedule(), plan.dispatch, plan.device_limit,
-        plan.recompute, plan.waits,
+        plan.recompute, plan.waits, plan.microbatch_order,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 The compute-only format has a row per rank and an op per cell: ``2F0`` is the forward of microbatch
 0 on stage 2, ``I`` the backward for the input (our B), ``W`` the backward for the weights, ``B``
-the fused backward (our BW). An empty cell is a step without an op; it only aligns the columns.
+the fused backward (our BW). Microbatches have their own numbers, in whatever order they run. An
+empty cell is a step without an op; it only aligns the columns.
 ``(1F2;6B0)OVERLAP_F_B`` has ops that may overlap; here they run one after another, as in torch by
 default.
 
@@ -144,6 +145,14 @@ def parse_csv(text: str) -> Schedule:
     )
     microbatches = 1 + max((microbatch for ops in ranks for *_, microbatch in ops), default=-1)
     return Schedule.from_stage_ops(microbatches, ranks)
+
+
+def find_microbatch_order(schedule: Schedule) -> tuple[int, ...]:
+    """Microbatches in the order of their forwards on stage 0; empty if that is 0, 1, … or not all
+    of them."""
+    order = tuple(op.microbatch for op in schedule.stages[0] if op.kind is OpKind.F)
+    whole = tuple(range(schedule.microbatches))
+    return order if order != whole and tuple(sorted(order)) == whole else ()
 
 
 def _parse_cell(cell: str, rank: int, column: int) -> Iterator[_StageOp]:

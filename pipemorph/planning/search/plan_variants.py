@@ -29,6 +29,7 @@ from pipemorph.planning.search.order_search import search_order
 from pipemorph.planning.simulation.execution import (
     RELATIVE_TOLERANCE,
     Waits,
+    compute_lower_bound,
     decode_schedule,
     find_planned_waits,
 )
@@ -46,12 +47,17 @@ so fewer of them pay, and the right ones are harder to find."""
 
 @dataclass(frozen=True)
 class PlanVariant:
-    """Schedule, the makespan of its static order, and the problem with the limits it obeys."""
+    """Schedule, the makespan of its static order, and the problem with the limits it obeys.
+
+    ``microbatch_order[k]``: the microbatch that runs as microbatch *k* of schedule and problem;
+    empty: *k* itself.
+    """
 
     problem: Problem
     schedule: Schedule
     makespan: float
     policy: Policy = Policy.PIPEMORPH
+    microbatch_order: tuple[int, ...] = ()
 
     def to_plan(
         self, version: int, routes: Sequence[Route], dispatch: Dispatch = Dispatch.STATIC
@@ -67,6 +73,7 @@ class PlanVariant:
             device_limits=self.problem.list_device_limits(),
             recompute=self.problem.list_recompute_flags(),
             waits=self.waits if dispatch is Dispatch.GUIDED else (),
+            microbatch_order=self.microbatch_order,
         )
 
     @cached_property
@@ -102,6 +109,17 @@ def has_variants(problem: Problem) -> bool:
         stage.device_limit is not None or stage.may_recompute or stage.fusing_pays
         for stage in problem.stages
     )
+
+
+def plan_in_order(problem: Problem, *, effort: int, near: float) -> tuple[PlanVariant, float]:
+    """Best plan found for the microbatches in their order, and a lower bound of its objective."""
+    if has_variants(problem):
+        return find_best_variant(problem), compute_lower_bound(problem)
+    found = search_order(problem, effort=effort, near=near)
+    schedule = found.schedule
+    is_makespan = problem.objective == "makespan"
+    makespan = found.objective if is_makespan else predict(schedule, problem)
+    return PlanVariant(problem, schedule, makespan), found.bound
 
 
 def find_best_variant(problem: Problem) -> PlanVariant:

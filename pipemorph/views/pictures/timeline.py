@@ -40,14 +40,22 @@ class Timeline:
         return max((op.end for ops in self.stages for op in ops), default=0.0)
 
     @staticmethod
-    def from_simulation(simulation: Simulation, problem: Problem, *, title: str = "") -> Timeline:
-        """Timeline of a simulated iteration."""
+    def from_simulation(
+        simulation: Simulation,
+        problem: Problem,
+        *,
+        title: str = "",
+        microbatch_order: Sequence[int] = (),
+    ) -> Timeline:
+        """Timeline of a simulated iteration. ``microbatch_order[k]``: the microbatch that ran as
+        microbatch *k* of the simulation; empty: *k* itself."""
         bubbles, messages = explain_idle_time(simulation, problem)
         one = simulation.schedule.one_stage_each
+        order = microbatch_order or range(simulation.schedule.microbatches)
         return Timeline(
-            [_scale_ops(ops) for ops in simulation.ranks],
+            [_scale_ops(ops, order) for ops in simulation.ranks],
             title,
-            _scale_messages(messages, problem),
+            _scale_messages(messages, problem, order),
             bubbles=_scale_bubbles(bubbles),
             limits=problem.list_in_flight_limits() if one else (),
             placement=() if one else simulation.schedule.placement,
@@ -68,18 +76,25 @@ class Timeline:
         return f"rank {row} ({', '.join(own)})"
 
 
-def _scale_ops(ops: Iterable[TimedOp]) -> list[TimedOp]:
-    """Ops with times in seconds."""
+def _scale_ops(ops: Iterable[TimedOp], order: Sequence[int]) -> list[TimedOp]:
+    """Ops with times in seconds, and their microbatches in place of the places in ``order``."""
     return [
-        op._replace(start=op.start * SECONDS_PER_MILLISECOND, end=op.end * SECONDS_PER_MILLISECOND)
+        op._replace(
+            microbatch=order[op.microbatch],
+            start=op.start * SECONDS_PER_MILLISECOND,
+            end=op.end * SECONDS_PER_MILLISECOND,
+        )
         for op in ops
     ]
 
 
-def _scale_messages(messages: Sequence[Message], problem: Problem) -> tuple[Message, ...]:
-    """Messages on links with a delay, with times in seconds."""
+def _scale_messages(
+    messages: Sequence[Message], problem: Problem, order: Sequence[int]
+) -> tuple[Message, ...]:
+    """Messages on links with a delay, as :func:`_scale_ops` has ops."""
     return tuple(
         message._replace(
+            microbatch=order[message.microbatch],
             sent=message.sent * SECONDS_PER_MILLISECOND,
             arrived=message.arrived * SECONDS_PER_MILLISECOND,
         )

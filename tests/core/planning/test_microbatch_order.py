@@ -9,7 +9,17 @@ from math import exp
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Link, Plan, Problem, Route, StageTimes, plan, predict
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    Plan,
+    Policy,
+    Problem,
+    Route,
+    StageTimes,
+    plan,
+    predict,
+)
 from pipemorph.planning.microbatch_order import order_microbatches, with_microbatch_costs
 
 
@@ -65,6 +75,20 @@ def test_order_of_many_microbatches_is_shorter_and_the_same_again(dispatch: Disp
         assert order == order_microbatches(problem, planned, costs)
         before = predict_ordered(problem, planned, costs, ())
         assert predict_ordered(problem, planned, costs, order) < 0.95 * before
+
+
+def test_best_of_all_orders_of_fused_backwards() -> None:
+    """Fused backwards that are shorter than their parts."""
+    problem = make_problem(3, 5)
+    stages = tuple(stage.model_copy(update={"fused_backward": 2.5}) for stage in problem.stages)
+    problem = problem.model_copy(update={"stages": stages})
+    planned = plan(problem, Policy.ONE_F_ONE_B).to_plan(0, [Route.DIRECT] * 2)
+    for seed in range(4):
+        costs = draw_costs(5, seed)
+        order = order_microbatches(problem, planned, costs)
+        every = permutations(range(5))
+        best = min(predict_ordered(problem, planned, costs, each) for each in every)
+        assert predict_ordered(problem, planned, costs, order) == pytest.approx(best, rel=1e-9)
 
 
 def test_equal_costs_change_nothing() -> None:
