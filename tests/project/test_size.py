@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 105_050,
     "product code lines": 77_550,
-    "test lines": 104_500,
+    "test lines": 104_550,
     "benchmark lines": 7_060,
     "public classes": 724,
     "modules": 413,

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,9 @@ def test_a_timeline_has_each_op_at_its_time(slow: Drawn) -> None:
     assert {row["durations"][i] for i in forwards} == {15_000}
     # Stages 0 and 1 take 10 ms before it.
     assert sum(row["gaps"][: forwards[0] + 1]) == 20_000
+    ends = [at + took for at, took in zip(accumulate(row["gaps"]), row["durations"], strict=True)]
+    assert max(ends) <= ran["end"] + 1
+    assert max(e for e, kind in zip(ends, row["kinds"], strict=True) if kind == "X") == 525_000
     busy = 8 * 1.5 * (FORWARD + BACKWARD + WEIGHT) + OPTIMIZER
     assert row["idle"] == pytest.approx(1 - busy / step.span, abs=1e-4)
 
@@ -180,10 +184,14 @@ def test_the_map_marks_the_slow_worker(slow: Drawn) -> None:
 
 
 def test_workers_without_a_figure_of_their_own_have_a_bound() -> None:
-    job = PlayedJob(replicas=34, stages=2, microbatches=2, steps=1, seconds=vary)
+    def long_end(step: int, replica: int, stage: int, *op: Any) -> float:
+        return float(op[-1] * (1.0 + 0.6 * stage))
+
+    job = PlayedJob(replicas=34, stages=2, microbatches=2, steps=1, seconds=long_end)
     diagnosis, page, _ = read_page(job)
-    bounds = [cell[1] for row in page["map"]["rows"] for cell in row]
-    assert bounds.count(True) == 4 and len(diagnosis.slowdown.by_worker) == 64
+    bounded = [cell[0] for row in page["map"]["rows"] for cell in row if cell[1]]
+    assert len(diagnosis.slowdown.by_worker) == 64
+    assert bounded == [round(diagnosis.slowdown.by_stage[0], 4)] * 4 and bounded[0] < 1
 
 
 def test_an_advised_schedule_split_and_balance_are_drawn(long: Drawn) -> None:
