@@ -206,8 +206,10 @@ def _segment_by_autograd(trace: RankTrace) -> Segmentation:
             if event.sequence >= 0:
                 index = makers.by_number.get(event.sequence)
                 forward = forwards.get(index) if index is not None else None
-                unclaimed += forward is None and not orphaned
-                orphaned = forward is None
+                # Changes of views in place make nodes whose numbers no operator shows.
+                inside = current is not None and current.op.kind != "F"
+                unclaimed += forward is None and not orphaned and not inside
+                orphaned = forward is None and not inside
             if orphaned:
                 continue
             if forward is None:
