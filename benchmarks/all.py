@@ -19,6 +19,7 @@ NAMES = (
     "gpu_figures",
     "planner",
     "balance",
+    "gpt_lengths",
     "detector",
     "engine",
     "op_cost",

@@ -25,7 +25,7 @@ LIMITS: Mapping[str, float] = {
     "product lines": 105_050,
     "product code lines": 77_550,
     "test lines": 104_550,
-    "benchmark lines": 7_060,
+    "benchmark lines": 7_300,
     "public classes": 724,
     "modules": 413,
     "leaves of spec": 112,
