@@ -154,7 +154,8 @@ def _measure_reference(state: DecisionState, now: float) -> None:
     if situation.slow != state.last_decision.situation.slow:
         return
     iterations = state.history.list_iterations_under(plan.version)[1:]
-    seconds = [f.seconds for f in iterations if f.index >= state.reference_from][:MOST_ITERATIONS]
+    counted = [f for f in iterations if f.index >= state.reference_from]
+    seconds = [f.comparable_seconds for f in counted][:MOST_ITERATIONS]
     if len(seconds) < FEWEST_ITERATIONS:
         return
     state.reference = MeasuredReference(plan, situation, median(seconds), estimate_spread(seconds))
@@ -163,17 +164,18 @@ def _measure_reference(state: DecisionState, now: float) -> None:
 
 def _judge_trial(state: DecisionState, trial: PlanTrial, now: float) -> None:
     """Record the gain of a change, once it is known. If it failed, request the plan before."""
-    after = [f.seconds for f in state.history.list_iterations_under(trial.version)]
+    after = [f.comparable_seconds for f in state.history.list_iterations_under(trial.version)]
     ran = state.history.list_iterations_under(trial.previous_plan.version)
     old = ran[1:]
-    before = [f.seconds for f in old if f.index > trial.shown_since][-MOST_ITERATIONS:]
+    before = [f.comparable_seconds for f in old if f.index > trial.shown_since][-MOST_ITERATIONS:]
     slower = is_slower(trial.promise.spread, before, after)
     after = after[1:]
     if not slower and len(after) < JUDGED_AFTER:
         return
-    part = [f.seconds for f in old if f.index == trial.shown_since]
+    part = [f.comparable_seconds for f in old if f.index == trial.shown_since]
     if not (before or part) and ran and ran[0].index >= trial.shown_since:
-        part = [ran[0].seconds]  # The old plan ran only once; this includes the change to it.
+        # The old plan ran only once; this includes the change to it.
+        part = [ran[0].comparable_seconds]
     failed = slower or has_failed(trial.promise, before, part, after)
     if failed is None and len(after) < UNDECIDED_AFTER:
         return

@@ -221,6 +221,9 @@ class IterationSample(ProtocolModel):
     in the iteration; None if unknown."""
     gc_between: Seconds | None = None
     """Time for which it paused the ranks at the end of the iteration, on all ranks at once."""
+    cost: MeanCost | None = None
+    """Mean cost of the microbatches, of the column with the most work; None if the script gives
+    no costs."""
 
     @property
     def diverged(self) -> bool:

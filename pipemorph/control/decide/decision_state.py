@@ -452,7 +452,7 @@ def gather_evidence(
     found = SituationEvidence(
         state.reference,
         without_sources(situation, sources, state.last_decision.situation),
-        tuple(f.seconds for f in iterations if f.index > first),
+        tuple(f.comparable_seconds for f in iterations if f.index > first),
         error_seconds=_get_prediction_error(state, situation),
         waited_too_long=waited >= OVERDUE_ITERATIONS * 4**doubt,
     )

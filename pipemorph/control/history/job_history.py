@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from pipemorph.detection.stage_monitor import MEDIAN_PROFILES
 from pipemorph.protocol import AdaptationRecord, IterationSample
 
 LEAST_ERROR_FRACTION = 0.12
@@ -141,6 +142,13 @@ class FinishedRecord:
     outside_seconds: float | None = None
     """Seconds before the first op of any rank and after the last; None if unknown, and without a
     barrier, since iterations overlap then."""
+    cost_factor: float = 1.0
+    """Mean cost of the newest iterations, divided by that of this one; 1 without costs."""
+
+    @property
+    def comparable_seconds(self) -> float:
+        """Seconds that the iteration would have taken for a usual batch, to compare plans by."""
+        return self.seconds * self.cost_factor
 
 
 class JobHistory:
@@ -150,6 +158,8 @@ class JobHistory:
         self.records: deque[AdaptationRecord] = deque(maxlen=MOST_RECORDS)
         self.decisions: deque[DecisionRecord] = deque(maxlen=MOST_DECISIONS)
         self._iterations: dict[int, FinishedRecord] = {}
+        self._costs: deque[float] = deque(maxlen=MEDIAN_PROFILES)
+        """Mean costs of the newest iterations, as many as ranks use for the medians of op times."""
         self._counted_savings: dict[int, tuple[int, float, float]] = {}
         """Plan version, counted saving and counted cost of faults of the newest iterations."""
         self._savings: dict[int, Saving] = {}
@@ -275,6 +285,7 @@ class JobHistory:
                 sample.plan_version,
                 sample.bubble_fraction,
                 _compute_outside(sample),
+                self._compare_cost(sample.cost),
             )
             # Unknown: assume one, since a plan that expects it also suits a job without it.
             self._weigh_barrier(sample.barrier is not False)
@@ -291,6 +302,14 @@ class JobHistory:
         if len(self._iterations) > MOST_ITERATIONS:
             for stale in sorted(self._iterations)[:-MOST_ITERATIONS]:
                 del self._iterations[stale]
+
+    def _compare_cost(self, cost: float | None) -> float:
+        """Return the usual cost of iterations divided by that of the newest one."""
+        if cost is None:
+            self._costs.clear()
+            return 1.0
+        self._costs.append(cost)
+        return median(self._costs) / cost
 
     def _count_saving(self, record: AdaptationRecord, sample: IterationSample) -> None:
         """Count a finished iteration under the record's plan, and those before it that were not
@@ -330,7 +349,7 @@ class JobHistory:
                 continue
             seconds, fault_cost = saving.seconds, saving.fault_cost
             ran = self._iterations.get(index)
-            if ran is not None and ran.seconds < saving.well_below:
+            if ran is not None and ran.comparable_seconds < saving.well_below:
                 # Measured, the links are well, though that may not be certain yet.
                 seconds, fault_cost = saving.if_well, 0.0
             record.saved += seconds - saved

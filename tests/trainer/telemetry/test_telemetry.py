@@ -255,8 +255,8 @@ def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
         assert gap < 0.8e-3 * HEAD_OF_LINE_MS
 
 
-def begun_apart(context: TrainerContext) -> list[tuple[int, float | None, float | None]]:
-    """Rank 1 begins iteration 1 long after rank 0."""
+def begun_apart(context: TrainerContext) -> list[tuple[int | float | None, ...]]:
+    """Rank 1 begins iteration 1 long after rank 0, and has twice the work."""
     join_process_group(context, torch.device("cpu"))
     groups = ProcessGroups()
     world = SimpleNamespace(column=dist.GroupMember.WORLD, columns=None)
@@ -265,13 +265,14 @@ def begun_apart(context: TrainerContext) -> list[tuple[int, float | None, float 
     rounds = IterationReducer(world=cast(World, world), wait=wait, report=reduced.append)
     goes_on = groups.create_group(backend="gloo")
     rounds.begin_iteration(0, at=time.monotonic())
-    rounds.record_ops(0, 0, [MeasuredOp(OpKind.F, 0, 1.0, 2.0)], 0.5)
+    costs = [2.0 + 2.0 * context.rank, 4.0 + 4.0 * context.rank]
+    rounds.record_ops(0, 0, [MeasuredOp(OpKind.F, 0, 1.0, 2.0)], 0.5, costs)
     rounds.end_iteration(0, time.monotonic(), None, PauseTimes(0.1, 0.2 * context.rank))
     if context.rank == 1:
         dist.barrier(goes_on)
         rounds.begin_iteration(1, at=time.monotonic())
         rounds.finish_all()
-        return [(sample.index, sample.gc_inside, sample.gc_between) for sample in reduced]
+        return [(each.index, each.gc_inside, each.gc_between, each.cost) for each in reduced]
     rounds.begin_iteration(1, at=time.monotonic())
     until = time.monotonic() + 0.3
     while time.monotonic() < until:
@@ -279,9 +280,9 @@ def begun_apart(context: TrainerContext) -> list[tuple[int, float | None, float 
         assert not reduced, "reported before all ranks had begun the next one"
     dist.barrier(goes_on)
     rounds.finish_all()
-    return [(sample.index, sample.gc_inside, sample.gc_between) for sample in reduced]
+    return [(each.index, each.gc_inside, each.gc_between, each.cost) for each in reduced]
 
 
 def test_an_iteration_is_reported_when_all_ranks_have_begun_the_next_one() -> None:
     """A rank that dies before that runs it again."""
-    assert run_ranks(2, begun_apart) == [[(0, 0.1, 0.2)], [(0, 0.1, 0.2)]]
+    assert run_ranks(2, begun_apart) == [[(0, 0.1, 0.2, 6.0)], [(0, 0.1, 0.2, 6.0)]]

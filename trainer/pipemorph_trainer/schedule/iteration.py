@@ -546,7 +546,7 @@ class IterationRunner:
         if self._reducer is not None and self.synchronizes:
             reduction = self._reducer.measure_reduction()
         self.plan_receiver.prepare_postponed()
-        self._rounds.record_ops(iteration, plan.version, ops, loss)
+        self._rounds.record_ops(iteration, plan.version, ops, loss, self.work.costs)
         if profiling():
             self._rounds.wait_for_iteration(iteration)
         if not self._warm:

@@ -22,6 +22,10 @@ from pipemorph_trainer.agent.rank_plan import RankPlan
 
 log = logging.getLogger("pipemorph.trainer")
 
+LEAST_SECONDS, OP_SECONDS = 1e-3, 1e-6
+"""Effort of a search at least, and for each op of the plan: it finds nearly what ten times as much
+would, and delays the start of the iteration."""
+
 
 class MicrobatchOrderer:
     """Orderer of the microbatches of a column, on the rank of its stage 0. Main thread only."""
@@ -44,7 +48,12 @@ class MicrobatchOrderer:
                 self._version, self._plan = plan.version, plan.whole.to_plan()
                 self._problem = build_order_problem(plan.whole, self._mesh)
             assert self._problem is not None
-            order = order_microbatches(self._problem, self._plan, [cost / mean for cost in costs])
+            order = order_microbatches(
+                self._problem,
+                self._plan,
+                [cost / mean for cost in costs],
+                seconds=max(LEAST_SECONDS, OP_SECONDS * sum(map(len, self._plan.schedule.ranks))),
+            )
         except (InputError, ValidationError) as error:
             if not self._has_warned:
                 self._has_warned = True

@@ -7,6 +7,7 @@ then on the first stages over all columns. Training waits for this only at its e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class IterationSummary(NamedTuple):
 
     ``version``: of the plan; the oldest one if columns differ. ``busy``: sum of the times of all
     ops. ``ranks``: number of ranks. ``paused``: longest pauses of a rank, inside the iteration and
-    after it.
+    after it. ``cost``: mean cost of the microbatches, the most of any column; 0 if unknown.
     """
 
     version: int
@@ -36,6 +37,7 @@ class IterationSummary(NamedTuple):
     busy: float
     ranks: int
     paused: PauseTimes = PauseTimes()
+    cost: float = 0.0
 
     def compute_bubble_fraction(self, seconds: float) -> float:
         """Compute idle time over ranks × span. The span goes from the first op of any rank to the
@@ -53,7 +55,7 @@ class SummaryReduction:
     """
 
     def __init__(self, mine: IterationSummary, group: dist.ProcessGroup | None) -> None:
-        ends = [-float(mine.version), -mine.began, mine.ended, *mine.paused]
+        ends = [-float(mine.version), -mine.began, mine.ended, mine.cost, *mine.paused]
         self._most = torch.tensor(ends, dtype=torch.float64)
         self._sum = torch.tensor([mine.busy, mine.ranks], dtype=torch.float64)
         self._works: list[Any] = [
@@ -72,10 +74,10 @@ class SummaryReduction:
         """Wait for the group, and return the summary of all its ranks."""
         for work in self._works:
             wait(work, what)
-        version, began, ended, *paused = self._most.tolist()
+        version, began, ended, cost, *paused = self._most.tolist()
         busy, ranks = self._sum.tolist()
         pauses = PauseTimes(*paused)
-        return IterationSummary(int(-version), -began, ended, busy, int(ranks), pauses)
+        return IterationSummary(int(-version), -began, ended, busy, int(ranks), pauses, cost)
 
 
 class _OpenIteration:
@@ -127,15 +129,22 @@ class IterationReducer:
         del self._open[iteration]
 
     def record_ops(
-        self, iteration: int, version: int, ops: Sequence[MeasuredOp], loss: float
+        self,
+        iteration: int,
+        version: int,
+        ops: Sequence[MeasuredOp],
+        loss: float,
+        costs: Sequence[float] = (),
     ) -> None:
-        """Add the times of this rank's ops, run under plan ``version``. Waits until the other ranks
-        have begun this iteration, which they usually have, but not until they end it."""
+        """Add the times of this rank's ops, run under plan ``version``. ``costs``: of the
+        microbatches. Waits until the other ranks have begun this iteration, which they usually
+        have, but not until they end it."""
         self._reduce_over_columns(iteration - 1)
         busy = sum([end - start for _, _, start, end in ops])
         found = self._open[iteration]
         found.loss = loss
-        found.mine = IterationSummary(version, ops[0].start, ops[-1].end, busy, 1)
+        cost = fmean(costs) if costs else 0.0
+        found.mine = IterationSummary(version, ops[0].start, ops[-1].end, busy, 1, cost=cost)
 
     def _reduce_over_column(self, iteration: int) -> None:
         """Begin to reduce an iteration over the column."""
@@ -223,6 +232,7 @@ def _make_sample(
         ops_seconds=min(seconds, max(0.0, summary.ended - summary.began)),
         gc_inside=summary.paused.inside,
         gc_between=summary.paused.between,
+        cost=summary.cost or None,
     )
 
 
