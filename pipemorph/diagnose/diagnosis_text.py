@@ -55,9 +55,11 @@ def _format_shares(diagnosis: Diagnosis) -> str:
     if slowdown.m_s is None or slowdown.m_w is None:
         return "no time is lost to unequal ops"
     slowest = ", ".join(diagnosis.steps.workers[w].key for w in slowdown.slowest[:3])
+    # No "-0%".
+    of_stage, of_workers = (round(share, 2) + 0.0 for share in (slowdown.m_s, slowdown.m_w))
     return (
-        f"of the lost time the last stage explains {slowdown.m_s:.0%} (M_S), the slowest workers"
-        f" ({slowest}) {slowdown.m_w:.0%} (M_W)"
+        f"of the lost time the last stage explains {of_stage:.0%} (M_S), the slowest workers"
+        f" ({slowest}) {of_workers:.0%} (M_W)"
     )
 
 

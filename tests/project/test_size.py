@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 105_100,
+    "product lines": 105_150,
     "product code lines": 77_600,
-    "test lines": 104_600,
+    "test lines": 104_650,
     "benchmark lines": 7_300,
     "public classes": 724,
     "modules": 413,

@@ -225,11 +225,7 @@ class _CauseFinder:
     def _join_causes(self, several: str, found: Sequence[tuple[Cause, Change]]) -> Iterable[Cause]:
         """Causes of one kind; as one if they hide each other."""
         if len(found) > 1:
-
-            def change_all(step: RecordedStep, times: list[float]) -> None:
-                for _, change in found:
-                    change(step, times)
-
+            change_all = _join_changes([change for _, change in found])
             where = join_named(cause.where for cause, _ in found)
             workers = tuple(worker for cause, _ in found for worker in cause.workers)
             link = found[0][0].link
@@ -263,6 +259,11 @@ class _CauseFinder:
                     "slow worker", name, change, least=-1.0, workers=(worker,), stage=place.stage
                 )
                 found.append((cause[0], change))
+        if 2 * len(found) > len(sums):
+            # Nodes do not become slow together: the work or what all of them share has changed.
+            return self._make_cause(
+                "slower ops", "most workers", _join_changes([change for _, change in found])
+            )
         return self._join_causes("slow workers", found)
 
     def _scale_worker(self, worker: int, paces: Sequence[float], reference: float) -> Change:
@@ -501,6 +502,16 @@ class _CauseFinder:
                     spent[step.ops[i].worker] += max(0.0, step.ops[i].start - ready)
                 ends.append(step.ops[i].end if i >= 0 else ready)
         yield from self._make_measured("gaps between ops", self._name_workers(spent), costs)
+
+
+def _join_changes(changes: Sequence[Change]) -> Change:
+    """Join changes: one is made after the other."""
+
+    def change_all(step: RecordedStep, times: list[float]) -> None:
+        for change in changes:
+            change(step, times)
+
+    return change_all
 
 
 def find_usual_level(values: Sequence[float]) -> float:

@@ -40,6 +40,10 @@ def slow_from_step_4(step: int, replica: int, stage: int, *_: Any) -> float:
     return _[-1] * (1.5 if (stage, step >= 4) == (2, True) else 1.0)
 
 
+def longer_from_step_4(step: int, replica: int, stage: int, *_: Any) -> float:
+    return _[-1] * (1.5 if step >= 4 and stage != 1 else 1.0)
+
+
 def long_stage(step: int, replica: int, stage: int, *_: Any) -> float:
     return _[-1] * (1.6 if stage == 3 else 1.0)
 
@@ -64,6 +68,13 @@ def test_a_worker_that_becomes_slow_is_named_with_the_step(replicas: int) -> Non
     assert cause.cause.startswith("slow worker") and cause.since == 4
     assert "stage 2 of dp_rank 0" in cause.where
     assert cause.seconds == pytest.approx(cost, rel=0.05)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_work_that_grows_on_most_workers_is_no_fault_of_nodes(replicas: int) -> None:
+    cause, _ = find_first(replicas=replicas, steps=9, seconds=longer_from_step_4)
+    assert (cause.cause, cause.where, cause.workers) == ("slower ops", "most workers", ())
+    assert cause.since == 4
 
 
 @pytest.mark.parametrize("seconds", [long_stage, longer_forward])
