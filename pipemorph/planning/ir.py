@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -393,6 +393,10 @@ class Plan:
     neither. ``waits[r]``: for guided dispatch, positions of the ops of rank *r* for which the rank
     waits, running no other op; empty: none. ``microbatch_order[k]``: the microbatch that runs as
     microbatch *k* of the schedule; empty: *k* itself.
+
+    ``shares[r]``: microbatches of replica *r*; empty: all replicas have those of ``schedule``.
+    ``resized``: plans of the other numbers of microbatches in ``shares``, of the same version,
+    routes and dispatch.
     """
 
     version: int
@@ -406,6 +410,8 @@ class Plan:
     recompute: tuple[bool, ...] = field(default=())
     waits: tuple[tuple[int, ...], ...] = ()
     microbatch_order: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+    resized: tuple[Plan, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.warmup:
@@ -418,6 +424,17 @@ class Plan:
             object.__setattr__(self, "waits", ())
         if self.microbatch_order == tuple(range(self.schedule.microbatches)):
             object.__setattr__(self, "microbatch_order", ())
+
+    def for_replica(self, replica: int) -> Plan:
+        """Plan of the microbatches of a replica. Raises :class:`InputError` if there is none."""
+        wanted = self.shares[replica] if self.shares else self.schedule.microbatches
+        for each in (self, *self.resized):
+            if each.schedule.microbatches == wanted:
+                return replace(each, version=self.version, shares=(), resized=())
+        raise InputError(
+            f"plan {self.version} gives replica {replica} {wanted} microbatches, and has no"
+            " schedule of so many"
+        )
 
     @property
     def offloading_stages(self) -> tuple[int, ...]:
@@ -452,7 +469,8 @@ class Plan:
         def list_executed_fields(plan: Plan) -> tuple[object, ...]:
             return (
                 plan.schedule, plan.dispatch, plan.waits, plan.routes,
-                plan.device_limits, plan.recompute, plan.microbatch_order,
+                plan.device_limits, plan.recompute, plan.microbatch_order, plan.shares,
+                tuple(map(list_executed_fields, plan.resized)),
             )  # fmt: skip
 
         return list_executed_fields(self) == list_executed_fields(other)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -66,6 +66,8 @@ MAX_SEQUENCE = 2**53 - 1
 
 MOST_ITERATIONS, MOST_STAGES, MOST_EVENTS = 256, 512, 64
 """Most entries of each in a message."""
+MOST_REPLICAS, MOST_RESIZED = 4096, 4
+"""Most shares of a plan, and most of its parts for other numbers of microbatches."""
 
 Revision = Annotated[str, Field(max_length=32)]
 
@@ -157,6 +159,19 @@ class PlannedTimes(ProtocolModel):
         return PlannedTimes(stages=rows, delays=list(delays))
 
 
+class ResizedPlan(ProtocolModel):
+    """Part of a plan that replicas with another number of microbatches run. The fields have the
+    meaning of those of :class:`PlanMessage`."""
+
+    microbatches: Microbatches
+    ranks: list[str]
+    in_flight_limits: list[Microbatches | None]
+    warmup: list[Microbatches]
+    device_limits: list[Microbatches | None] = Field(default_factory=list)
+    recompute: list[bool] = Field(default_factory=list)
+    waits: list[list[Count]] = Field(default_factory=list)
+
+
 class PlanMessage(ProtocolModel):
     """Encoded :class:`~pipemorph.planning.ir.Plan`, with an op string per rank."""
 
@@ -181,6 +196,10 @@ class PlanMessage(ProtocolModel):
     times: PlannedTimes | None = None
     """Times that the plan was made for, if ranks order the microbatches of each iteration by their
     costs. No part of what ranks run."""
+    shares: list[Microbatches] = Field(default_factory=list, max_length=MOST_REPLICAS)
+    """Microbatches of each replica; empty: those of the plan."""
+    resized: list[ResizedPlan] = Field(default_factory=list, max_length=MOST_RESIZED)
+    """Parts for the other numbers of microbatches in ``shares``."""
 
     @staticmethod
     def from_plan(plan: Plan) -> PlanMessage:
@@ -198,10 +217,18 @@ class PlanMessage(ProtocolModel):
             recompute=list(plan.recompute) if plan.recomputing_stages else [],
             placement=[] if plan.schedule.one_stage_each else list(plan.schedule.placement),
             waits=[list(positions) for positions in plan.waits] if any(plan.waits) else [],
+            shares=list(plan.shares),
+            resized=[
+                ResizedPlan.model_validate(
+                    PlanMessage.from_plan(each).model_dump(include={*ResizedPlan.model_fields})
+                )
+                for each in plan.resized
+            ],
         )
 
     def to_plan(self) -> Plan:
         """Decode the plan. Raises :class:`~pipemorph.errors.InputError` for bad op strings."""
+        resized = [self.model_copy(update={**dict(each), **_NO_SHARES}) for each in self.resized]
         return Plan(
             version=self.version,
             policy=self.policy,
@@ -213,7 +240,12 @@ class PlanMessage(ProtocolModel):
             device_limits=tuple(self.device_limits),
             recompute=tuple(self.recompute),
             waits=tuple(map(tuple, self.waits)),
+            shares=tuple(self.shares),
+            resized=tuple(each.to_plan() for each in resized),
         )
+
+
+_NO_SHARES: dict[str, Any] = {"shares": [], "resized": []}
 
 
 class Directive(ProtocolModel):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipemorph_trainer.context import TrainerContext
     from pipemorph_trainer.executor.emulated_stage import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
+    from pipemorph_trainer.schedule.microbatch_source import Microbatch
     from pipemorph_trainer.settings import Options
     from pipemorph_trainer.sync.scaler import GradScaler
     from pipemorph_trainer.topology.mesh import make_mesh
@@ -35,6 +36,7 @@ __all__ = [
     "Checkpoint",
     "EmulatedStage",
     "GradScaler",
+    "Microbatch",
     "ModelShard",
     "Options",
     "PeerLostError",
@@ -53,6 +55,7 @@ _LATE = {
     "EmulatedStage": ".executor.emulated_stage",
     "GradScaler": ".sync.scaler",
     "Options": ".settings",
+    "Microbatch": ".schedule.microbatch_source",
     "ModelShard": ".topology.model_shard",
     "Pipeline": ".pipeline",
     "TrainerContext": ".context",

@@ -37,6 +37,12 @@ from pipemorph_trainer.schedule.graceful_shutdown import (
     PipelineTeardown,
     PlannedExit,
 )
+from pipemorph_trainer.schedule.microbatch_source import (
+    WHOLE_BATCH_REFUSED,
+    MicrobatchSource,
+    check_source,
+    draw_microbatches,
+)
 from pipemorph_trainer.schedule.pipeline_builder import PipelineArguments, PipelineComponents
 from pipemorph_trainer.schedule.rank_preparation import (
     MakeOptimizer,
@@ -91,23 +97,69 @@ class CallRunner:
         here, with its outputs."""
         if not given.evaluation:
             self._collector.begin_iteration()
-        inputs, shapes, refusal = self._prepare_inputs(given, needs_target=needs_target)
+        inputs, shapes, refusal = self._prepare_inputs(
+            given, needs_target=needs_target, keep=return_outputs
+        )
         final = inputs[self._parts.coordinate.held_stages[-1]]
-        self._complete_inputs(final, given, refused=refusal is not None, keep=return_outputs)
-        loss = run(iteration, inputs, shapes, refusal)
+        return self._end_call(run(iteration, inputs, shapes, refusal)), final
+
+    def run_drawn_step(
+        self, iteration: int, source: MicrobatchSource, *, return_outputs: bool
+    ) -> tuple[Tensor, MicrobatchInputs]:
+        """Run an iteration with microbatches of ``source``, drawn once the plan is known. Returns
+        the loss, and the inputs of the last stage here, with its outputs."""
+        inputs: dict[int, MicrobatchInputs] = {}
+
+        def draw(
+            plan: RankPlan, first: int
+        ) -> tuple[dict[int, MicrobatchInputs], dict[int, Any], Exception | None]:
+            given, failure = StepArguments(), None
+            try:
+                given = draw_microbatches(source, plan.microbatches, first)
+            except Exception as error:  # noqa: BLE001  all ranks get any error
+                failure = error
+            prepared = self._prepare_inputs(given, failure=failure, keep=return_outputs)
+            inputs.update(prepared[0])
+            return prepared
+
+        self._collector.begin_iteration()
+        loss = self._parts.iterations.run_iteration(iteration, {}, {}, draw=draw)
+        return self._end_call(loss), inputs[self._parts.coordinate.held_stages[-1]]
+
+    def _end_call(self, loss: float) -> Tensor:
         if self._parts.agent is not None:
             self._parts.agent.restart_if_ended()
         self.last_activity = monotonic()
-        return torch.tensor(loss, dtype=torch.float32), final
+        return torch.tensor(loss, dtype=torch.float32)
 
     def _prepare_inputs(
-        self, given: StepArguments, *, needs_target: bool
+        self,
+        given: StepArguments,
+        *,
+        needs_target: bool = True,
+        keep: bool,
+        failure: Exception | None = None,
     ) -> tuple[dict[int, MicrobatchInputs], dict[int, Any], Exception | None]:
         """Return the inputs of each stage here, signatures of their shapes, and the error if they
-        do not fit."""
+        do not fit. ``keep``: collect the outputs of the last stage. ``failure``: reason why they
+        could not be drawn."""
+        found = self._select_inputs(given, needs_target=needs_target, failure=failure)
+        inputs, _, refusal = found
+        final = inputs[self._parts.coordinate.held_stages[-1]]
+        self._complete_inputs(final, given, refused=refusal is not None, keep=keep)
+        return found
+
+    def _select_inputs(
+        self, given: StepArguments, *, needs_target: bool, failure: Exception | None
+    ) -> tuple[dict[int, MicrobatchInputs], dict[int, Any], Exception | None]:
         inputs = {stage: MicrobatchInputs() for stage in self._parts.coordinate.held_stages}
         shapes: dict[int, Any] = dict.fromkeys(inputs)
+        if failure is not None:
+            return inputs, shapes, failure
         try:
+            whole = given.count is None and not given.evaluation
+            if whole and self._parts.settings.rebalance and given.has_batch:
+                raise InputError(WHOLE_BATCH_REFUSED)
             if self._parts.replicas is not None and not given.evaluation:
                 self._parts.replicas.check_parameters()
             for stage, own in self._parts.stages.items():
@@ -125,7 +177,8 @@ class CallRunner:
     ) -> tuple[float, ...]:
         """Return the costs of the microbatches that were given, else of ``first``, the inputs of
         stage 0; empty if there are none, or if this rank does not have stage 0."""
-        microbatches, cost_fn = self._parts.plans.current_plan.microbatches, self._parts.cost_fn
+        cost_fn = self._parts.cost_fn
+        microbatches = given.count or self._parts.plans.current_plan.microbatches
         if given.costs is not None:
             return read_costs(given.costs, microbatches)
         if first is None or cost_fn is None:
@@ -274,6 +327,7 @@ class Pipeline:
         resumed = self._parts.resume_state()
         self.start_iteration = resumed.iteration
         self._parts.iterations.reports.adopt_unreported(resumed.unreported)
+        self._parts.iterations.resume_position(resumed.iteration)
         self.iteration = self.start_iteration
         self._collector = CollectorPauses(self._parts.settings.gc, str(self.coordinate))
         self._parts.iterations.set_pause_source(lambda: self._collector.exceeds_limit)
@@ -319,6 +373,7 @@ class Pipeline:
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
         costs: Sequence[float] | Tensor | None = None,
+        microbatches: MicrobatchSource | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
@@ -340,6 +395,12 @@ class Pipeline:
         such as their tokens, in one unit in all steps. Then a batch with more work does not count
         as a slower stage. Those of other stages are only checked.
 
+        ``microbatches``: source of the microbatches instead, on every rank that uses some: an
+        iterator of those of this replica, or a function of the number of a microbatch in the whole
+        run. Each is a :class:`~pipemorph_trainer.Microbatch`, or a pair of input and target. As
+        many are drawn as the plan has for this replica, see :attr:`microbatches_drawn`; also if
+        ``step`` raises :class:`BatchError`.
+
         Returns the loss on **every** rank: the mean over microbatches and columns, 0-dim float32.
         Gradients are added to ``.grad``, averaged over the ranks with other data. With
         ``return_outputs``, also returns the outputs of the last stage, without gradients and joined
@@ -360,6 +421,8 @@ class Pipeline:
                 "raise that"
             )
         given = StepArguments(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight, costs)
+        if microbatches is not None:
+            check_source(microbatches, given)
         with self._ending.fail_on_error():
             if self._saves:
                 self._copy_state()
@@ -371,12 +434,15 @@ class Pipeline:
             if leaving.ending or leaving.changing_layout:
                 self._exit_if_planned(leaving.save_before_end(self.iteration))
                 self._exit_if_planned(leaving.seal_before_layout_change(self.iteration))
-            loss, inputs = self._calls.run_call(
-                self._parts.iterations.run_iteration,
-                self.iteration,
-                given,
-                return_outputs=return_outputs,
-            )
+            if microbatches is None:
+                loss, inputs = self._calls.run_call(
+                    self._parts.iterations.run_iteration, self.iteration, given,
+                    return_outputs=return_outputs,
+                )  # fmt: skip
+            else:
+                loss, inputs = self._calls.run_drawn_step(
+                    self.iteration, microbatches, return_outputs=return_outputs
+                )
             self.iteration += 1
             if self._progress is not None:
                 self._progress.record_finished(self.iteration)
@@ -570,6 +636,12 @@ class Pipeline:
         """Order in which the microbatches of the last step ran: element *k* is the one that ran as
         the *k*-th. Empty: in their own order, see ``reorder`` of :class:`Options`."""
         return self._parts.iterations.work.order
+
+    @property
+    def microbatches_drawn(self) -> int:
+        """Number of microbatches that this replica has drawn so far, also before a resume: the
+        position to which a script sets its iterator."""
+        return self._parts.iterations.position.drawn[self.coordinate.dp_rank]
 
     def install_plan(self, plan: Plan) -> None:
         """Prepare a plan on this rank, like one from a directive. When all stages of a pipeline

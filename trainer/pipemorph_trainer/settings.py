@@ -79,6 +79,9 @@ class Options:
     """Python's garbage collector. ``auto``, the default: if its pauses take more than 0.5 % of the
     time, it runs between iterations, on all ranks at once, unless the script disables it, sets its
     thresholds or freezes objects. ``off``: its pauses are only measured."""
+    rebalance: bool | None = None
+    """True if plans may give replicas unequal numbers of microbatches. Then give ``step`` a source
+    of microbatches. Default: False."""
     control: ControlClient | None = None
     """Source of plans and sink of telemetry; default: the job's agent, if any."""
     reorder: Reorder | None = None
@@ -136,6 +139,7 @@ class Settings:
     neighbour: bool = False
     gc: CollectorChoice = "auto"
     reorder: Reorder = "bits"
+    rebalance: bool = False
 
     def __post_init__(self) -> None:
         if self.snapshot_iterations is not None and self.snapshot_iterations < 0:
@@ -273,7 +277,7 @@ MANIFEST_FIELDS = {
     "reorder": "adaptation.reorder",
 }
 """Field in ``spec`` of each setting."""
-SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex", "gc")
+SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex", "gc", "rebalance")
 """Settings that only a script has."""
 
 

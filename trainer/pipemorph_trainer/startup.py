@@ -64,6 +64,8 @@ class StartupInfo:
     tensors: tuple[TensorDescription, ...] = ()
     ties: tuple[Tie, ...] = ()
     tied_forms: TiedForms = field(default_factory=dict)
+    rebalance: bool = False
+    """True if replicas may get unequal numbers of microbatches."""
     secret: bytes = b""
     """Secret; all ranks use that of rank 0 if the host provides none."""
 
@@ -107,6 +109,7 @@ def check_startup_info(starts: Sequence[StartupInfo]) -> None:
         for what, mine, expected in (
             ("stages", start.mesh.stages, first.mesh.stages),
             ("microbatches", start.microbatches, first.microbatches),
+            ("rebalance", start.rebalance, first.rebalance),
             ("mesh", start.mesh.describe_order(), first.mesh.describe_order()),
             ("reorder", start.reorder, first.reorder),
         ):
@@ -183,7 +186,7 @@ def join_job(
     world.create_groups(
         [("pp",), DATA_DIMENSIONS, LOCKSTEP_DIMENSIONS, *_list_averaging_groups(placements)]
     )
-    world.connect_first_stages()
+    world.connect_first_stages(one_plan=start.rebalance)
     # If rank 0 failed now, its store would vanish while the others still use it.
     dist.barrier(control)
     return world, starts

@@ -88,6 +88,8 @@ class RankPlan(ProtocolModel):
     links: tuple[RankLink, ...] = ()
     whole: PlanMessage | None = None
     """Plan of all ranks, on the rank of stage 0 if it orders microbatches; else None."""
+    shares: tuple[Count, ...] = ()
+    """Microbatches of each replica; empty: all have those of this plan."""
     reason: str = ""
     promised: float | None = None
 
@@ -158,6 +160,24 @@ def check_plan(plan: Plan, mesh: MeshShape) -> None:
         )
     validate(schedule, plan.in_flight_limits, plan.device_limits)
     validate_waits(schedule, plan.waits)
+    check_shares(plan, mesh)
+    for each in plan.resized:
+        check_plan(each, mesh)
+
+
+def check_shares(plan: Plan, mesh: MeshShape) -> None:
+    """Raise :class:`InputError` unless the shares of a plan are those of the replicas of ``mesh``
+    and add up to as many microbatches as without shares."""
+    shares, wanted = plan.shares, plan.schedule.microbatches * mesh.replicas
+    if not shares:
+        return
+    if len(shares) != mesh.replicas or min(shares) < 1 or sum(shares) != wanted:
+        raise InputError(
+            f"plan {plan.version} has shares {list(shares)}; expected {mesh.replicas} numbers above"
+            f" 0 whose sum is {wanted}"
+        )
+    for replica in range(mesh.replicas):
+        plan.for_replica(replica)
 
 
 def split_plan(
@@ -165,18 +185,20 @@ def split_plan(
     mesh: MeshShape,
     places: Iterable[int] | None = None,
     *,
+    replica: int = 0,
     orders: bool = False,
     times: PlannedTimes | None = None,
 ) -> list[RankPlan]:
-    """Split ``plan`` into the plans of the ranks at ``places`` along ``pp``; None: of all ranks.
+    """Split ``plan`` into the plans of a replica's ranks at ``places`` along ``pp``; None: of all.
     ``orders``: stage 0 orders the microbatches of each iteration, by these ``times``.
 
     Raises :class:`InputError` if the pipelines of ``mesh`` cannot run it.
     """
     check_plan(plan, mesh)
-    message = PlanMessage.from_plan(plan)
-    body = message.model_dump_json(exclude_defaults=True).encode()
+    body = PlanMessage.from_plan(plan).model_dump_json(exclude_defaults=True).encode()
     digest = hashlib.sha256(body).hexdigest()[:DIGEST_LETTERS]
+    shares, plan = plan.shares, plan.for_replica(replica) if plan.shares else plan
+    message = PlanMessage.from_plan(plan)
     whole = message.model_copy(update={"times": times}) if orders else None
     windows, last = receive_windows.compute_windows(plan), mesh.stages - 1
 
@@ -225,6 +247,7 @@ def split_plan(
             stages=tuple(make_stage(stage, ops) for stage in held),
             links=tuple(map(make_link, ends)),
             whole=whole if 0 in held else None,
+            shares=shares,
         )
 
     return [

@@ -109,11 +109,20 @@ class RankServer:
             "promised": record.promised if record is not None else None,
         }
         times = directive.plan.times
-        parts = split_plan(plan, self._mesh, orders=times is not None, times=times)
-        bodies = [mine.to_json() for mine in parts]
-        places = map(self._mesh.find_coordinate, range(self._mesh.world_size))
-        found = {at.rank: bodies[at.index_along("pp")] for at in places}
-        return {**found, 0: parts[0].model_copy(update=for_trackers).to_json()}
+        bodies: dict[int, list[bytes]] = {}
+        found: dict[int, bytes] = {}
+        for at in map(self._mesh.find_coordinate, range(self._mesh.world_size)):
+            # Replicas with as many microbatches run the same.
+            share = plan.shares[at.replica] if plan.shares else 0
+            if share not in bodies:
+                parts = split_plan(
+                    plan, self._mesh, replica=at.replica, orders=times is not None, times=times
+                )
+                bodies[share] = [mine.to_json() for mine in parts]
+                if at.rank == 0:
+                    found[0] = parts[0].model_copy(update=for_trackers).to_json()
+            found.setdefault(at.rank, bodies[share][at.index_along("pp")])
+        return found
 
     async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None

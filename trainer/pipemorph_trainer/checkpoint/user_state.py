@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 _RANDOM = "pipemorph.random"
 _STATE = "pipemorph.state"
+OWN_NAMES = "pipemorph."
+"""Beginning of the names of objects that are not the user's. A checkpoint may lack them."""
 
 
 class UserState:
-    """User objects (``state=``) of a rank, by name, with ``state_dict`` and ``load_state_dict``.
+    """User objects (``state=``) of a rank, by name, with ``state_dict`` and ``load_state_dict``,
+    and objects of the pipeline, whose names begin with :data:`OWN_NAMES`.
 
     Raises :class:`InputError` if an object has no such methods.
     """
@@ -45,7 +48,7 @@ class UserState:
                     "state_dict and load_state_dict"
                 )
         self._state, self._coordinate, self._device = state, coordinate, device
-        self.names = sorted(state)
+        self.names = sorted(name for name in state if not name.startswith(OWN_NAMES))
         self._sources = {name for name, value in state.items() if _yields_batches(value)}
         """Names of objects that yield batches."""
         self._marked: dict[str, bytes] = {}
@@ -65,11 +68,12 @@ class UserState:
     def list_saved_names(self, saved: Collection[str]) -> set[str]:
         """List the names of user objects, of all ranks, in a checkpoint with these keys."""
         mine = f"{_STATE}."
-        return {
+        names = {
             key.removeprefix(mine).rsplit(".", len(DIMENSIONS))[0]
             for key in saved
             if key.startswith(mine)
         }
+        return {name for name in names if not name.startswith(OWN_NAMES)}
 
     def capture_batch_state(self) -> None:
         """Capture the state that drawing the next batch changes."""

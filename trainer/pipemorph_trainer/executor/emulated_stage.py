@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,17 @@ class EmulatedRunner(OpRunner):
         self._work: dict[int, float] = {}
         """Factor of the op times of each microbatch in flight; absent: 1."""
         self._away: set[int] = set()
+
+    def begin_iteration(
+        self,
+        *,
+        fused: Set[int],
+        outputs: list[Any] | None = None,
+        divisor: float | None = None,
+        microbatches: int | None = None,
+    ) -> None:
+        if microbatches is not None and self._last_microbatch is not None:
+            self._last_microbatch = microbatches - 1
 
     def read_state(self) -> int:
         """Return the stage's whole state, for a checkpoint."""

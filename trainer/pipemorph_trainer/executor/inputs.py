@@ -108,6 +108,14 @@ class StepArguments:
     weight: Any = None
     costs: Any = None
     evaluation: bool = False
+    count: int | None = None
+    """Number of microbatches in the lists; None: N."""
+
+    @property
+    def has_batch(self) -> bool:
+        """True if any of a batch was given."""
+        lists = self.arg_mbs, self.kwarg_mbs, self.target_mbs, self.target
+        return bool(self.args or self.kwargs) or any(each is not None for each in lists)
 
 
 def select_stage_inputs(

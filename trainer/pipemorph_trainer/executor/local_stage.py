@@ -323,7 +323,7 @@ class LocalStage:
             )
         inputs, shapes = select_stage_inputs(
             self._coordinate,
-            self.microbatches,
+            given.count or self.microbatches,
             given,
             needs_target=self._needs_target and needs_target,
         )
@@ -359,7 +359,7 @@ class LocalStage:
             return
         if plan.dispatch is Dispatch.GUIDED:
             peak = count_in_flight_peak(order)
-            most = compute_host_limit(peak, mine.device_limit, self.microbatches)
+            most = compute_host_limit(peak, mine.device_limit, plan.microbatches)
         else:
             most = count_host_peak(order, mine.device_limit)
         self._store.pool.grow_to(most)

@@ -77,7 +77,7 @@ class ModuleRunner(OpRunner):
         if loss_fn is not None and not is_last:
             raise SplitError("loss_fn is for the last stage only")
         self.module = module
-        self.microbatches = microbatches
+        self.microbatches = self._count = microbatches
         self.mode: Mode = mode
         self.measured = StageMeasurements(module)
         self._store = store
@@ -150,10 +150,12 @@ class ModuleRunner(OpRunner):
         fused: Set[int],
         outputs: list[Any] | None = None,
         divisor: float | None = None,
+        microbatches: int | None = None,
     ) -> None:
         """Begin an iteration. ``fused``: the microbatches whose backward is one op (BW).
         ``outputs``: the last stage appends what its module returns for each microbatch, detached.
-        ``divisor``: divides each loss before its backward; None: N.
+        ``divisor``: divides each loss before its backward; None: N. ``microbatches``: number of
+        this iteration; None: N.
 
         F and BW of ``fused`` run without the overhead of a split, except those that
         :class:`StageMeasurements` chooses. Raises :class:`SplitError` if microbatches are in
@@ -161,6 +163,7 @@ class ModuleRunner(OpRunner):
         """
         if self._flights:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
+        self._count = self.microbatches if microbatches is None else microbatches
         self._call.outputs = outputs
         self._call.divisor = self.microbatches if divisor is None else divisor
         if self._store is not None:
@@ -176,7 +179,7 @@ class ModuleRunner(OpRunner):
         if self.mode == "verify":
             self._whole = frozenset()
         elif self._measuring:
-            measured = self.measured.choose_whole_backwards(self.microbatches)
+            measured = self.measured.choose_whole_backwards(self._count)
             self._measuring = measured is not None
             if measured is not None:
                 self._whole, self.is_measuring = measured, True
@@ -219,7 +222,7 @@ class ModuleRunner(OpRunner):
         ``offload``, :meth:`offload_activations` may follow. With ``recompute`` only the arguments
         remain, and :meth:`recompute_forward` must precede its B.
         """
-        if microbatch != self._next["F"] or microbatch >= self.microbatches:
+        if microbatch != self._next["F"] or microbatch >= self._count:
             self._check_op_order("F", microbatch)
         if self._store is None and self.measured.sized and not (offload or recompute):
             self._flights[microbatch] = flight = self._call_stage(microbatch, args, kwargs, target)
@@ -397,8 +400,8 @@ class ModuleRunner(OpRunner):
         before = {"F": None, "B": "F", "W": "B"}[kind]
         if before is not None and not fused and microbatch >= self._next[before]:
             raise OpOrderError(f"{kind}{microbatch} before {before}{microbatch}")
-        if kind == "F" and microbatch >= self.microbatches:
-            raise OpOrderError(f"F{microbatch} of {self.microbatches} microbatches")
+        if kind == "F" and microbatch >= self._count:
+            raise OpOrderError(f"F{microbatch} of {self._count} microbatches")
         if kind == "B":
             saved = self._flights[microbatch].saved
             if saved is not None and saved.block is not None:
@@ -410,5 +413,5 @@ class ModuleRunner(OpRunner):
         del self._flights[microbatch]
         self._began = True
         self._next["W"] += 1
-        if self._next["W"] == self.microbatches:
+        if self._next["W"] == self._count:
             self._next = {"F": 0, "B": 0, "W": 0}

@@ -49,11 +49,12 @@ class OpRunner(ABC):
         fused: Set[int],
         outputs: list[Any] | None = None,
         divisor: float | None = None,
+        microbatches: int | None = None,
     ) -> None:
         """Begin an iteration. ``fused``: the microbatches whose backward on this stage is BW.
         ``outputs``: the last stage appends its output for each microbatch, detached; None: outputs
-        are dropped. ``divisor``: divides each loss before its backward; None: the number of
-        microbatches."""
+        are dropped. ``divisor``: divides each loss before its backward; None: N. ``microbatches``:
+        number of this iteration; None: N, that of a replica if all have as many."""
 
     @abstractmethod
     def run_forward(

@@ -276,8 +276,9 @@ class StageExecutor:
         self._results = {}
         if not now.is_retry:
             self._runner.begin_iteration(
-                fused=fused, outputs=inputs.outputs, divisor=inputs.divisor
-            )
+                fused=fused, outputs=inputs.outputs, divisor=inputs.divisor,
+                microbatches=self._microbatches,
+            )  # fmt: skip
         self._select_op_functions()
         # Ranks that compute together would have to agree on it.
         together = self._coordinate.mesh.lockstep_size > 1

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from time import monotonic, time
 from typing import Any
 
@@ -38,6 +39,7 @@ from pipemorph_trainer.executor.stage_executor import (
 from pipemorph_trainer.executor.waiting import CollectiveWaiter
 from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.schedule.microbatch_orderer import MicrobatchOrderer
+from pipemorph_trainer.schedule.microbatch_source import MicrobatchPosition
 from pipemorph_trainer.schedule.multi_stage_runner import MultiStageRunner, StepCall
 from pipemorph_trainer.schedule.plan_agreement import PlanAgreement, TokenRelay
 from pipemorph_trainer.schedule.plan_receiver import PlanReceiver
@@ -61,6 +63,10 @@ from pipemorph_trainer.transport.poller import Poller
 log = logging.getLogger("pipemorph.trainer")
 
 PLAN_POLL_SECONDS = 0.02
+DrawInputs = Callable[
+    [RankPlan, int], tuple[dict[int, MicrobatchInputs], dict[int, Any], Exception | None]
+]
+"""Function that draws the inputs of an iteration, see :meth:`IterationRunner.run_iteration`."""
 RAISE_SECONDS = 3.0
 """Seconds within which all ranks that run collectives inside an op raise an error that each of them
 finds, such as that of a bad sample."""
@@ -221,6 +227,8 @@ class IterationRunner:
         self._several = len(rank.stages) > 1
         self._in_lockstep = world.get_group(LOCKSTEP_DIMENSIONS) is not None
         self._microbatches = first.microbatches
+        self.position = MicrobatchPosition(self._coordinate.dp_size)
+        """Position in the microbatches of the run."""
         self._replicas, self._reducer = rank.replicas, rank.reducer
         self._tied, self._reporter = rank.tied, rank.reporter
         self._reports = rank.reporter.has_listener
@@ -283,6 +291,8 @@ class IterationRunner:
                 None if down is None else down.socket,
                 together=self._world.same_plan_columns,
                 wait=rank.wait,
+                # Replicas may have other numbers of microbatches, and other costs.
+                share_costs=not rank.plans.rebalances,
             )
             agreements.append(agreement)
             tokens[stage] = TokenRelay(at, neighbours, self._mail, agreement, rank.orderer)
@@ -299,13 +309,15 @@ class IterationRunner:
         inputs: Mapping[int, MicrobatchInputs],
         shapes: Mapping[int, Any],
         refusal: Exception | None = None,
+        draw: DrawInputs | None = None,
     ) -> float:
         """Run one iteration: forward and backward of all microbatches, and the gradient average
         over the replicas. Returns the loss.
 
         ``inputs``: by stage. ``shapes``: change if those of the inputs do. ``refusal``: why the
-        input of this rank does not fit. Raises :class:`BatchError` on all ranks if the input of any
-        does not fit, and :class:`PipelineError` if a message does not arrive.
+        input of this rank does not fit. ``draw``: returns these three once the plan is known, from
+        the plan and the number of its first microbatch. Raises :class:`BatchError` on all ranks if
+        the input of any does not fit, and :class:`PipelineError` if a message does not arrive.
         """
         origin = time()
         self._training_began = self._training_began or origin
@@ -316,19 +328,16 @@ class IterationRunner:
         self.plan_receiver.take_plan(page_lock=True)
         if self._rank.links.staging is not None:
             self._rank.links.staging.page_lock_added()
-        # Only the last stage's inputs have a weight and a scale.
-        final = inputs[self._coordinate.held_stages[-1]]
-        self._average_batch_weight(final)
-        refused = self._any_refuses(f"iteration {iteration}", refusal is not None)
-        divisor = final.divisor or self._microbatches
-        if final.scale != 1.0:
-            final.divisor = divisor / final.scale
-        call = StepCall(iteration, inputs, shapes, refused)
-        loss = self._attempt_iteration(call, divisor, refusal)
+        call = StepCall(iteration, inputs, shapes, refusal=refusal)
+        if draw is None:
+            self._agree_on_inputs(call)
+        else:
+            call.draw = partial(self._draw_inputs, call, draw)
+        loss = self._attempt_iteration(call)
         again = loss is None
         while loss is None:
             self._rounds.begin_iteration(iteration, at=monotonic())
-            loss = self._attempt_iteration(replace(call, is_retry=True), divisor, refusal)
+            loss = self._attempt_iteration(replace(call, is_retry=True))
         self._synchronize_gradients(iteration)
         for own in self._stages.values():
             own.update_emulated_state()
@@ -336,14 +345,35 @@ class IterationRunner:
         self._end_iteration(iteration, origin, loss, again=again)
         return loss
 
-    def _attempt_iteration(
-        self, call: StepCall, divisor: float, refusal: Exception | None
-    ) -> float | None:
+    def _draw_inputs(self, call: StepCall, draw: DrawInputs, version: int) -> None:
+        """Draw the inputs of a call that runs the plan of this version."""
+        plan = self._plans.get_plan(version)
+        self._waiting.begin_wait(f"the source of microbatches of iteration {call.iteration}")
+        first = self.position.find_first_number(plan, self._coordinate.dp_rank)
+        call.inputs, call.shapes, call.refusal = draw(plan, first)
+        self._waiting.end_wait()
+        self._agree_on_inputs(call)
+
+    def _agree_on_inputs(self, call: StepCall) -> None:
+        """Complete the inputs of a call by what other ranks must agree on."""
+        # Only the last stage's inputs have a weight and a scale.
+        final = call.inputs[self._coordinate.held_stages[-1]]
+        self._average_batch_weight(final, drawn=call.draw is not None)
+        call.refused = self._any_refuses(f"iteration {call.iteration}", call.refusal is not None)
+        # Of equal shares, whatever the plan: the mean over replicas follows, and shares have the
+        # same sum.
+        call.divisor = final.divisor or self._microbatches
+        if final.scale != 1.0:
+            final.divisor = call.divisor / final.scale
+
+    def _attempt_iteration(self, call: StepCall) -> float | None:
         """Run the ops of an iteration. Returns the loss; None if it must begin again, since the
         form of a stage's output has changed. Raises :class:`BatchError` if a rank refuses it."""
         iteration = call.iteration
         plan = self._begin_iteration(iteration, self._turns.start_call(call))
-        self._loss.begin_call(divisor)
+        if not call.is_retry:
+            self.position.advance(plan)
+        self._loss.begin_call(call.divisor)
         if self._tied is not None:
             self._tied.begin_iteration()
         if self._reducer is not None and self.synchronizes:
@@ -359,7 +389,7 @@ class IterationRunner:
                 self._reducer.drop_iteration()
             self._rounds.drop_iteration(iteration)
             if (
-                error := self._settle_refusal(f"step() of iteration {iteration}", refusal)
+                error := self._settle_refusal(f"step() of iteration {iteration}", call.refusal)
             ) is not None:
                 raise error
             return None
@@ -397,6 +427,11 @@ class IterationRunner:
             self._waiting.begin_wait(f"gradients of iteration {iteration} of tied weights")
             self._tied.sum_gradients()
             self._waiting.end_wait()
+
+    def resume_position(self, iteration: int) -> None:
+        """Set the position of a run that resumes at ``iteration`` from a state without one."""
+        if not self.position.total:
+            self.position.resume_at(iteration, self._microbatches)
 
     def run_evaluation(
         self,
@@ -475,15 +510,18 @@ class IterationRunner:
             return False
         return True
 
-    def _average_batch_weight(self, inputs: MicrobatchInputs) -> None:
+    def _average_batch_weight(self, inputs: MicrobatchInputs, *, drawn: bool = False) -> None:
         """Divide by the weight of the batches of all ranks with other data, if one was given. The
-        mean over these ranks follows."""
-        if inputs.divisor is None or (group := self._world.get_group(DATA_DIMENSIONS)) is None:
+        mean over these ranks follows. ``drawn``: a rank whose source failed does not know whether
+        others have a weight."""
+        takes_part = inputs.divisor is not None or (drawn and self._coordinate.is_last)
+        group = self._world.get_group(DATA_DIMENSIONS)
+        if not takes_part or group is None:
             return
-        total = torch.tensor([inputs.divisor], dtype=torch.float64)
+        total = torch.tensor([inputs.divisor or 0.0], dtype=torch.float64)
         work = dist.all_reduce(total, group=group, async_op=True)
         self._wait_for(work, f"the weight of {self._mail.call} of the other replicas")
-        inputs.divisor = float(total) / dist.get_world_size(group)
+        inputs.divisor = float(total) / dist.get_world_size(group) or None
 
     def _settle_refusal(self, call: str, refusal: Exception | None) -> BatchError | None:
         """Prepare for the next call after a refused one. Returns the error to raise; None if the

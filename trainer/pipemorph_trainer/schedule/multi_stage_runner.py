@@ -38,7 +38,7 @@ from pipemorph_trainer.executor.stage_executor import (
     StageIteration,
     StageRecord,
 )
-from pipemorph_trainer.schedule.plan_agreement import TokenRelay
+from pipemorph_trainer.schedule.plan_agreement import DrawnStart, TokenRelay
 from pipemorph_trainer.transport.link import LinkEnd
 from pipemorph_trainer.transport.message import UNLIMITED_RECEIVES, ReceiveLimits
 
@@ -46,12 +46,17 @@ from pipemorph_trainer.transport.message import UNLIMITED_RECEIVES, ReceiveLimit
 @dataclass
 class StepCall:
     """Call of ``step`` or ``evaluate`` on this rank. ``inputs``: by stage. ``shapes``: by stage;
-    change if those of the inputs do. ``refused``: an input of this rank does not fit."""
+    change if those of the inputs do. ``refused``: an input of this rank does not fit, for the
+    reason ``refusal``, or one of a rank that runs collectives with it. ``divisor``: of the sum of
+    losses, on the last stage. ``draw``: sets these for a plan version, once it is known."""
 
     iteration: int
     inputs: Mapping[int, MicrobatchInputs]
     shapes: Mapping[int, Any]
     refused: bool = False
+    refusal: Exception | None = None
+    divisor: float = 1.0
+    draw: Callable[[int], None] | None = None
     evaluation: bool = False
     is_retry: bool = False
     """True if it was refused and begins again, with the results of the forwards that ran."""
@@ -227,10 +232,18 @@ class MultiStageRunner:
 
     def _start_stage(self, stage: int) -> tuple[int, CallStart]:
         call = self._call
-        return self._tokens[stage].start_iteration(
-            call.iteration, call.shapes[stage], refused=call.refused,
-            evaluation=call.evaluation, again=call.is_retry, costs=call.inputs[stage].costs,
-        )  # fmt: skip
+        draw = call.draw
+        if stage != self._held[0] or call.is_retry or draw is None:
+            return self._tokens[stage].start_iteration(
+                call.iteration, call.shapes[stage], refused=call.refused,
+                evaluation=call.evaluation, again=call.is_retry, costs=call.inputs[stage].costs,
+            )  # fmt: skip
+
+        def draw_inputs(version: int) -> DrawnStart:
+            draw(version)
+            return DrawnStart(call.shapes[stage], call.refused, call.inputs[stage].costs)
+
+        return self._tokens[stage].start_iteration(call.iteration, None, draw=draw_inputs)
 
     @property
     def work(self) -> MicrobatchWork:

@@ -24,7 +24,7 @@ from pipemorph_trainer.checkpoint.memory.checkpointer import InMemoryCheckpointe
 from pipemorph_trainer.checkpoint.memory.device_copy import DeviceCopier
 from pipemorph_trainer.checkpoint.memory.rank_state import RankState
 from pipemorph_trainer.checkpoint.memory.resume_point import ResumePoint
-from pipemorph_trainer.checkpoint.user_state import UserState
+from pipemorph_trainer.checkpoint.user_state import OWN_NAMES, UserState
 from pipemorph_trainer.checkpoint.value_names import NamesByStage, find_name_clash, list_own_names
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.devices import choose_device
@@ -199,6 +199,7 @@ class PipelineComponents:
             prepared.plan, self.coordinate, ends,
             no_offload={s: each.offload_refusal for s, each in prepared.memory.items()},
             no_recompute={s: each.recompute_refusal for s, each in prepared.memory.items()},
+            rebalances=self.settings.rebalance,
         )  # fmt: skip
         for end in ends:
             if end.failover is not None:
@@ -206,7 +207,7 @@ class PipelineComponents:
         self.stages = {
             number: LocalStage(
                 each, self.coordinate.with_stage(number), loss_fn=loss_fn, split=prepared.split,
-                memory=prepared.memory[number], microbatches=prepared.plan.microbatches,
+                memory=prepared.memory[number], microbatches=prepared.microbatches,
                 device=self.device, accelerator=accelerator,
             )
             for number, each in zip(self.coordinate.held_stages, own, strict=True)
@@ -258,7 +259,11 @@ class PipelineComponents:
         self._generation, self._run = context.generation, context.run_name
         self._place = context.rank if context.place is None else context.place
         self._leave_note = partial(write_note, context.progress_dir, context.rank)
-        self.extra = UserState(self.state, self.coordinate, self.device)
+        self.extra = UserState(
+            {**self.state, f"{OWN_NAMES}microbatches": self.iterations.position},
+            self.coordinate,
+            self.device,
+        )
         self.checkpoints = self._open_checkpoints()
         self.memory_checkpointer: InMemoryCheckpointer | None = None
         if context.memory_dir is not None and self.settings.snapshot_iterations != 0:
@@ -298,7 +303,9 @@ class PipelineComponents:
         if max_sends is None and len(self.coordinate.held_stages) > 1:
             # The stages of a rank run in turns: a bound on one stage's sends could block another
             # stage that has not begun, and the ranks would wait for each other.
-            max_sends = prepared.plan.microbatches
+            max_sends = prepared.microbatches
+            if settings.rebalance:
+                max_sends *= settings.mesh.replicas
         return LinkConfig(
             secret=self.world.secret, device=self.device,
             deadline=settings.deadline_seconds, poller=self.poller, op_clock=op_clock,

@@ -24,7 +24,7 @@ the order of the microbatches. Before it has arrived, a stage does nothing that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,14 @@ CANDIDATES = 4
 the newest others."""
 
 
+class DrawnStart(NamedTuple):
+    """Start of a stage whose inputs are drawn, see :meth:`TokenRelay.start_iteration`."""
+
+    shapes: Any
+    refused: bool
+    costs: tuple[float, ...]
+
+
 class HeldVersionsChannel(Protocol):
     """Part of a control socket that the agreement uses."""
 
@@ -63,7 +71,8 @@ class PlanAgreement:
     """Agreement of a stage with its column. Main thread only.
 
     ``up``, ``down``: control sockets to the neighbours. ``together``: first stages of the columns
-    that must run one version; None if this column may differ from all others.
+    that must run one version; None if this column may differ from all others. ``share_costs``: they
+    also agree on the costs of their microbatches, of which all have as many.
     """
 
     def __init__(
@@ -74,9 +83,10 @@ class PlanAgreement:
         *,
         together: dist.ProcessGroup | None = None,
         wait: CollectiveWaiter | None = None,
+        share_costs: bool = True,
     ) -> None:
         self._book, self._up, self._down = book, up, down
-        self._together, self._wait_for = together, wait
+        self._together, self._wait_for, self._share_costs = together, wait, share_costs
         self._sent: frozenset[int] = frozenset()
         if down is not None:
             down.on_held = self.send_held_versions
@@ -110,10 +120,10 @@ class PlanAgreement:
         if self._together is None:
             return max(self.list_held_versions(), default=current), costs
         newest = [current, *sorted(self.list_held_versions(), reverse=True)[: CANDIDATES - 1]]
-        count = min(self._book.current_plan.microbatches, MOST_COSTS)
+        count = min(self._book.current_plan.microbatches, MOST_COSTS) if self._share_costs else 0
         # Versions fit into a double.
         mine = torch.tensor(
-            [*newest, *[-1] * (CANDIDATES - len(newest)), *(costs or [0.0] * count)],
+            [*newest, *[-1] * (CANDIDATES - len(newest)), *(costs or [0.0] * count)[:count]],
             dtype=torch.float64,
         )
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._together))]
@@ -173,6 +183,7 @@ class TokenRelay:
         evaluation: bool = False,
         again: bool = False,
         costs: Costs = (),
+        draw: Callable[[int], DrawnStart] | None = None,
     ) -> tuple[int, CallStart]:
         """Start an iteration, or the ``evaluation`` before it, on this stage. Waits for the token,
         except on stage 0. Returns the version of its plan; an evaluation, and an iteration that
@@ -180,15 +191,13 @@ class TokenRelay:
 
         ``shapes``: signature of this rank's inputs to its stage; if it changes, shapes are
         exchanged with all stages below. ``refused``: the input of this rank does not fit.
-        ``costs``: of the microbatches; those of stage 0 count on all stages. Raises
+        ``costs``: of the microbatches; those of stage 0 count on all stages. ``draw``: returns
+        these three instead, for the version, once it is known. Raises
         :class:`PipelineError` if the stage above begins another iteration.
         """
         up = self._up
         above, below = self.generations
         from_above = to_below = cut_off = False
-        if not refused:
-            to_below = bool(shapes != self._shapes)
-            self._shapes = shapes
         if up is None:
             version = self._agreement.current_version
             work = self._work if again else MicrobatchWork()
@@ -208,6 +217,17 @@ class TokenRelay:
             from_above = token.generation != above
             above = token.generation
             cut_off = token.refused
+        if draw is not None:
+            drawn = draw(version)
+            shapes, refused = drawn.shapes, drawn.refused
+            if up is None:
+                # Columns in lockstep would have to agree on the order once more.
+                alone = self._coordinate.mesh.lockstep_size == 1
+                order = self._order_microbatches(version, drawn.costs) if alone else ()
+                work = self._work = MicrobatchWork(drawn.costs, order)
+        if not refused:
+            to_below = bool(shapes != self._shapes)
+            self._shapes = shapes
         to_below = to_below or from_above
         refused = refused or cut_off
         self.generations = ShapeGenerations(above, below + to_below)

@@ -54,7 +54,9 @@ class PlanReceiver:
         """Prepare a plan on this rank, between two iterations. Raises :class:`InputError` if it
         does not fit this job."""
         at = self._coordinate
-        (mine,) = split_plan(plan, at.mesh, [at.index_along("pp")], orders=self._orders)
+        (mine,) = split_plan(
+            plan, at.mesh, [at.index_along("pp")], replica=at.replica, orders=self._orders
+        )
         self._prepare_plan(mine, page_lock=True)
 
     def take_plan(self, *, page_lock: bool) -> None:

@@ -45,6 +45,16 @@ def check_recompute(plan: RankPlan, no_recompute: Mapping[int, str]) -> None:
             )
 
 
+def check_shares(plan: RankPlan, *, rebalances: bool) -> None:
+    """Raise :class:`InputError` if a plan has shares, and replicas must have equal numbers of
+    microbatches."""
+    if plan.shares and not rebalances:
+        raise InputError(
+            f"plan {plan.version} gives the replicas {list(plan.shares)} microbatches; that needs"
+            " Options(rebalance=True)"
+        )
+
+
 def check_routes(plan: RankPlan, ends: Iterable[LinkEnd]) -> None:
     """Raise :class:`InputError` if a plan gives a link a route that the link does not have."""
     for end in ends:
@@ -69,7 +79,8 @@ class PlanStore:
     """Plans that one rank has prepared, and the current one (``current_plan``).
 
     ``no_offload``, ``no_recompute``: by stage, why it cannot offload or recompute; empty, or
-    without an entry, if it can. Raises :class:`InputError` if the first plan does not fit.
+    without an entry, if it can. ``rebalances``: plans may have shares. Raises :class:`InputError`
+    if the first plan does not fit.
     """
 
     def __init__(
@@ -80,7 +91,10 @@ class PlanStore:
         *,
         no_offload: Mapping[int, str],
         no_recompute: Mapping[int, str],
+        rebalances: bool = False,
     ) -> None:
+        self.rebalances = rebalances
+        """True if plans may give replicas unequal numbers of microbatches."""
         self._coordinate, self._ends = coordinate, ends
         self._no_offload, self._no_recompute = dict(no_offload), dict(no_recompute)
         self._metas: dict[int, tuple[TensorMeta, ...]] = {}
@@ -105,7 +119,7 @@ class PlanStore:
         """
         if plan.version <= self.current_plan.version or plan.version in self._plans:
             return True
-        have, want = self.current_plan.microbatches, plan.microbatches
+        have, want = self._count_microbatches(self.current_plan), self._count_microbatches(plan)
         if (plan.stage_count, want) != (self.current_plan.stage_count, have):
             raise InputError(
                 f"plan {plan.version} has {plan.stage_count} stages and {want} microbatches; the "
@@ -116,6 +130,7 @@ class PlanStore:
                 f"plan {plan.version} is of stages {[mine.stage for mine in plan.stages]}; this "
                 f"rank has {list(self._coordinate.held_stages)}"
             )
+        check_shares(plan, rebalances=self.rebalances)
         check_routes(plan, self._ends)
         check_offload(plan, self._no_offload)
         check_recompute(plan, self._no_recompute)
@@ -127,6 +142,10 @@ class PlanStore:
         self._plans[plan.version] = plan
         return True
 
+    def _count_microbatches(self, plan: RankPlan) -> int:
+        """Count the microbatches of a replica if all have as many."""
+        return sum(plan.shares) // self._coordinate.mesh.replicas or plan.microbatches
+
     def forbid_offload(self, stage: int, why: str) -> None:
         """Refuse plans that offload on ``stage`` from now on, since a test has found that it
         cannot. Raises :class:`InputError` if a prepared plan needs it."""
@@ -137,6 +156,16 @@ class PlanStore:
     def find_plan(self, version: int) -> RankPlan | None:
         """Find a prepared plan, or the current one; None if this rank does not hold it."""
         return self._plans.get(version)
+
+    def get_plan(self, version: int) -> RankPlan:
+        """Return the prepared plan of a version. Raises :class:`PipelineError` if there is none."""
+        if version not in self._plans:
+            held = ", ".join(map(str, sorted(self._plans)))
+            raise PipelineError(
+                f"{self._coordinate} must run plan {version}, which it does not hold; it holds "
+                f"{held}. Install the same build of PipeMorph on every rank"
+            )
+        return self._plans[version]
 
     def find_digest(self, version: int) -> str | None:
         """Return the digest of a version's whole plan; None if this rank does not hold it."""
@@ -150,15 +179,9 @@ class PlanStore:
     def commit_version(self, version: int) -> bool:
         """Make ``version`` the current plan and drop older ones. Returns True if it changed. Raises
         :class:`PipelineError` if this rank does not hold it."""
-        changed = version != self.current_plan.version
-        if version not in self._plans:
-            held = ", ".join(map(str, sorted(self._plans)))
-            raise PipelineError(
-                f"{self._coordinate} must run plan {version}, which it does not hold; it holds "
-                f"{held}. Install the same build of PipeMorph on every rank"
-            )
+        changed, plan = version != self.current_plan.version, self.get_plan(version)
         if changed:
-            self.current_plan = self._plans[version]
+            self.current_plan = plan
             self._plans = {v: plan for v, plan in self._plans.items() if v >= version}
         return changed
 

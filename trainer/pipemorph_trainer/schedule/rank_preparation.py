@@ -32,7 +32,8 @@ from pipemorph_trainer.executor.local_stage import (
     parse_split_mode,
 )
 from pipemorph_trainer.executor.op_runner import ExternalStage
-from pipemorph_trainer.schedule.plan_store import check_offload, check_recompute
+from pipemorph_trainer.schedule.microbatch_source import explain_no_rebalance
+from pipemorph_trainer.schedule.plan_store import check_offload, check_recompute, check_shares
 from pipemorph_trainer.settings import Settings, choose_engine_options
 from pipemorph_trainer.startup import StartupInfo, hash_plan
 from pipemorph_trainer.sync.fingerprints import check_stage_module, describe_tensors
@@ -50,6 +51,7 @@ class RankPreparation:
 
     ``split``: mode in which a module runs B and W apart. ``memory``: by stage, options for its
     activations. ``engine``: options of the transfer engine; None if it is not needed.
+    ``microbatches``: N, those of a replica if all have as many.
     """
 
     settings: Settings
@@ -57,6 +59,7 @@ class RankPreparation:
     split: Mode
     memory: Mapping[int, StageMemory]
     engine: EngineOptions | None
+    microbatches: int
 
 
 StageOrBuilder = Stage | Sequence[Stage] | Callable[[ModelShard], Stage]
@@ -196,10 +199,11 @@ def prepare_rank(
             plan,
             settings.mesh,
             [coordinate.index_along("pp")],
+            replica=coordinate.replica,
             orders=settings.reorder == "sums",
             times=times,
         )
-        microbatches = mine.microbatches
+        microbatches = plan.schedule.microbatches
         if settings.microbatches not in (None, microbatches):
             raise InputError(
                 f"microbatches is {settings.microbatches}, and the plan that was given has "
@@ -227,6 +231,9 @@ def prepare_rank(
             for number, module in modules.items()
             for held in describe_tensors(module, coordinate.with_stage(number))
         )
+        if settings.rebalance and (why := explain_no_rebalance(coordinate, stages, held)):
+            raise InputError(f"rebalance is on, but {why}")
+        check_shares(mine, rebalances=settings.rebalance)
         if settings.checkpoint is not None and context.attempt == context.generation == 0:
             # A bad folder later costs only checkpoints. The import takes longer than torch's.
             from pipemorph_trainer.checkpoint.disk import check_directory
@@ -236,7 +243,7 @@ def prepare_rank(
         return None, StartupInfo(refusal=str(error))
     first = hash_plan(PlanMessage.from_plan(plan).model_dump_json(exclude_defaults=True))
     return (
-        RankPreparation(settings, mine, mode, memory, engine),
+        RankPreparation(settings, mine, mode, memory, engine, microbatches),
         StartupInfo(
             mesh=settings.mesh,
             split=layers,
@@ -246,6 +253,7 @@ def prepare_rank(
             tensors=held,
             ties=ties,
             tied_forms=forms,
+            rebalance=settings.rebalance,
         ),
     )
 

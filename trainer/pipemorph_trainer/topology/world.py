@@ -128,14 +128,17 @@ class World:
             group for group, each in zip(made, ranks, strict=True) if self.coordinate.rank in each
         )
 
-    def connect_first_stages(self) -> None:
+    def connect_first_stages(self, *, one_plan: bool = False) -> None:
         """Make :attr:`columns` and :attr:`same_plan_columns`, and set :attr:`column`, made by
-        :meth:`create_groups`. Collective over all ranks."""
+        :meth:`create_groups`. ``one_plan``: all columns must run the same plan. Collective over all
+        ranks."""
         self.column = self.get_group(("pp",))
         shape = self.coordinate.mesh
         of_columns = [shape.find_rank(0, column) for column in range(shape.columns)]
         found = [of_columns] if len(of_columns) > 1 else []
-        if shape.lockstep_size > 1:
+        if one_plan and found:
+            found.append([*of_columns])
+        elif shape.lockstep_size > 1:
             found += [
                 ranks
                 for ranks in shape.group_ranks(LOCKSTEP_DIMENSIONS)

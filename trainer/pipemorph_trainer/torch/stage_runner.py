@@ -54,6 +54,7 @@ class TorchStageRunner(OpRunner):
         fused: Set[int],
         outputs: list[Any] | None = None,
         divisor: float | None = None,
+        microbatches: int | None = None,
     ) -> None:
         """Begin an iteration. torch's schedule applies ``outputs`` and ``divisor`` itself."""
         if not self.evaluating:
