@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import find_plan_error
+from pipemorph.control.decide.situation import PACE_SOURCE
 from pipemorph.control.job_state.stages import (
     compute_stated_rooms,
     find_excess,
@@ -85,7 +86,7 @@ def _check_lists(saved: Snapshot, spec: JobSpec) -> None:
     columns = parallelism.mesh.columns
     if any(row.link >= links or row.replica >= columns for row in saved.slow_directions):
         raise InputError("snapshot.slow_directions names a link of another job")
-    if any(not -2 <= source < links for source in saved.doubts):
+    if any(not PACE_SOURCE <= source < links for source in saved.doubts):
         raise InputError("snapshot.doubts names a link of another job")
 
 
@@ -113,6 +114,10 @@ def _check_plan(name: str, sent: PlanMessage, spec: JobSpec) -> None:
     if broken := find_plan_error(plan):
         raise InputError(one_line(f"{name}: {broken}"))
     _check_limits(name, plan, spec)
+    if plan.shares and not spec.adaptation.rebalance:
+        raise InputError(f"{name}.shares is set; spec.adaptation.rebalance is false")
+    for each in plan.resized:
+        _check_limits(f"{name}.resized", each, spec)
 
 
 def _check_record(record: AdaptationRecord, version: int, spec: JobSpec) -> None:
@@ -152,6 +157,25 @@ def _check_shape(where: str, sent: PlanMessage, spec: JobSpec) -> None:
     for name, found, none, some in lists:
         if found not in (none, some):
             raise InputError(f"{where}.{name} has {found} items; expected {some}")
+    for part in sent.resized:
+        items: list[tuple[str, int, int, int]] = [
+            ("ranks", len(part.ranks), ranks, ranks),
+            ("in_flight_limits", len(part.in_flight_limits), stages, stages),
+            ("warmup", len(part.warmup), stages, stages),
+            ("device_limits", len(part.device_limits), 0, stages),
+            ("recompute", len(part.recompute), 0, stages),
+            ("waits", len(part.waits), 0, ranks),
+        ]
+        for name, count, none, some in items:
+            if count not in (none, some):
+                raise InputError(f"{where}.resized.{name} has {count} items; expected {some}")
+        if part.microbatches > schedule.microbatches * spec.parallelism.replicas:
+            raise InputError(f"{where}.resized has {part.microbatches} microbatches, too many")
+    if sent.shares and len(sent.shares) != spec.parallelism.replicas:
+        raise InputError(
+            f"{where}.shares has {len(sent.shares)} items; the job has"
+            f" {spec.parallelism.replicas} replicas"
+        )
     expected = schedule.microbatches
     if sent.microbatches != expected:
         raise InputError(f"{where} has {sent.microbatches} microbatches; expected {expected}")

@@ -91,6 +91,8 @@ class JobView:
     """Microbatches per iteration that the wanted plan offloads, by stage."""
     recomputed_microbatches: tuple[int, ...] = ()
     """Microbatches per iteration whose forward the wanted plan runs again, by stage."""
+    shares: tuple[int, ...] = ()
+    """Microbatches of each replica under the wanted plan; empty: equal numbers."""
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
@@ -116,6 +118,7 @@ class JobView:
             routes=wanted.routes,
             offloaded_microbatches=tuple(away.offloaded),
             recomputed_microbatches=tuple(away.recomputed),
+            shares=wanted.shares,
             wanted_plan_version=wanted.version,
             observed_plan_version=observed.observed_plan_version,
             applied_plan_version=observed.applied_plan_version,
@@ -318,11 +321,12 @@ class JobController:
     def with_replicas_of(self, spec: JobSpec) -> JobController:
         """Controller that continues this one with the replicas of ``spec``. They are numbered anew:
         links, reductions and stages have to be measured again. The plan in force stays, unless it
-        is for other microbatches: then ranks begin with that of the spec."""
+        is for other microbatches, or has shares: then ranks begin with that of the spec."""
         saved = self.take_snapshot()
         for each in ("slow_directions", "slow_since"):
             del saved[each]
-        if spec.schedule.microbatches != self.spec.schedule.microbatches:
+        microbatches = spec.schedule.microbatches != self.spec.schedule.microbatches
+        if microbatches or self.wanted_plan.shares:
             saved = drop_fields(saved, *DECIDED, "baseline")
         made = JobController.from_snapshot(spec, saved, on_report=self._on_report)
         made._versions.continue_from(self._versions)

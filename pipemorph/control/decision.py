@@ -32,6 +32,7 @@ from pipemorph.control.decide.decision_state import (
     hold_sources,
     list_past_plans,
     measure_believed_situation,
+    measure_replica_paces,
     measure_situation,
     revise_saved_time,
 )
@@ -53,6 +54,7 @@ from pipemorph.control.decide.prediction_check import (
     has_failed,
     is_slower,
 )
+from pipemorph.control.decide.replica_shares import Paces, paces_differ
 from pipemorph.control.decide.situation import (
     Cause,
     EvidenceSources,
@@ -294,6 +296,8 @@ def find_cause(state: DecisionState, now: Situation) -> Cause | None:
         )
         if waited and plan.routes != state.plans.baseline_plan.routes:
             return "steady"
+    if _paces_require_decision(state, now.paces, plan):
+        return "pace"
     if now.barrier != last.barrier and not any(now.slow):
         return "barrier"
     if _stages_are_faster(state, now.stages) or (
@@ -301,6 +305,16 @@ def find_cause(state: DecisionState, now: Situation) -> Cause | None:
     ):
         return "profile"
     return None
+
+
+def _paces_require_decision(state: DecisionState, now: Paces, plan: Plan) -> bool:
+    """True if replicas compute at other speeds than at the last decision, or if the plan is for
+    slow ones and none was slow at the last decision either."""
+    last = state.last_decision
+    if (now or last.situation.paces) and paces_differ(now, last.situation.paces):
+        return True
+    since = state.last_iteration - (last.iteration_finished or 0)
+    return bool(plan.shares) and not now and since >= HOLD_ITERATIONS * HOLD_BACKOFF
 
 
 def _stages_are_faster(state: DecisionState, stages: tuple[StageTimes, ...] | None) -> bool:
@@ -377,6 +391,9 @@ def consider_decision(state: DecisionState, now: float) -> None:
     quiet = quiet and has_barrier(state) == last.barrier
     stages = observed.stages.get_stage_times()
     eased = _stages_are_faster(state, stages)
+    quiet = quiet and not _paces_require_decision(
+        state, measure_replica_paces(state), plans.wanted_plan
+    )
     if quiet and not eased and not _is_profile_due(state):
         return  # Common case: every other cause needs a link that is or was slow.
     links = observed.links.get_states(now)

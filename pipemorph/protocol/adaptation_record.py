@@ -62,6 +62,8 @@ class AdaptationRecord(BaseModel):
     """Microbatches per iteration whose forward the new plan runs again, per stage."""
     fused_stages: list[int] = Field(default_factory=list)
     """Stages with fused backwards under the new plan."""
+    shares: list[Count] = Field(default_factory=list)
+    """Microbatches of each replica under the new plan; empty: equal numbers."""
     change_seconds: Seconds | None = None
     """Excess time of the first iteration under this plan over the next ones."""
     saving: Annotated[float, Field(ge=-1e7, le=1e7)] | None = None

@@ -66,7 +66,7 @@ MAX_SEQUENCE = 2**53 - 1
 
 MOST_ITERATIONS, MOST_STAGES, MOST_EVENTS = 256, 512, 64
 """Most entries of each in a message."""
-MOST_REPLICAS, MOST_RESIZED = 4096, 4
+MOST_REPLICAS, MOST_RESIZED = 512, 8
 """Most shares of a plan, and most of its parts for other numbers of microbatches."""
 
 Revision = Annotated[str, Field(max_length=32)]

@@ -24,6 +24,7 @@ from pipemorph.spec.sections.schedule import ONE_ORDER_IN_LOCKSTEP, Adaptation, 
 from pipemorph.spec.sections.template import check_template
 from pipemorph.spec.sections.trainer import Checkpoint, Emulation, Trainer
 from pipemorph.spec.sections.transport import Transport
+from pipemorph.spec.status_base import MAX_STAGES
 
 API_GROUP = "pipemorph.io"
 API_VERSION = f"{API_GROUP}/v1alpha1"
@@ -73,6 +74,7 @@ class JobSpec(SpecModel):
         self._check_dispatch()
         self._check_warmup()
         self._check_relayout()
+        self._check_rebalance()
         self._check_min_replicas()
         self._check_hang()
         self._check_faults()
@@ -226,6 +228,27 @@ class JobSpec(SpecModel):
         ):
             if lacks:
                 raise FieldError("adaptation.relayout", f"is true, but {why}; omit relayout")
+
+    def _check_rebalance(self) -> None:
+        if not self.adaptation.rebalance:
+            return
+        cut, schedule = self.parallelism, self.schedule
+        for lacks, why in (
+            (cut.replicas == 1, "the job has one replica"),
+            (cut.replicas > MAX_STAGES, f"the job has more than {MAX_STAGES} replicas"),
+            (
+                cut.shard > 1,
+                f"parallelism.shard is {cut.shard}: ranks that share parameters wait for each other"
+                " in every microbatch",
+            ),
+            (
+                schedule.policy_kind is not Policy.PIPEMORPH,
+                f"policy {schedule.policy} keeps its schedule",
+            ),
+            (schedule.warmup is not None, "schedule.warmup fixes the warm-up"),
+        ):
+            if lacks:
+                raise FieldError("adaptation.rebalance", f"is true, but {why}; omit rebalance")
 
     def _check_min_replicas(self) -> None:
         if self.parallelism.min_replicas is None:

@@ -160,6 +160,9 @@ class AdaptationSummary(StatusModel):
         "Microbatches per iteration whose forward the new plan runs again, per stage.",
     )
     fused_stages: list[int] = list_field(MAX_STAGES, "Stages whose backwards the new plan fuses.")
+    shares: list[int] = list_field(
+        MAX_STAGES, "Microbatches per replica under the new plan; empty: equal numbers."
+    )
 
 
 class TrainingStatus(StatusModel):
@@ -206,6 +209,9 @@ class TrainingStatus(StatusModel):
     routes: list[str] = list_field(
         MAX_STAGES,
         "Route per link, by the newest plan.",
+    )
+    shares: list[int] = list_field(
+        MAX_STAGES, "Microbatches per replica, by the newest plan; empty: equal numbers."
     )
     offloaded_microbatches: list[int] = list_field(
         MAX_STAGES,

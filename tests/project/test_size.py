@@ -22,13 +22,13 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 105_150,
-    "product code lines": 77_600,
-    "test lines": 104_650,
+    "product lines": 106_000,
+    "product code lines": 78_250,
+    "test lines": 105_100,
     "benchmark lines": 7_300,
-    "public classes": 724,
-    "modules": 413,
-    "leaves of spec": 112,
+    "public classes": 729,
+    "modules": 415,
+    "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }
 """Upper limits, and a lower one for the share of comments and docstrings."""

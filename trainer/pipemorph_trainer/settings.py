@@ -181,6 +181,8 @@ class Settings:
             snapshot_iterations=spec.recovery.snapshot_iterations,
             neighbour=spec.recovery.neighbour,
             reorder=adaptation.reorder,
+            # A job whose other replicas are lost may go on with one.
+            rebalance=adaptation.rebalance and spec.parallelism.replicas > 1,
         )
 
     @property
@@ -275,9 +277,10 @@ MANIFEST_FIELDS = {
     "snapshot_iterations": "recovery.snapshotIterations",
     "neighbour": "recovery.neighbour",
     "reorder": "adaptation.reorder",
+    "rebalance": "adaptation.rebalance",
 }
 """Field in ``spec`` of each setting."""
-SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex", "gc", "rebalance")
+SCRIPT_SETTINGS = ("direct_sends", "queues", "direct_duplex", "gc")
 """Settings that only a script has."""
 
 

@@ -16,6 +16,7 @@ from pipemorph.spec.layout import MAX_PLACED
 from pipemorph.spec.mesh import DIMENSIONS
 from pipemorph.spec.sections.parallelism import MAX_RANKS
 from pipemorph.spec.sections.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
+from pipemorph.spec.status_base import MAX_STAGES
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,31 @@ WITH_MIN_REPLICAS = (
     ),
 )
 """Requirements of ``parallelism.minReplicas``: rule, message and field."""
+
+WITH_REBALANCE = (
+    (
+        f"(self.parallelism.replicas > 1 && self.parallelism.replicas <= {MAX_STAGES})",
+        f"needs 2 to {MAX_STAGES} replicas",
+        ".parallelism.replicas",
+    ),
+    (
+        "self.parallelism.shard == 1",
+        "excludes parallelism.shard above 1: ranks that share parameters wait for each other in"
+        " every microbatch",
+        ".parallelism.shard",
+    ),
+    (
+        "self.schedule.policy == 'pipemorph'",
+        "needs policy pipemorph; others keep their schedule",
+        ".schedule.policy",
+    ),
+    (
+        "!has(self.schedule.warmup)",
+        "excludes schedule.warmup",
+        ".schedule.warmup",
+    ),
+)
+"""Requirements of ``adaptation.rebalance``: rule, message and field."""
 
 WITH_RELAYOUT = (
     _RESTARTS_RANKS,
@@ -219,6 +245,14 @@ RULES: dict[str, list[CelRule]] = {
                 field_path=field_path,
             )
             for rule, message, field_path in WITH_RELAYOUT
+        ),
+        *(
+            CelRule(
+                expression=f"!has(self.adaptation) || !self.adaptation.rebalance || {rule}",
+                message=f"adaptation.rebalance {message}",
+                field_path=field_path,
+            )
+            for rule, message, field_path in WITH_REBALANCE
         ),
     ],
     "spec.parallelism": [

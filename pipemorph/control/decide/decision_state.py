@@ -24,6 +24,7 @@ from pipemorph.control.decide.prediction_check import (
     PromisedTimes,
     SituationEvidence,
 )
+from pipemorph.control.decide.replica_shares import Paces, measure_paces
 from pipemorph.control.decide.situation import (
     BARRIER_SOURCE,
     Cause,
@@ -46,6 +47,8 @@ from pipemorph.spec.job_spec import JobSpec
 
 ADOPT_PLAN_SECONDS = 5.0
 """Seconds for the agent to send its snapshot, before the controller decides without it."""
+PACE_ITERATIONS = 2
+"""Newest iterations in which a stage is slow or healthy for certain, once that is found."""
 COMPARED_ITERATIONS = 4
 """Newest iterations that are compared with a prediction for changed op times."""
 DOUBTED_ITERATIONS, MOST_DOUBT = 4, 3
@@ -143,7 +146,7 @@ class AttemptPlans:
 
     def set_baseline(self) -> None:
         """Make the wanted plan the one for healthy links."""
-        self.baseline_plan = replace(self.wanted_plan, version=0)
+        self.baseline_plan = replace(self.wanted_plan, version=0, shares=(), resized=())
 
     # --- a plan that is not known -----------------------------------------------------------
 
@@ -360,8 +363,16 @@ def measure_situation(
         rooms=state.job_state.stages.rooms,
         barrier=has_barrier(state),
         route_cost=state.route_costs.current_cost,
+        paces=measure_replica_paces(state),
     )
     return update_link_states(expected, links)
+
+
+def measure_replica_paces(state: DecisionState) -> Paces:
+    """Speeds of the replicas, if plans may follow them and one is slow."""
+    if not state.spec.adaptation.rebalance or state.spec.parallelism.replicas == 1:
+        return ()
+    return measure_paces(state.job_state.stragglers, state.spec.parallelism.mesh)
 
 
 def measure_believed_situation(
@@ -442,6 +453,8 @@ def gather_evidence(
     if cause in ("profile", "barrier", "steady"):
         # No link has just become slow or healthy.
         since = state.last_iteration - COMPARED_ITERATIONS
+    elif cause == "pace":
+        since = state.last_iteration - PACE_ITERATIONS
     holds = [state.held_sources[source] for source in sources if source in state.held_sources]
     first = min([since, *(hold.shown_since for hold in holds)])
     doubt = max((get_doubt_level(state, source) for source in sources), default=0)

@@ -6,12 +6,18 @@ cancel in the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import or_
 from typing import NamedTuple
 
+from pipemorph.control.decide.replica_shares import (
+    Paces,
+    divide_microbatches,
+    merge_speeds,
+    scale_problem,
+)
 from pipemorph.control.decide.situation import Situation
 from pipemorph.control.decide.varying_delays import VaryingDelays
 from pipemorph.control.job_state.stages import MemoryExcess, find_excess
@@ -31,6 +37,7 @@ from pipemorph.planning import (
     validate,
     validate_waits,
 )
+from pipemorph.planning import plan as plan_schedule
 from pipemorph.planning.search.plan_variants import generate_variants, has_variants
 from pipemorph.planning.simulation.execution import (
     compute_tight_lower_bound,
@@ -161,7 +168,7 @@ class Forecast:
         # The prediction depends on nothing else: each kind of op runs in microbatch order.
         runs = (
             plan.schedule.op_codes, plan.dispatch, plan.waits, plan.routes,
-            plan.in_flight_limits, plan.device_limits, plan.recompute,
+            plan.in_flight_limits, plan.device_limits, plan.recompute, plan.shares, plan.resized,
         )  # fmt: skip
         known = self._cache.seconds
         if runs not in known:
@@ -179,7 +186,23 @@ class Forecast:
         ]
 
     def _predict_seconds(self, plan: Plan) -> float:
-        problem = self._get_plan_problem(plan)
+        paces = self._situation.paces or ((),) * len(plan.shares)
+        if not paces:
+            return self._predict_replica(plan, self.get_problem(plan.routes))
+        alike = {
+            (row, plan.shares[replica] if plan.shares else 0): plan.for_replica(replica)
+            for replica, row in enumerate(paces)
+        }
+        return max(
+            self._predict_replica(mine, self._get_replica_problem(mine, row))
+            for (row, _), mine in alike.items()
+        )
+
+    def _get_replica_problem(self, mine: Plan, row: Sequence[float]) -> Problem:
+        return scale_problem(self.get_problem(mine.routes), row, mine.schedule.microbatches)
+
+    def _predict_replica(self, plan: Plan, problem: Problem) -> float:
+        problem = problem.with_plan_limits(plan)
         if self._varying_delays is not None:
             return self._varying_delays.predict_seconds(plan, problem)
         if not self._situation.barrier:
@@ -247,6 +270,48 @@ class Forecast:
             *made,
             *(self.predict_option(plan) for plan in others if self.find_excess(plan) is None),
         ]
+
+    def make_unequal_shares(self, option: PlanOption) -> list[PlanOption]:
+        """Make the plan of an option with unequal numbers of microbatches for replicas that compute
+        at different speeds. Empty if none is slow, or if there is no such plan."""
+        paces, plan = self._situation.paces, option.plan
+        if not paces or self._warmup is not None or min(map(max, paces)) <= 0:
+            return []
+        paces = merge_speeds(paces)
+        microbatches = plan.schedule.microbatches
+        times = {row: self._estimate_replica_times(plan, row) for row in {*paces}}
+        shares = divide_microbatches(
+            microbatches * len(paces), *zip(*(times[row] for row in paces), strict=True)
+        )
+        if len({*shares}) == 1:
+            return []
+        try:
+            found = self._plan_shares(plan, shares, paces)
+        except InputError:
+            return []
+        return [] if self.find_excess(found) is not None else [self.predict_option(found)]
+
+    def _estimate_replica_times(self, plan: Plan, row: Sequence[float]) -> tuple[float, float]:
+        """Estimate the seconds of a replica with the paces ``row``: those that do not depend on its
+        number of microbatches, and those of each."""
+        plain = replace(plan, shares=(), resized=())
+        seconds = self._predict_replica(plain, self._get_replica_problem(plain, row))
+        busy = [0.0] * len(plan.schedule.stages_by_rank)
+        for rank, stages in enumerate(plan.schedule.stages_by_rank):
+            busy[rank] = sum(row[stage] for stage in stages)
+        each = max(busy)
+        return max(0.0, seconds - each * plan.schedule.microbatches), each
+
+    def _plan_shares(self, plan: Plan, shares: Sequence[int], paces: Paces) -> Plan:
+        """Plan the schedules of ``shares``. Raises :class:`InputError` if there is none."""
+        resized = []
+        for count in sorted({*shares} - {plan.schedule.microbatches}):
+            rows = [row for row, share in zip(paces, shares, strict=True) if share == count]
+            slowest = [max(each) for each in zip(*rows, strict=True)]
+            problem = scale_problem(self.get_problem(plan.routes), slowest, count)
+            made = plan_schedule(problem, Policy.PIPEMORPH)
+            resized.append(made.to_plan(0, plan.routes, plan.dispatch))
+        return replace(plan, shares=tuple(shares), resized=tuple(resized))
 
     def _get_plan_problem(self, plan: Plan) -> Problem:
         """Planning problem of a plan, on its routes and under its own limits."""
@@ -348,12 +413,16 @@ class Forecast:
     def _takes_planned_time(self, plan: Plan) -> bool:
         """True if a new plan for this situation takes the planner's makespan. Guided dispatch
         follows its order, too, while messages arrive as planned."""
-        return self._varying_delays is None and self._situation.barrier
+        situation = self._situation
+        return self._varying_delays is None and situation.barrier and not situation.paces
 
     def find_excess(self, plan: Plan) -> MemoryExcess | None:
         """Find the first stage on which the plan exceeds its limits; None if there is none."""
         rooms = self._situation.rooms
-        return find_excess(plan, rooms) if rooms else None
+        if not rooms:
+            return None
+        found = (find_excess(each, rooms) for each in (plan, *plan.resized))
+        return next((each for each in found if each is not None), None)
 
     def list_route_choices(
         self, current: tuple[Route, ...], initial: tuple[Route, ...]
@@ -396,8 +465,13 @@ def _with_guided_dispatch(plan: Plan, problem: Problem) -> Plan:
 def find_plan_error(plan: Plan) -> str | None:
     """Find the reason, in one line, why ranks must not run the plan; None if they may."""
     try:
-        validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
-        validate_waits(plan.schedule, plan.waits)
+        for each in (plan, *plan.resized):
+            validate(each.schedule, each.in_flight_limits, each.device_limits)
+            validate_waits(each.schedule, each.waits)
+        for replica in range(len(plan.shares)):
+            plan.for_replica(replica)
+        if plan.shares and sum(plan.shares) != plan.schedule.microbatches * len(plan.shares):
+            return f"its shares are {list(plan.shares)}, whose sum is not that of equal ones"
     except InputError as error:
         return str(error)
     return None

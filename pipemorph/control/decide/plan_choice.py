@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pipemorph.control.decide import prediction_check
 from pipemorph.control.decide.forecast import EQUAL_WITHIN, Forecast, PlanOption, find_plan_error
 from pipemorph.control.decide.prediction_check import PromisedTimes, SituationEvidence
+from pipemorph.control.decide.replica_shares import compute_slowness
 from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.history.job_history import Saving
 from pipemorph.control.job_state.stages import MemoryExcess
@@ -24,7 +25,7 @@ from pipemorph.planning.offload import count_away_microbatches
 from pipemorph.spec.job_spec import JobSpec
 
 CONFIRMABLE_CAUSES: frozenset[Cause] = frozenset(
-    {"slow", "worse", "eased", "varies", "steady", "profile", "barrier"}
+    {"slow", "worse", "eased", "varies", "steady", "profile", "barrier", "pace"}
 )
 """Causes of changes for a gain, which measured iterations can confirm. When a link has recovered,
 the plan for healthy links returns even if it is no faster."""
@@ -175,6 +176,15 @@ class MemoryLimitBinds:
     most: int
 
 
+@dataclass(frozen=True)
+class SharesChosen:
+    """Finding: numbers of microbatches by replica, ``shares``. ``slowness``: time of each replica's
+    slowest stage over that of the fastest replica."""
+
+    shares: tuple[int, ...]
+    slowness: tuple[float, ...]
+
+
 Finding = (
     NoPlanFound
     | PlanCheckFailed
@@ -190,6 +200,7 @@ Finding = (
     | RecomputeGain
     | FusedBackwardGain
     | MemoryLimitBinds
+    | SharesChosen
 )
 
 
@@ -335,6 +346,9 @@ def _choose_proposal(request: DecisionRequest, forecast: Forecast) -> PlanPropos
     found = (*([why] if why else []), *_weigh_memory_findings(request.situation, options))
     if chosen is None:
         return PlanProposal(None, current, found)
+    if chosen.plan.shares and request.situation.paces:
+        slowness = tuple(compute_slowness(request.situation.paces))
+        found = (*found, SharesChosen(chosen.plan.shares, slowness))
     hurries = _should_return_at_once(request, forecast, chosen)
     broken = find_plan_error(chosen.plan) or forecast.find_excess(chosen.plan)
     if broken is not None:
@@ -443,7 +457,8 @@ def _list_options(
             within = max(within, current.seconds)
         options += forecast.make_options(routes, within)
     # They go first: of equal options the first is chosen.
-    return [*forecast.search_longer(forecast.choose_best(options)), *options]
+    options = [*forecast.search_longer(forecast.choose_best(options)), *options]
+    return [*options, *forecast.make_unequal_shares(forecast.choose_best(options))]
 
 
 def _choose_option(

@@ -12,6 +12,7 @@ from typing import Literal
 from pipemorph.control.decide import plan_choice
 from pipemorph.control.decide.forecast import PlanOption
 from pipemorph.control.decide.plan_choice import DecisionRequest, PlanProposal
+from pipemorph.control.decide.replica_shares import MATERIAL_PACE_CHANGE
 from pipemorph.control.decide.situation import Cause, Situation
 from pipemorph.control.job_state.stages import MemoryExcess
 from pipemorph.planning import Policy
@@ -141,6 +142,8 @@ def _describe_cause(cause: Cause, links: Sequence[LinkState]) -> str:
             return "the plan in effect exceeds a memory limit"
         case "undelivered":
             return "the last change did not bring half of its promise"
+        case "pace":
+            return "replicas compute at other speeds"
         case "recovered":
             return "a link recovered" + (
                 f", {describe_slow_links(slow)}" if slow else ", none is slow"
@@ -237,6 +240,16 @@ def _describe_finding(finding: plan_choice.Finding) -> str:
             )
         case plan_choice.FusedBackwardGain(stages, saves):
             return f"a fused backward on {format_stages(stages)} {_format_saving(saves)}"
+        case plan_choice.SharesChosen(shares, slowness):
+            slow = [
+                f"replica {replica} {ratio:.1f} times"
+                for replica, ratio in enumerate(slowness)
+                if ratio >= 1 + MATERIAL_PACE_CHANGE
+            ]
+            return (
+                f"microbatches by replica {join_dashed(shares, 12)}: a microbatch takes"
+                f" on {', '.join(slow[:4])} as long as on the fastest replica"
+            )
         case plan_choice.MemoryLimitBinds(stages, least, most):
             counts = str(least) if least == most else f"{least} to {most}"
             return f"activationMemory has room for {counts} microbatches on {format_stages(stages)}"
@@ -337,6 +350,8 @@ def _list_short_causes(cause: Cause, links: Sequence[LinkState]) -> list[str]:
             return ["too little memory"]
         case "undelivered":
             return ["promise missed"]
+        case "pace":
+            return ["other speeds of replicas", "other speeds"]
     if not slow:
         return ["links recovered"]
     worst, more = slow[0], f" and {len(slow) - 1} more" if len(slow) > 1 else ""
@@ -350,6 +365,9 @@ def _list_short_causes(cause: Cause, links: Sequence[LinkState]) -> list[str]:
 def _list_short_plans(current: PlanOption | None, chosen: PlanOption) -> list[str]:
     """Texts for the new plan, the longest first."""
     plan = chosen.plan
+    if plan.shares and (current is None or current.plan.shares != plan.shares):
+        shares = f"microbatches {join_dashed(plan.shares, 12)}"
+        return [shares, "unequal microbatches"]
     counts, moved = list(map(str, plan.warmup)), plan.delegated_links
     if len(counts) > MOST_WARMUP_STAGES:
         counts = [*counts[:2], "…", counts[-1]]
@@ -408,6 +426,7 @@ def build_record(
         offloaded=away.offloaded,
         recomputed=away.recomputed,
         fused_stages=list(plan.schedule.fused_stages),
+        shares=list(plan.shares),
         saving=None if proposal.saving is None else proposal.saving.seconds,
         fault_cost=0.0 if proposal.saving is None else proposal.saving.fault_cost,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
 
+from pipemorph.control.decide.replica_shares import Paces
 from pipemorph.control.job_state.stages import StageRoom
 from pipemorph.planning import Plan, Route, StageTimes
 from pipemorph.protocol import Health, LinkState
@@ -36,16 +37,18 @@ Cause = Literal[
     "memory",
     "restart",
     "undelivered",
+    "pace",
     "weigh",
 ]
-"""Cause of another decision. barrier: stages began or ceased to wait for each other between
-iterations; undelivered: the last change missed its promise; weigh: the plan stays, only its saving
-is predicted anew."""
-OP_TIMES_SOURCE, BARRIER_SOURCE = -1, -2
-"""Sources of evidence besides the numbers of links: op times, and the barrier."""
+"""Cause of another decision. pace: replicas compute at other speeds; barrier: stages began or
+ceased to wait for each other between iterations; undelivered: the last change missed its promise;
+weigh: the plan stays, only its saving is predicted anew."""
+OP_TIMES_SOURCE, BARRIER_SOURCE, PACE_SOURCE = -1, -2, -3
+"""Sources of evidence besides the numbers of links: op times, the barrier, and the speeds of the
+replicas."""
 EvidenceSources = frozenset[int]
-"""Evidence that a decision is based on: links, :data:`OP_TIMES_SOURCE` or
-:data:`BARRIER_SOURCE`."""
+"""Evidence that a decision is based on: links, :data:`OP_TIMES_SOURCE`, :data:`BARRIER_SOURCE` or
+:data:`PACE_SOURCE`."""
 
 DELAY_MARGIN = 0.15
 """Fraction by which a delay may turn out to be longer than measured."""
@@ -222,6 +225,9 @@ class Situation:
     there are none."""
     op_times_assumed: bool = False
     """True if only the ratios of op times have a meaning: they were assumed, not measured."""
+    paces: Paces = ()
+    """Speeds of the replicas, if plans may give them unequal numbers of microbatches and one is
+    slow; else empty."""
 
     def get_transfer_time(self, link: int) -> float:
         return self.transfers[link] if self.transfers else 0.0
@@ -341,6 +347,8 @@ def find_evidence_sources(
         return frozenset({OP_TIMES_SOURCE})
     if cause == "barrier":
         return frozenset({BARRIER_SOURCE})
+    if cause == "pace":
+        return frozenset({PACE_SOURCE})
     changed = {
         i
         for i, is_slow in enumerate(now.slow)
@@ -429,11 +437,14 @@ def without_sources(situation: Situation, sources: Iterable[int], before: Situat
     wires, delays = list(situation.wire_times), list(situation.delays)
     slow = list(situation.slow)
     transfers = [situation.get_transfer_time(i) for i in range(len(slow))]
-    stages, barrier = situation.stages, situation.barrier
+    stages, barrier, paces = situation.stages, situation.barrier, situation.paces
     recent = list(situation.recent)
     for source in sources:
         if source == BARRIER_SOURCE:
             barrier = before.barrier
+            continue
+        if source == PACE_SOURCE:
+            paces = before.paces
             continue
         if source == OP_TIMES_SOURCE:
             # Assumed times have no unit: scale them to the sum of the measured ones.
@@ -459,6 +470,7 @@ def without_sources(situation: Situation, sources: Iterable[int], before: Situat
         transfers=tuple(transfers),
         barrier=barrier,
         recent=tuple(recent),
+        paces=paces,
     )
 
 

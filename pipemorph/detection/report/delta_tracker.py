@@ -223,7 +223,10 @@ def classify_reduction_change(sent: ReductionHealth, new: ReductionHealth) -> Ch
 
 
 def classify_straggler_change(sent: StragglersView, new: StragglersView) -> ChangeUrgency:
-    """Urgency of a change of stragglers: never NOW, since they only inform users."""
+    """Urgency of a change of stragglers: NOW if other stages are slow, since their replicas may get
+    fewer microbatches."""
+    if {(s.stage, s.column) for s in sent.slowest} != {(s.stage, s.column) for s in new.slowest}:
+        return ChangeUrgency.NOW
     if (sent.known, sent.count) != (new.known, new.count):
         return ChangeUrgency.LATER
     named = [[(s.stage, s.column, s.clock) for s in view.slowest] for view in (sent, new)]

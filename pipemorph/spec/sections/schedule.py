@@ -144,6 +144,14 @@ class Adaptation(SpecModel):
         "a slow wire is unknown for them; their layers may move.",
     )
 
+    rebalance: bool = Field(
+        default=False,
+        description="Whether plans may give replicas unequal numbers of microbatches, while a "
+        "device of some replica computes slowly. Iterations have the same samples, but sums another"
+        " order. The script passes a source of microbatches to step. Needs several replicas, shard"
+        " 1 and policy pipemorph; replicas must share no parameters or collectives.",
+    )
+
     @model_validator(mode="after")
     def _check_offload_memory(self) -> Adaptation:
         if self.allow_offload and self.host_memory is None:

@@ -350,6 +350,8 @@ def _describe_effect(change: AdaptationRecord | AdaptationSummary, routes: Seque
         format_warmup_change(change.warmup_before, change.warmup_after)
         or "another order of the same ops"
     ]
+    if change.shares:
+        parts.append(f"microbatches by replica {join_dashed(change.shares, 12)}")
     if moved:
         parts.append(
             f"link{'s' * (len(moved) > 1)} {join_few(moved, NAMED)} delegated to the engine"

@@ -116,6 +116,7 @@ def _build_summary(
         loss=view.loss if view.loss is not None and isfinite(view.loss) else None,
         warmup=list(view.warmup_counts),
         routes=[route.value for route in view.routes],
+        shares=list(view.shares),
         offloaded_microbatches=list(view.offloaded_microbatches),
         recomputed_microbatches=list(view.recomputed_microbatches),
         wanted_plan_version=view.wanted_plan_version,
@@ -403,6 +404,7 @@ def _summarize_adaptation(record: AdaptationRecord) -> AdaptationSummary:
         offloaded_microbatches=list(record.offloaded),
         recomputed_microbatches=list(record.recomputed),
         fused_stages=list(record.fused_stages),
+        shares=list(record.shares),
     )
 
 

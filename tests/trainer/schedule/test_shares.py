@@ -53,24 +53,29 @@ def plan_with_shares(*shares: int, version: int = 0) -> Plan:
 def train(
     context: TrainerContext, folder: str, first: Plan | None, iterations: int, *, switch: bool
 ) -> dict[str, Any]:
-    """Train with a function of the number as the source. ``switch``: to other shares and back."""
+    """Train with a function of the number as the source. ``switch``: to other shares and back, with
+    microbatches in the order of the planner, by their costs."""
     place = context.coordinate(STAGES)
     module = make_stage(place.stage, STAGES, torch.float32)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    found: dict[str, Any] = {"drawn": [], "losses": [], "versions": [], "grads": []}
+    found: dict[str, Any] = {
+        "drawn": [], "losses": [], "versions": [], "grads": [], "ordered": False
+    }  # fmt: skip
 
     def source(number: int) -> Microbatch:
         found["drawn"].append((len(found["losses"]), number))
         tokens, target = make_batch(number, ROWS)
         # The last stage returns a sum, and the weight is the number of tokens.
-        return Microbatch((tokens,), {}, target, weight=target.numel())
+        cost = 1.0 + number % 3 if switch else None
+        return Microbatch((tokens,), {}, target, weight=target.numel(), cost=cost)
 
     def summed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return loss_fn(output, target) * target.numel()
 
     with Pipeline(
         module, context=context, loss_fn=summed_loss, microbatches=EACH, stages=STAGES, plan=first,
-        optimizer=optimizer, options=Options(rebalance=True),
+        optimizer=optimizer,
+        options=Options(rebalance=True, reorder="sums" if switch else "bits"),
         checkpoint=Checkpoint(directory=folder, every=1000) if folder else None,
     ) as pipe:  # fmt: skip
         found["start"] = pipe.start_iteration, pipe.microbatches_drawn
@@ -81,6 +86,7 @@ def train(
                 pipe.install_plan(plan_with_shares(6, 2, version=4))
             found["losses"].append(pipe.step(microbatches=source))
             found["versions"].append(pipe.plan.version)
+            found["ordered"] |= bool(pipe.microbatch_order)
             found["grads"].append(
                 [p.grad.clone() for p in module.parameters() if p.grad is not None]
             )
@@ -134,6 +140,7 @@ def test_losses_are_those_of_equal_shares_and_each_microbatch_is_drawn_once(
     # All ranks changed the plan in the same iteration.
     assert len({tuple(each["versions"]) for each in first}) == 1
     assert set(first[0]["versions"]) == {0, 3, 4}
+    assert all(each["ordered"] for each in first)
     losses = [*first[0]["losses"], *ranks[0][1]["losses"]]
     torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=0)
     for rank, parts in enumerate(ranks):

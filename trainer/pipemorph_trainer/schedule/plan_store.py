@@ -51,7 +51,7 @@ def check_shares(plan: RankPlan, *, rebalances: bool) -> None:
     if plan.shares and not rebalances:
         raise InputError(
             f"plan {plan.version} gives the replicas {list(plan.shares)} microbatches; that needs"
-            " Options(rebalance=True)"
+            " adaptation.rebalance: true, in a script Options(rebalance=True)"
         )
 
 
