@@ -11,8 +11,9 @@ do other work.
 
 Both compare medians of three iterations, which ranks report, so that a pause names no stage; nine
 iterations where ranks share processors. Medians do not arrive at the same moment: a stage is named
-if it is slow in comparisons some time apart. A straggler only informs users: no order of ops makes
-up for it. Another device helps, or fewer layers there.
+if it is slow in comparisons some time apart. No order of ops makes up for a straggler: with
+``adaptation.rebalance`` its replica gets fewer microbatches; else another device helps, or fewer
+layers there.
 """
 
 from __future__ import annotations
