@@ -29,6 +29,7 @@ NAMES = (
     "torch_slow_link",
     "emulated",
     "slow_link",
+    "rebalance",
     "recovery",
     "replay",
     "uneven",

@@ -25,7 +25,7 @@ LIMITS: Mapping[str, float] = {
     "product lines": 106_000,
     "product code lines": 78_250,
     "test lines": 105_100,
-    "benchmark lines": 7_300,
+    "benchmark lines": 7_540,
     "public classes": 729,
     "modules": 415,
     "leaves of spec": 113,
