@@ -20,7 +20,7 @@ from time import process_time
 from goals import finish_benchmark, make_parser
 
 from pipemorph.planning import Dispatch, Link, Policy, Problem, Route, StageTimes, plan, predict
-from pipemorph.planning.microbatch_order import order_microbatches
+from pipemorph.planning.search.microbatch_order import order_microbatches
 from pipemorph_trainer.data import balance
 
 REPLICAS, STAGES, MICROBATCHES = 4, 4, 8

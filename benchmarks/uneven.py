@@ -49,7 +49,7 @@ from pipemorph.planning import (
     plan,
     predict,
 )
-from pipemorph.planning.microbatch_order import order_microbatches
+from pipemorph.planning.search.microbatch_order import order_microbatches
 
 VARIATION = 0.4
 SEEDS = range(5)

@@ -79,9 +79,9 @@ void thin_out(std::vector<double>& values) {
     std::sort(values.begin(), values.end());
     values.erase(std::unique(values.begin(), values.end()), values.end());
     const size_t every = values.size() / kMostValues + 1;
-    size_t kept = 0;
-    for (size_t k = 0; k < values.size(); k += every) values[kept++] = values[k];
-    values.resize(kept);
+    size_t count = 0;
+    for (size_t k = 0; k < values.size(); k += every) values[count++] = values[k];
+    values.resize(count);
 }
 
 struct Job {

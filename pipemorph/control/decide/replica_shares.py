@@ -59,8 +59,8 @@ def merge_speeds(paces: Paces) -> Paces:
     rows = sorted(set(paces), key=max)
     merged = dict(zip(rows, rows, strict=True))
     while len(set(merged.values())) > MOST_SPEEDS:
-        kept = sorted(set(merged.values()), key=max)
-        low, high = min(pairwise(kept), key=lambda pair: max(pair[1]) / max(pair[0]))
+        distinct = sorted(set(merged.values()), key=max)
+        low, high = min(pairwise(distinct), key=lambda pair: max(pair[1]) / max(pair[0]))
         both = tuple(map(max, low, high))
         merged = {row: both if to in (low, high) else to for row, to in merged.items()}
     return tuple(merged[row] for row in paces)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipemorph.planning.microbatch_order import search_microbatch_order
 from pipemorph.planning.problem import Problem, copy_times
+from pipemorph.planning.search.microbatch_order import search_microbatch_order
 from pipemorph.planning.search.plan_variants import PlanVariant, has_variants, plan_in_order
 from pipemorph.planning.simulation.execution import (
     INF,

@@ -17,9 +17,9 @@ from pipemorph.diagnose.analysis.slowdown import StepSimulator
 from pipemorph.diagnose.analysis.steps import select_steps
 from pipemorph.planning.formats.torch_csv import dump_csv
 from pipemorph.planning.ir import OpKind, Policy, Route
-from pipemorph.planning.microbatch_order import order_microbatches
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Link, Problem, StageTimes
+from pipemorph.planning.search.microbatch_order import order_microbatches
 
 
 def advise(job: PlayedJob) -> list[Remedy]:

@@ -20,7 +20,7 @@ from pipemorph.planning import (
     plan,
     predict,
 )
-from pipemorph.planning.microbatch_order import order_microbatches, with_microbatch_costs
+from pipemorph.planning.search.microbatch_order import order_microbatches, with_microbatch_costs
 
 
 def make_problem(stages: int, microbatches: int, delay: float = 0.0) -> Problem:

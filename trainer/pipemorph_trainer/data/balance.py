@@ -14,12 +14,12 @@ from functools import lru_cache
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Plan, Problem, Route, StageTimes, plan, predict
-from pipemorph.planning.microbatch_order import order_microbatches
 from pipemorph.planning.problem import MOST_COST
+from pipemorph.planning.search.microbatch_order import order_microbatches
 
 ORDER_SECONDS = 1e-4
 """Effort of the search for the order of a replica's microbatches, see
-:func:`~pipemorph.planning.microbatch_order.order_microbatches`."""
+:func:`~pipemorph.planning.search.microbatch_order.order_microbatches`."""
 MOST_TRIALS = 8
 """Most exchanges between two replicas that are simulated."""
 

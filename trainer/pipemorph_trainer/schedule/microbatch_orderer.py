@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import Link, Plan, Problem, StageTimes
-from pipemorph.planning.microbatch_order import order_microbatches
+from pipemorph.planning.search.microbatch_order import order_microbatches
 from pipemorph.protocol import PlanMessage
 from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.agent.rank_plan import RankPlan
