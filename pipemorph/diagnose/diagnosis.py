@@ -21,7 +21,7 @@ from pipemorph.diagnose.operation_table import CODE_OF_OPTYPE
 @dataclass(frozen=True)
 class Diagnosis:
     """Result of a diagnosis. ``bubble_fraction``: idle share of the workers between the first
-    compute op of a replica and its last. ``notes``: what cannot be said, and what was left out."""
+    compute op of a replica and its last. ``notes``: what cannot be said, and what was omitted."""
 
     format_name: str
     steps: StepSet

@@ -111,6 +111,6 @@ def _format_tables(diagnosis: Diagnosis) -> list[RenderableType]:
         )
     if diagnosis.notes:
         tables.append("")
-        tables.append("What cannot be said from this trace, and what was left out:")
+        tables.append("What cannot be said from this trace, and what was omitted:")
         tables += [f"- {note}" for note in diagnosis.notes]
     return tables

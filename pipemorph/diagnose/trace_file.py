@@ -93,7 +93,7 @@ class TraceReader(Protocol):
         """Operations of ``files``, in any order, their times within a step by one clock.
 
         Appends to ``notes`` a sentence for each fact that cannot be derived from this trace, and
-        for what was left out. Raises :class:`InputError`, one line that begins with the file's
+        for what was omitted. Raises :class:`InputError`, one line that begins with the file's
         name, if a file is truncated or malformed, has no pipeline in it, or lacks ranks without
         which nothing can be said.
         """

@@ -22,9 +22,9 @@ from pipemorph.diagnose.operation_table import CODE_OF_OPTYPE
 from pipemorph.errors import InputError
 from pipemorph.planning.analysis.what_if import shrink_stage
 from pipemorph.planning.ir import OpKind, Plan, Policy, Route, Schedule, join_dashed, place_stages
-from pipemorph.planning.microbatch_order import order_microbatches, with_microbatch_costs
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import MAX_CELLS, Link, Problem, StageTimes
+from pipemorph.planning.search.microbatch_order import order_microbatches, with_microbatch_costs
 from pipemorph.planning.simulation.simulator import simulate
 
 LEAST_GAIN = 0.01
@@ -51,7 +51,7 @@ ACTIONS: dict[str, tuple[str, str]] = {
     "pauses": ("find what stops this worker: other processes, gc, clocks", AT_BEST),
     "gaps between ops": ("shorten what workers do between ops: Python, launches, waits", AT_BEST),
 }
-"""What removes a cause, by its name, and under which condition."""
+"""Action that removes a cause, and its condition, by the name of the cause."""
 
 
 @dataclass(frozen=True)

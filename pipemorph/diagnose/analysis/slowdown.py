@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from pipemorph.diagnose.analysis.step_graph import COLLECTIVES, IN_ORDER, StepOp
+from pipemorph.diagnose.analysis.step_graph import IN_ORDER, StepOp
 from pipemorph.diagnose.analysis.steps import RecordedStep, StepSet
 from pipemorph.diagnose.operation import (
     BACKWARD_RECV,
@@ -17,7 +17,6 @@ from pipemorph.diagnose.operation import (
     FORWARD_RECV,
     FORWARD_SEND,
     OPTYPES,
-    TRANSFERS,
 )
 from pipemorph.diagnose.operation_table import CODE_OF_OPTYPE
 
@@ -34,7 +33,6 @@ TRANSFER_NAMES = {
 }
 """Transfers count as one type per direction."""
 _COMPUTE = frozenset(CODE_OF_OPTYPE[name] for name in COMPUTE)
-_TRANSFERS = frozenset(CODE_OF_OPTYPE[name] for name in TRANSFERS)
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,3 @@ def compute_bubble_fraction(steps: StepSet) -> float:
             if end[replica] > begin[replica]
         ]
     return max(0.0, fmean(found)) if found else 0.0
-
-
-def is_communication(code: int) -> bool:
-    """True for a transfer or a collective, by the code of its type."""
-    return code in _TRANSFERS or code in COLLECTIVES

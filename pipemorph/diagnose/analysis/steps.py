@@ -66,7 +66,7 @@ class RecordedStep:
 @dataclass(frozen=True)
 class StepSet:
     """Steps to be analysed. ``used``: numbers of the workers in them. ``notes``: sentences on what
-    was left out, and what is missing.
+    was omitted, and what is missing.
 
     ``chunk_stages``: pipeline rank by global chunk. ``microbatches``: the usual number of a step.
     """
@@ -106,7 +106,7 @@ def select_steps(table: OperationTable) -> StepSet:
     if len(steps) >= LEAST_STEPS and steps[0].span > SETUP * median(s.span for s in steps[1:]):
         notes.append(
             f"Step {steps[0].step} took {steps[0].span:.3g} s, more than twice the median: it has"
-            " set-up, and is left out."
+            " set-up, and is omitted."
         )
         del steps[0]
     _check_clocks(steps, table.workers)
@@ -118,7 +118,7 @@ def select_steps(table: OperationTable) -> StepSet:
     if unmatched := max(step.graph.unmatched for step in steps):
         notes.append(
             f"{unmatched} sends and receives of a step have no counterpart: their number differs"
-            " from that of the ops whose data they carry. They are left out."
+            " from that of the ops whose data they carry. They are omitted."
         )
     counts = Counter(_count_microbatches(step) for step in steps)
     chunks = selector.chunk_stages
@@ -155,7 +155,7 @@ def _check_workers(table: OperationTable, notes: list[str]) -> tuple[int, frozen
             raise InputError(
                 f"workers are missing: {named}; give the traces of all ranks of a replica"
             )
-        notes.append(f"Workers are missing: {named}. Their replicas are left out.")
+        notes.append(f"Workers are missing: {named}. Their replicas are omitted.")
     if whole[-1] >= len(whole) and not missing:
         absent = sorted({*range(whole[-1])} - {*whole})
         notes.append(
@@ -322,7 +322,7 @@ class _StepSelector:
 
     def describe_omitted(self) -> list[str]:
         return [
-            f"{'Step' if len(steps) == 1 else 'Steps'} {reason}, left out:"
+            f"{'Step' if len(steps) == 1 else 'Steps'} {reason}, omitted:"
             f" {join_named(map(str, steps))}."
             for reason, steps in self.omitted.items()
         ]

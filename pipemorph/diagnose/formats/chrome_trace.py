@@ -18,7 +18,7 @@ from pipemorph.errors import InputError
 CHUNK = 1 << 20
 """Characters that are read at once."""
 LARGEST_VALUE = 64 << 20
-"""Most characters of one event, or of one field beside the events."""
+"""Most characters of one event, or of one other field of the file."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _decode = json.JSONDecoder().raw_decode
 
@@ -28,9 +28,9 @@ def iterate_events(
 ) -> Iterator[dict[str, Any]]:
     """Events of a trace in file order, as dictionaries; entries that are no objects are skipped.
 
-    ``fields`` is filled with what stands beside ``traceEvents`` (such as ``distributedInfo``): what
-    stands before it is there at the first event, the rest after the last. Raises
-    :class:`InputError` where the file ends early or is not JSON.
+    ``fields`` gets all fields but ``traceEvents``, such as ``distributedInfo``: those that precede
+    the events before the first event, the others after the last. Raises :class:`InputError` where
+    the file ends early or is not JSON.
     """
     with file.open_text() as stream:
         text = _TextBuffer(file, stream)

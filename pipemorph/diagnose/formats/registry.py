@@ -34,7 +34,7 @@ _SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".pa
 
 @dataclass(frozen=True)
 class Recording:
-    """Ops of a job. ``notes``: what cannot be said from this trace, and what was left out."""
+    """Ops of a job. ``notes``: what cannot be said from this trace, and what was omitted."""
 
     table: OperationTable
     format_name: str

@@ -1,7 +1,7 @@
 """Chrome trace of a timeline, for Perfetto: a process per replica, a thread per stage.
 
-Receives and collectives run beside the compute ops, and beside each other. Events of one thread
-must not overlap, so that they are asynchronous events of their process.
+Receives and collectives overlap with compute ops and with each other. Events of one thread must
+not overlap, so they are asynchronous events of their process.
 """
 
 from __future__ import annotations

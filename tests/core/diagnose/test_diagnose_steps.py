@@ -37,7 +37,7 @@ def drop(condition: Callable[[Operation], bool]) -> list[Operation]:
         (lambda op: op.step == 2 and op.stage == 1, "Step in which workers ran nothing"),
         (
             lambda op: op.step == 2 and op.optype.startswith("backward"),
-            "Step without backwards: evaluation, left out: 2.",
+            "Step without backwards: evaluation, omitted: 2.",
         ),
         (
             lambda op: op.step == 2 and op.optype == "backward-compute" and op.microbatch == 3,

@@ -25,7 +25,7 @@ class RankPlace(NamedTuple):
 
 def place_ranks(traces: Sequence[RankTrace], notes: list[str]) -> dict[int, RankPlace]:
     """Places of the ranks of all complete pipelines. Ranks of other tensor or context ranks than 0
-    and incomplete pipelines are left out, with a note. Raises :class:`InputError` if no pipeline
+    and incomplete pipelines are omitted, with a note. Raises :class:`InputError` if no pipeline
     is complete."""
     diagnosed = {}
     others = []

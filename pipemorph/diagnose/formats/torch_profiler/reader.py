@@ -236,7 +236,7 @@ def _name_stages(ranks: Sequence[_PipelineRank], notes: list[str]) -> None:
         mine = {rank.place.position: rank for rank in ranks if rank.place.dp_rank == dp_rank}
         ops = {position: rank.ops for position, rank in mine.items()}
         if mine[0].segmentation.labels is None and (dropped := drop_setup(ops)):
-            notes.append(f"{dropped} forwards by which ranks inferred shapes are left out.")
+            notes.append(f"{dropped} forwards by which ranks inferred shapes are omitted.")
             for rank in mine.values():
                 remaining = {id(op) for op in rank.ops}
                 rank.messages = [each for each in rank.messages if id(each.op) in remaining]
@@ -273,15 +273,15 @@ def _choose_steps(ranks: Sequence[_PipelineRank], notes: list[str]) -> list[int]
     incomplete = set.union(*(rank.incomplete for rank in ranks))
     partial = sorted(set.union(*found) - common)
     if partial:
-        notes.append(f"Steps {list_numbers(partial)} are not in all traces, and are left out.")
+        notes.append(f"Steps {list_numbers(partial)} are not in all traces, and are omitted.")
     if broken := sorted(common & incomplete):
         notes.append(
-            f"Steps {list_numbers(broken)} are left out: their forwards and backwards are not all "
+            f"Steps {list_numbers(broken)} are omitted: their forwards and backwards are not all "
             "in the traces."
         )
     chosen = sorted(common - incomplete)
     if len(chosen) > 1 and chosen[0] == 0 and _has_setup(ranks, chosen):
-        notes.append(f"Step {chosen[0]} is left out: it has the set-up, an exchange of shapes.")
+        notes.append(f"Step {chosen[0]} is omitted: it has the set-up, an exchange of shapes.")
         del chosen[0]
     if not chosen:
         raise InputError(
@@ -373,18 +373,18 @@ def _match_reductions(ranks: Sequence[_PipelineRank], steps: Sequence[int]) -> I
 
 
 def _note_limits(ranks: Sequence[_PipelineRank], notes: list[str]) -> None:
-    """Add what was left out, and what these traces cannot show."""
+    """Add what was omitted, and what these traces cannot show."""
     if evaluated := sum(op.evaluated for rank in ranks for op in rank.segmentation.ops):
-        notes.append(f"{evaluated} forwards of evaluations are left out.")
+        notes.append(f"{evaluated} forwards of evaluations are omitted.")
     if unclaimed := sum(rank.segmentation.unclaimed for rank in ranks):
-        notes.append(f"{unclaimed} backwards are left out: their forwards precede the traces.")
+        notes.append(f"{unclaimed} backwards are omitted: their forwards precede the traces.")
     if foreign := sum(len(rank.foreign) for rank in ranks):
-        notes.append(f"{foreign} messages that belong to no op are left out.")
+        notes.append(f"{foreign} messages that belong to no op are omitted.")
     if any(rank.on_gpu for rank in ranks):
         notes.append(
             "Times are those of GPU kernels. This has only been tried on traces made by hand, and "
             "not on a GPU: compare with what you expect. A message's kernel also runs while it "
-            "waits, so transfer and waiting are told apart only between ranks."
+            "waits, so transfer and waiting are distinguished only between ranks."
         )
     else:
         notes.append(
