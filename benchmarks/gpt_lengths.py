@@ -3,9 +3,10 @@
 One command: ``python benchmarks/gpt_lengths.py [--json FILE]``. The model of
 :mod:`pipemorph_trainer.examples.gpt`, two replicas of two stages, trains on the same samples
 twice: dealt in the order of the permutation, four per microbatch, and by ``BalancedBatchSampler``
-with costs that are fitted to the ops of the first run. Ranks measure the processor time of each op,
-which other load on the machine hardly changes; the iteration is simulated from these times, as if
-each rank had a processor of its own. The wall-clock figures are true only where that is so.
+with costs that are fitted to the ops of the first run. Both run three times, in turn. Ranks measure
+the processor time of each op, and the median of the three counts; the iteration is simulated from
+these times, as if each rank had a processor of its own. The wall-clock figures are true only where
+that is so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -28,7 +29,7 @@ from pipemorph.planning import Link, Problem, StageTimes, plan, predict
 from pipemorph_trainer.data import BalancedBatchSampler, CostModel, fit_costs
 
 REPLICAS, STAGES, MICROBATCHES, EACH = 2, 2, 4, 4
-SAMPLES, WARM_UP, STEPS = 512, 2, 12
+SAMPLES, WARM_UP, STEPS, ROUNDS = 512, 2, 12, 3
 CAPACITY = 4096
 """Tokens of a microbatch's tensors, most of which hold none."""
 BATCH = REPLICAS * MICROBATCHES * EACH
@@ -178,6 +179,13 @@ def run_job(model: CostModel | None) -> Any:
     return json.loads(printed.splitlines()[-1])
 
 
+def take_medians(values: Sequence[Any]) -> Any:
+    """Take the median of each number over equal nested lists."""
+    if not isinstance(values[0], list):
+        return median(values)
+    return [take_medians(each) for each in zip(*values, strict=True)]
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2])
@@ -194,7 +202,13 @@ def main() -> int:
         for m, own in enumerate(samples)
     ]
     model = fit_costs([row for row, _ in pairs], [took for _, took in pairs])
-    runs["balanced"] = run_job(model), list(deal_steps(model))
+    rounds: list[list[Any]] = [[runs["in order"][0]], []]
+    for _ in range(ROUNDS - 1):
+        rounds[1].append(run_job(model))
+        rounds[0].append(run_job(None))
+    rounds[1].append(run_job(model))
+    runs["in order"] = take_medians(rounds[0]), runs["in order"][1]
+    runs["balanced"] = take_medians(rounds[1]), list(deal_steps(model))
     # Stage times of a mean microbatch, of both runs together.
     means = [
         [
