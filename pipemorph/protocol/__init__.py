@@ -40,6 +40,7 @@ from pipemorph.protocol.message_base import (
 from pipemorph.protocol.op_traces import OpsTrace
 from pipemorph.protocol.samples import (
     DeviceClockRate,
+    FittedCosts,
     IterationSample,
     LinkSample,
     RailSample,
@@ -82,6 +83,7 @@ __all__ = [
     "Directive",
     "DirectiveEnvelope",
     "EventReport",
+    "FittedCosts",
     "GenerationState",
     "Health",
     "IterationSample",

@@ -15,6 +15,38 @@ MeanCost = Annotated[float, Field(gt=0, le=1e31, allow_inf_nan=False)]
 """Mean cost of microbatches, in the unit of the script."""
 
 
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class FittedCosts(ProtocolModel):
+    """Cost of a microbatch as the trainer has fitted it to op times of stage 0: ``base + per_token
+    · tokens + per_square · Σ length²``, in seconds of F, B and W. Errors are relative, root mean
+    squares, as fractions.
+    """
+
+    base: Seconds
+    per_token: Seconds
+    per_square: Seconds
+    error: Fraction
+    """Error of the model."""
+    equal_error: Fraction
+    """Error of one cost for all microbatches: how much there is to explain."""
+    microbatches: Annotated[int, Field(ge=1)]
+    """Number of measured microbatches."""
+
+    def format_text(self) -> str:
+        """Format as ``costs are 1.2e-03 s + 3.4e-06 s per token + 5.6e-09 s per squared length,
+        fitted to 64 microbatches with an error of 2.1% (equal costs: 41%)``."""
+        terms = (self.base, ""), (self.per_token, " per token"), (
+            self.per_square, " per squared length"
+        )  # fmt: skip
+        text = " + ".join(f"{value:.2g} s{each}" for value, each in terms if value)
+        return (
+            f"costs are {text}, fitted to {self.microbatches} microbatches with an error of"
+            f" {self.error:.1%} (equal costs: {self.equal_error:.0%})"
+        )
+
+
 class WireTime(ProtocolModel):
     """Distribution of wire times in a window: from the first byte sent to complete reception.
 
@@ -224,6 +256,8 @@ class IterationSample(ProtocolModel):
     cost: MeanCost | None = None
     """Mean cost of the microbatches, of the column with the most work; None if the script gives
     no costs."""
+    fitted_costs: FittedCosts | None = None
+    """Costs that the trainer has fitted with the op times of this iteration, for later ones."""
 
     @property
     def diverged(self) -> bool:

@@ -30,7 +30,7 @@ from pipemorph_trainer.executor.inputs import (
     check_shared_graphs,
     join_microbatches,
 )
-from pipemorph_trainer.executor.microbatch_costs import compute_costs, read_costs
+from pipemorph_trainer.executor.microbatch_costs import SampleSizes, compute_costs, read_costs
 from pipemorph_trainer.executor.stage_executor import MicrobatchInputs
 from pipemorph_trainer.schedule.graceful_shutdown import (
     GracefulShutdown,
@@ -167,16 +167,17 @@ class CallRunner:
                 if not given.evaluation:
                     check_shared_graphs(self._parts.coordinate.with_stage(stage), inputs[stage])
             if not given.evaluation:
-                inputs[min(inputs)].costs = self._read_costs(given, inputs.get(0))
+                costs = self._read_costs(given, inputs.get(0))
+                inputs[min(inputs)].costs = self._parts.iterations.fitter.price_microbatches(costs)
         except Exception as error:  # noqa: BLE001  all ranks get any error
             return inputs, shapes, error
         return inputs, shapes, None
 
     def _read_costs(
         self, given: StepArguments, first: MicrobatchInputs | None
-    ) -> tuple[float, ...]:
-        """Return the costs of the microbatches that were given, else of ``first``, the inputs of
-        stage 0; empty if there are none, or if this rank does not have stage 0."""
+    ) -> tuple[float, ...] | tuple[SampleSizes, ...]:
+        """Return the costs or sizes of the microbatches that were given, else of ``first``, the
+        inputs of stage 0; empty if there are none, or if this rank does not have stage 0."""
         cost_fn = self._parts.cost_fn
         microbatches = given.count or self._parts.plans.current_plan.microbatches
         if given.costs is not None:
@@ -372,7 +373,7 @@ class Pipeline:
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
-        costs: Sequence[float] | Tensor | None = None,
+        costs: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None,
         microbatches: MicrobatchSource | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
@@ -392,8 +393,9 @@ class Pipeline:
         microbatches and columns; give it in all columns or in none.
 
         ``costs``, on stage 0: N numbers that are proportional to the op times of the microbatches,
-        such as their tokens, in one unit in all steps. Then a batch with more work does not count
-        as a slower stage. Those of other stages are only checked.
+        such as their tokens, in one unit in all steps; or N sequences of the lengths of their
+        samples, to which the trainer fits the costs within a few iterations. Then a batch with more
+        work does not count as a slower stage. Those of other stages are only checked.
 
         ``microbatches``: source of the microbatches instead, on every rank that uses some: an
         iterator of those of this replica, or a function of the number of a microbatch in the whole

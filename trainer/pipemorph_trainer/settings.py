@@ -90,7 +90,8 @@ class Options:
     iteration, so that the sums of gradients are in that order."""
     cost_fn: CostFunction | None = None
     """Function that computes the cost of a microbatch from its arguments on stage 0, such as its
-    number of tokens, where ``step`` gets no ``costs``."""
+    number of tokens, where ``step`` gets no ``costs``; or the lengths of its samples, from which
+    the trainer fits the costs."""
 
     def to_settings(self) -> dict[str, Any]:
         """Return the values that :class:`Settings` has, by name."""

@@ -129,6 +129,7 @@ def build_explanation(job: ExplainedJob) -> Explanation:
     story.observations = [
         *_describe_divergence(job),
         *_describe_pauses(job),
+        *_describe_work(job),
         *(_describe_slow_period(each, job) for each in spans),
     ]
     for found in list_failing_conditions(status):
@@ -261,6 +262,13 @@ def _describe_pauses(job: ExplainedJob) -> Iterator[str]:
         )
     elif before > MOST_PAUSED_SHARE:
         yield f"Python's garbage collector took {before:.1%} of the time, inside iterations"
+
+
+def _describe_work(job: ExplainedJob) -> Iterator[str]:
+    """Sentences about the work of microbatches in a run."""
+    for each in job.iterations or ():
+        if each.fitted_costs is not None:
+            yield f"from iteration {each.index + 1} on, {each.fitted_costs.format_text()}"
 
 
 def _describe_slow_period(slow: SlowPeriod, job: ExplainedJob) -> str:

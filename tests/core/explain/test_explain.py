@@ -161,6 +161,17 @@ def test_pauses_of_the_garbage_collector_are_named(
     assert ("Options(gc='auto')" in text) is advised
 
 
+def test_fitted_costs_are_named() -> None:
+    content = report(adaptations=[], links={"slow": []})
+    content["iterations"][9]["fitted_costs"] = {
+        "base": 0.0, "per_token": 3e-6, "per_square": 0.0, "error": 0.02, "equal_error": 0.41,
+        "microbatches": 64,
+    }  # fmt: skip
+    text = " ".join("\n".join(explain(content)).split())
+    wanted = "from iteration 10 on, costs are 3e-06 s per token, fitted to 64 microbatches"
+    assert f"{wanted} with an error of 2.0% (equal costs: 41%)" in text
+
+
 def test_changes_are_listed_in_their_order_and_the_best_of_many() -> None:
     changes = [change(i, saved=saved) for i, saved in enumerate((1.0, 5.0, 2.0, 9.0), start=1)]
     text = "\n".join(explain(report(adaptations=changes)))

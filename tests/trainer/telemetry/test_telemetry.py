@@ -266,7 +266,7 @@ def begun_apart(context: TrainerContext) -> list[tuple[int | float | None, ...]]
     goes_on = groups.create_group(backend="gloo")
     rounds.begin_iteration(0, at=time.monotonic())
     costs = [2.0 + 2.0 * context.rank, 4.0 + 4.0 * context.rank]
-    rounds.record_ops(0, 0, [MeasuredOp(OpKind.F, 0, 1.0, 2.0)], 0.5, costs)
+    rounds.record_ops(0, 0, [MeasuredOp(OpKind.F, 0, 1.0, 2.0)], 0.5, costs=costs)
     rounds.end_iteration(0, time.monotonic(), None, PauseTimes(0.1, 0.2 * context.rank))
     if context.rank == 1:
         dist.barrier(goes_on)

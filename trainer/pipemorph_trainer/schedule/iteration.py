@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemorph.protocol import OpsTrace, ReductionSample
+from pipemorph.protocol import FittedCosts, OpsTrace, ReductionSample
 from pipemorph.spec.mesh import COLUMN_DIMENSIONS, DATA_DIMENSIONS, LOCKSTEP_DIMENSIONS
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
@@ -38,6 +38,7 @@ from pipemorph_trainer.executor.stage_executor import (
 )
 from pipemorph_trainer.executor.waiting import CollectiveWaiter
 from pipemorph_trainer.profiling import profiling
+from pipemorph_trainer.schedule.cost_fitter import MOMENTS, CostFitter
 from pipemorph_trainer.schedule.microbatch_orderer import MicrobatchOrderer
 from pipemorph_trainer.schedule.microbatch_source import MicrobatchPosition
 from pipemorph_trainer.schedule.multi_stage_runner import MultiStageRunner, StepCall
@@ -77,7 +78,8 @@ class SharedLoss:
     :meth:`wait_for_loss`.
 
     The loss is the mean over columns of the sum over microbatches, divided by a divisor. Replicas,
-    shards and context ranks have different data, tensor ranks the same loss.
+    shards and context ranks have different data, tensor ranks the same loss. ``fitter``: its
+    moments are added up with the losses.
     """
 
     def __init__(
@@ -86,13 +88,16 @@ class SharedLoss:
         world: World,
         accelerator: Accelerator | None,
         wait: CollectiveWaiter,
+        fitter: CostFitter,
     ) -> None:
         # Refers to the world, not to its groups, whose last references World.leave() drops.
         self._world, self._divisor = world, 1.0
-        self._accelerator, self._wait_for = accelerator, wait
-        self._loss = torch.zeros(5, dtype=torch.float64)
+        self._accelerator, self._wait_for, self._fitter = accelerator, wait, fitter
+        self._loss = torch.zeros(0, dtype=torch.float64)
         self._sum: PendingCollective | None = None
         self._copy: LossCopy | None = None
+        self.fitted: FittedCosts | None = None
+        """Costs that have been fitted with the last loss; None: none."""
         self.refused = False
         """True if a replica refused the step. Valid after :meth:`wait_for_loss`."""
         self.end_requested: Callable[[], bool] | None = None
@@ -151,6 +156,7 @@ class SharedLoss:
         self.is_ending = self.is_ending or bool(self._loss[2])
         self.is_changing_layout = bool(self._loss[3])
         self.moves_collector = self.moves_collector or bool(self._loss[4])
+        self.fitted = self._fitter.add_moments(self._loss[-MOMENTS:].tolist())
         return float(self._loss[0]) / self._world.coordinate.mesh.columns
 
     def _share_losses(self, losses: Sequence[float], *, refused: bool = False) -> None:
@@ -161,7 +167,8 @@ class SharedLoss:
         ends = self.end_requested is not None and self.end_requested()
         moves = self.layout_change_requested is not None and self.layout_change_requested()
         pauses = self.pauses_exceed_limit is not None and self.pauses_exceed_limit()
-        values = [total / self._divisor, refused, ends, moves, pauses]
+        moments = self._fitter.take_moments()
+        values = [total / self._divisor, refused, ends, moves, pauses, *moments]
         self._loss = torch.tensor(values, dtype=torch.float64)
         self._sum = self._world.all_ranks.all_reduce(self._loss)
 
@@ -236,7 +243,11 @@ class IterationRunner:
         self._device_times: DeviceTimes | None = None
         if first.accelerator is not None:
             self._device_times = DeviceTimes(first.accelerator)
-        self._loss = SharedLoss(world=world, accelerator=first.accelerator, wait=rank.wait)
+        self.fitter = CostFitter()
+        """Fits the costs of microbatches."""
+        self._loss = SharedLoss(
+            world=world, accelerator=first.accelerator, wait=rank.wait, fitter=self.fitter
+        )
         self._mail = Mailbox(
             links.ends, poller=rank.poller, waiting=rank.wait.waiting, deadline=rank.deadline,
             between=self._between_ops,
@@ -584,7 +595,16 @@ class IterationRunner:
         if self._reducer is not None and self.synchronizes:
             reduction = self._reducer.measure_reduction()
         self.plan_receiver.prepare_postponed()
-        self._rounds.record_ops(iteration, plan.version, ops, loss, self.work.costs)
+        fitted = self._loss.fitted
+        self._rounds.record_ops(
+            iteration, plan.version, ops, loss, costs=self.work.costs, fitted=fitted
+        )
+        if fitted is not None and self._coordinate.rank == 0:
+            text = f"from iteration {iteration + 1} on, {fitted.format_text()}"
+            log.info("%s", text)
+            self._reporter.publish(message=text)
+        if 0 in outcomes and self._can_measure(0, again=again):
+            self.fitter.measure_microbatches(outcomes[0])
         if profiling():
             self._rounds.wait_for_iteration(iteration)
         if not self._warm:
@@ -618,8 +638,7 @@ class IterationRunner:
         """Report a stage's measurements of an iteration."""
         own = self._stages[stage]
         host_bytes = sum(each.host_bytes for each in self._stages.values())
-        # The first iteration's ops are slower than later ones.
-        profiled = self._warm and not (own.is_measuring or again)
+        profiled = self._can_measure(stage, again=again)
         self._reporter.publish(
             profile=own.profile_iteration(outcome) if profiled else None,
             offloaded=sum_offload_copies(outcome.copies, host_bytes),
@@ -630,6 +649,11 @@ class IterationRunner:
             ),
             ops=self._make_ops_trace(stage, iteration, version, origin, outcome),
         )
+
+    def _can_measure(self, stage: int, *, again: bool) -> bool:
+        """True if a stage's op times of this iteration are those of later ones, too. ``again``:
+        some of its forwards ran before the iteration began again."""
+        return self._warm and not (self._stages[stage].is_measuring or again)
 
     def _make_ops_trace(
         self, stage: int, iteration: int, version: int, origin: float, outcome: StageRecord

@@ -38,7 +38,7 @@ class Microbatch(NamedTuple):
     kwargs: Mapping[str, Any] = {}
     target: Any = None
     weight: Tensor | float | None = None
-    cost: float | None = None
+    cost: float | Sequence[float] | None = None
 
 
 MicrobatchSource = Iterator[Any] | Callable[[int], Any]

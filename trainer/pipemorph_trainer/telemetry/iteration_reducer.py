@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipemorph.protocol import IterationSample
+from pipemorph.protocol import FittedCosts, IterationSample
 from pipemorph_trainer.executor.collector_pauses import PauseTimes
 from pipemorph_trainer.executor.device_times import MeasuredOp
 from pipemorph_trainer.executor.waiting import CollectiveWaiter
@@ -87,6 +87,7 @@ class _OpenIteration:
         self.began, self.ended = began, 0.0
         self.loss = 0.0
         self.barrier: bool | None = None
+        self.fitted: FittedCosts | None = None
         self.mine: IterationSummary | None = None
         """Summary of this rank; None before :meth:`IterationReducer.record_ops`."""
         self.column: SummaryReduction | None = None
@@ -134,15 +135,17 @@ class IterationReducer:
         version: int,
         ops: Sequence[MeasuredOp],
         loss: float,
+        *,
         costs: Sequence[float] = (),
+        fitted: FittedCosts | None = None,
     ) -> None:
         """Add the times of this rank's ops, run under plan ``version``. ``costs``: of the
-        microbatches. Waits until the other ranks have begun this iteration, which they usually
-        have, but not until they end it."""
+        microbatches; ``fitted``: those that were fitted in this iteration. Waits until the other
+        ranks have begun this iteration, which they usually have, but not until they end it."""
         self._reduce_over_columns(iteration - 1)
         busy = sum([end - start for _, _, start, end in ops])
         found = self._open[iteration]
-        found.loss = loss
+        found.loss, found.fitted = loss, fitted
         cost = fmean(costs) if costs else 0.0
         found.mine = IterationSummary(version, ops[0].start, ops[-1].end, busy, 1, cost=cost)
 
@@ -233,6 +236,7 @@ def _make_sample(
         gc_inside=summary.paused.inside,
         gc_between=summary.paused.between,
         cost=summary.cost or None,
+        fitted_costs=found.fitted,
     )
 
 

@@ -136,7 +136,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
                 stage.dw_builder = SplitBackward(stage.submod, verify=mode == "verify")
                 self._splits.append(stage.dw_builder)
         self._loss_kwargs: dict[str, Any] | None = None
-        self._costs: Sequence[float] | Tensor | None = None
+        self._costs: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None
 
         # Not typed in torch.
         untyped: Any = self
@@ -188,7 +188,12 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         options = {"placement": find_placement(schedule), **options}
         return AdaptiveSchedule(**read_schedule_arguments(schedule), **options)
 
-    def step(self, *args: Any, costs: Sequence[float] | Tensor | None = None, **kwargs: Any) -> Any:
+    def step(
+        self,
+        *args: Any,
+        costs: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run one iteration with the arguments of torch's own schedules. ``costs``: of the
         microbatches, on stage 0, as of :meth:`pipemorph_trainer.Pipeline.step`."""
         self._costs = costs
