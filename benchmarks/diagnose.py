@@ -3,7 +3,8 @@
 One command: ``python benchmarks/diagnose.py --data DIR``. DIR has a trace of the study as
 ``NAME.parquet`` and ``NAME.timeline.json.gz``, and its published results, ``NAME.expected.json``
 (repository ByteDance-Seed/StragglerAnalysis). The trace is also repeated to 120,000 ops, as CSV and
-as a Chrome trace, and with ``--gib`` to a Chrome trace of that size.
+as a Chrome trace, and with ``--gib`` to a Chrome trace of that size. Profiles of four ranks that
+train with torch's 1F1B are also repeated to that size together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple
 
 from goals import finish_benchmark, make_parser
 
-OPS = 120_000
+OPS, RANKS, STEPS = 120_000, 4, 3
 MOST_SECONDS, MOST_MIB, MOST_LARGE_MIB = 10.0, 150, 500
 """Goals for that many ops, and for a trace of any size."""
 
@@ -84,32 +87,74 @@ def check_figures(name: str, found: Measured, expected: dict[str, Any]) -> list[
     return [(f"{name}: published figures, at most {worst:.1e} apart", holds)]
 
 
-def repeat_events(trace: Path) -> Iterator[dict[str, Any]]:
-    """Events of a Chrome trace, again and again, each time as further steps; thread names last
-    once."""
+class RepeatedTrace(NamedTuple):
+    """Text of a Chrome trace whose events can be written again and again, as further steps.
+    ``shifts``: by the text before a number in the events, what is added to it each time."""
+
+    head: str
+    events: str
+    tail: str
+    shifts: dict[str, int]
+
+    def write(self, to: Path, *, size: float) -> None:
+        """Write as many times as make ``size`` bytes, at least once."""
+        pattern = re.compile(f"({'|'.join(map(re.escape, self.shifts))})(\\d+)")
+        with to.open("w") as file:
+            at, turn = file.write(self.head), 0
+            while not turn or at < size:
+
+                def shift(found: re.Match[str], turn: int = turn) -> str:
+                    return f"{found[1]}{int(found[2]) + turn * self.shifts[found[1]]}"
+
+                at += file.write(("," if turn else "") + pattern.sub(shift, self.events))
+                turn += 1
+            file.write(self.tail)
+
+
+def read_study_trace(trace: Path) -> RepeatedTrace:
+    """Read a Chrome trace of the study."""
     with gzip.open(trace) as file:
         events = json.load(file)
     ops = [event for event in events if event["ph"] == "X"]
-    yield from (event for event in events if event["ph"] != "X")
-    last = 1 + max(event["args"]["step"] for event in ops)
-    turn = 0
-    while True:
-        for event in ops:
-            step = event["args"]["step"] + turn * last
-            yield event | {"args": event["args"] | {"step": step}}
-        turn += 1
+    names = [event for event in events if event["ph"] != "X"]
+    steps = 1 + max(event["args"]["step"] for event in ops)
+    tail = f",{json.dumps(names)[1:]}"
+    return RepeatedTrace("[", json.dumps(ops)[1:-1], tail, {'"step": ': steps})
 
 
-def write_chrome_trace(trace: Path, to: Path, *, ops: int = 1 << 62, size: int = 1 << 62) -> None:
-    """Write a longer Chrome trace, up to a number of ops or bytes."""
-    written = at = 0
-    with to.open("w") as file:
-        for event in repeat_events(trace):
-            at += file.write(("," if at else "[") + json.dumps(event))
-            written += event["ph"] == "X"
-            if written >= ops or at >= size:
-                break
-        file.write("]")
+def read_profile(trace: Path, steps: int) -> RepeatedTrace:
+    """Read a trace of torch.profiler over some steps."""
+    text = gzip.decompress(trace.read_bytes()).decode()
+    begin, end = text.index("[", text.index('"traceEvents"')) + 1, text.rindex("]")
+    seconds = 100
+    shifts = {'"ts": ': seconds * 10**6, '"Sequence number": ': 10**6, "ProfilerStep#": steps}
+    return RepeatedTrace(text[:begin], text[begin:end], text[end:], shifts)
+
+
+def record_profiles(folder: Path) -> None:
+    """Profile ranks that train with torch's 1F1B."""
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests/support")]
+    from profiled_pipelines import PipelineRun, profile_into
+
+    profile_into(folder, PipelineRun("1F1B", steps=STEPS), RANKS)
+
+
+def measure_large(study: Path, gib: float, folder: Path) -> Iterator[tuple[str, Measured]]:
+    """Diagnose ``gib`` GiB: a Chrome trace of the study, and profiles of four ranks."""
+    size = gib * 2**30
+    large = folder / "large.json"
+    read_study_trace(study).write(large, size=size)
+    yield "the study's Chrome form", diagnose(large)
+    large.unlink()
+    profiles = folder / "profiles"
+    # In a process of its own: the peak memory of a program counts from that of its parent.
+    child = multiprocessing.get_context("spawn").Process(target=record_profiles, args=(profiles,))
+    child.start()
+    child.join()
+    for path in sorted(profiles.glob("*.json.gz")):
+        read_profile(path, STEPS).write(path.with_suffix(""), size=size / RANKS)
+        path.unlink()
+    yield "traces of torch.profiler", diagnose(profiles)
 
 
 def write_csv(chrome: Path, to: Path) -> None:
@@ -158,20 +203,22 @@ def main() -> int:
                     goals += check_figures(form, found, expected)
         source = args.data / f"{names[0]}.timeline.json.gz"
         if source.exists():
-            write_chrome_trace(source, folder / "long.json", ops=OPS)
+            trace = read_study_trace(source)
+            ops = trace.events.count('"ph"')
+            trace.write(folder / "long.json", size=OPS / ops * len(trace.events))
             write_csv(folder / "long.json", folder / "long.csv")
             for path in (folder / "long.json", folder / "long.csv"):
                 found = diagnose(path)
                 text = f"{OPS} ops, {path.name}: {found}"
                 goals.append((text, found.seconds <= MOST_SECONDS and found.mib <= MOST_MIB))
                 figures[path.name] = {"seconds": found.seconds, "mib": found.mib}
-            if args.gib:
-                path = folder / "large.json"
-                write_chrome_trace(source, path, size=round(args.gib * 2**30))
-                found = diagnose(path)
-                text = f"{args.gib:g} GiB of JSON: {found}"
+            for form, found in measure_large(source, args.gib, folder) if args.gib else ():
+                text = f"{args.gib:g} GiB of {form}: {found}"
                 goals.append((text, found.mib <= MOST_LARGE_MIB))
-                figures["large"] = {"seconds": found.seconds, "mib": found.mib}
+                figures[f"{args.gib:g} GiB of {form}"] = {
+                    "seconds": found.seconds,
+                    "mib": found.mib,
+                }
     print()
     return 0 if finish_benchmark(goals, args.json, figures) else 1
 

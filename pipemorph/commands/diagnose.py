@@ -13,6 +13,7 @@ from pipemorph.diagnose.diagnosis_json import diagnosis_to_json
 from pipemorph.diagnose.diagnosis_text import format_diagnosis
 from pipemorph.diagnose.formats.registry import load_recording
 from pipemorph.diagnose.pictures.picture_files import render_picture_files
+from pipemorph.diagnose.trace_file import OUTPUT_NAME
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning.formats.torch_csv import dump_csv
 from pipemorph.terminal import render_parts
@@ -53,9 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_files(folder: Path, files: dict[str, str]) -> None:
-    """Write files into ``folder``, which is made if it is missing."""
+    """Write files into ``folder``, which is made if it is missing. Those of an earlier diagnosis
+    that this one does not have are removed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if OUTPUT_NAME.fullmatch(path.name) and path.name not in files and path.is_file():
+                path.unlink()
     except OSError as error:
         raise InputError(
             f"--out {one_line(str(folder))} cannot be used: {error.strerror}"

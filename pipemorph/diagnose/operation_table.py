@@ -65,9 +65,21 @@ class OperationTable:
     def __len__(self) -> int:
         return len(self.step)
 
+    def holds_step(self, step: int) -> bool:
+        """True for a step whose ops are held, as long as the table is not full."""
+        order = self._order
+        if order.setdefault(step, len(order)) % self.every:
+            return False
+        if len(self.step) < MOST_OPS or len(order) <= self.every:
+            return True
+        self._halve_steps()
+        return not order[step] % self.every
+
     def append_operation(self, op: Operation) -> None:
-        """Append an op. Raises :class:`InputError`, without the file's name, if a value cannot
-        be."""
+        """Append an op of a step that is held. Raises :class:`InputError`, without the file's name,
+        if a value cannot be."""
+        if not self.holds_step(op.step):
+            return
         code = CODE_OF_OPTYPE.get(op.optype)
         if code is None:
             raise InputError(
@@ -93,12 +105,6 @@ class OperationTable:
                 f"ranks {self.ranks[number]} and {op.rank} are both stage {op.stage} of dp_rank"
                 f" {op.dp_rank}; expected one worker (tensor rank 0) for each"
             )
-        if self._order.setdefault(op.step, len(self._order)) % self.every:
-            return
-        if len(self.step) >= MOST_OPS and len(self._order) > self.every:
-            self._halve_steps()
-            if self._order[op.step] % self.every:
-                return
         row = len(self.step)
         self.step.append(op.step)
         self.worker.append(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from pipemorph.errors import InputError, one_line
 
 HEAD_BYTES = 64 << 10
 """Bytes at the beginning of a trace by which its format is recognized."""
+OUTPUT_NAME = re.compile(
+    r"diagnosis\.(json|html)|schedule\.csv|(as-it-ran|without-stragglers|advice-[1-9]\d?)\.json"
+)
+"""Name of a file that ``pipemorph diagnose --out`` writes. It is no trace."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 106_190,
-    "product code lines": 78_390,
-    "test lines": 105_240,
-    "benchmark lines": 7_540,
-    "public classes": 732,
-    "modules": 416,
+    "product lines": 106_360,
+    "product code lines": 78_510,
+    "test lines": 105_290,
+    "benchmark lines": 7_590,
+    "public classes": 733,
+    "modules": 417,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -15,7 +15,7 @@ from pipemorph.diagnose.formats.run_trace import RankTraceReader, TimelineReader
 from pipemorph.diagnose.formats.study_trace import StudyTraceReader
 from pipemorph.diagnose.formats.torch_profiler.reader import TorchProfilerReader
 from pipemorph.diagnose.operation_table import OperationTable
-from pipemorph.diagnose.trace_file import TraceFile, TraceReader
+from pipemorph.diagnose.trace_file import OUTPUT_NAME, TraceFile, TraceReader
 from pipemorph.errors import InputError, one_line
 
 READERS: tuple[TraceReader, ...] = (
@@ -76,7 +76,11 @@ def _list_files(paths: Sequence[Path]) -> list[Path]:
             continue
         try:
             inside = _list_run_traces(path) or sorted(
-                each for each in path.iterdir() if each.is_file() and each.name.endswith(_SUFFIXES)
+                each
+                for each in path.iterdir()
+                if each.name.endswith(_SUFFIXES)
+                and not OUTPUT_NAME.fullmatch(each.name)
+                and each.is_file()
             )
         except OSError as error:
             raise InputError(f"{one_line(str(path))}: {error.strerror}") from None

@@ -39,6 +39,32 @@ def test_both_forms_are_read(
             assert fields == {"schemaVersion": 1, "baseTimeNanoseconds": 1234567890123}
 
 
+def write_as_profiler(events: list[Any]) -> str:
+    """Text of events in the layout of torch.profiler."""
+    texts = [json.dumps(event, indent=2).replace("\n", "\n  ") for event in events]
+    return '{ "schemaVersion": 1,\n"traceEvents": [\n  ' + ",\n  ".join(texts) + '\n  ], "x": 1 }'
+
+
+@pytest.mark.parametrize("chunk", [7, 999, 1 << 19])
+def test_events_that_do_not_matter_need_not_be_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("pipemorph.diagnose.formats.chrome_trace.CHUNK", chunk)
+    file = write(tmp_path / "t.json", write_as_profiler(EVENTS))
+    fields: dict[str, Any] = {}
+    found = list(iterate_events(file, fields, lambda text: '7"' in text))
+    wanted = [event for event in EVENTS if str(event["name"]).endswith("7")]
+    assert [event for event in found if event in wanted] == wanted
+    assert fields == {"schemaVersion": 1, "x": 1} and (chunk < 999 or len(found) < 200)
+
+
+@pytest.mark.parametrize("inner", ["}, {", "},{", "\n  },\n  {"])
+def test_separators_within_an_event_are_none(tmp_path: Path, inner: str) -> None:
+    nested = "[" + inner.join(['{"name": "a", "args": [{"b": 1', '"c": 2}]}']) + ',{"name": "d"}]'
+    file = write(tmp_path / "t.json", nested)
+    assert list(iterate_events(file, None, lambda text: True)) == json.loads(nested)
+
+
 def test_empty_arrays_have_no_events(tmp_path: Path) -> None:
     for text in ("[]", ' {"traceEvents": [] } \n'):
         assert list(iterate_events(write(tmp_path / "t.json", text))) == []

@@ -56,6 +56,26 @@ def test_out_is_a_folder(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "cannot be used" in capsys.readouterr().err
 
 
+def test_files_of_an_earlier_diagnosis_go_and_others_stay(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is that of the trace, which is then read again without what was written."""
+    folder = trace.parent
+    stale, others = ("advice-77.json", "schedule.csv"), ("advice-0.json", "my-advice-1.json")
+    for name in (*stale, *others, "advice.json"):
+        (folder / name).write_text("[]")
+    (folder / "advice-78.json").mkdir()
+    assert main(["diagnose", str(trace), "--out", str(folder)]) == 0
+    first = capsys.readouterr().out
+    assert "[]" not in {(folder / name).read_text() for name in stale if (folder / name).exists()}
+    assert not (folder / "advice-77.json").exists() and (folder / "advice-78.json").is_dir()
+    for name in (*others, "advice.json"):
+        assert (folder / name).read_text() == "[]"
+        (folder / name).unlink()
+    assert main(["diagnose", str(folder), "--out", str(folder)]) == 0
+    assert capsys.readouterr().out == first
+
+
 @pytest.mark.parametrize("content", [None, "", "no trace\n", '{"traceEvents": [', "step,optype\n"])
 def test_bad_input_is_one_line(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -8,15 +8,25 @@ when its kernel ends. A kernel of a message also runs while it waits for the oth
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipemorph.diagnose.formats.torch_profiler.compute_ops import ComputeOp
 from pipemorph.diagnose.formats.torch_profiler.messages import TracedMessage
-from pipemorph.diagnose.formats.torch_profiler.rank_trace import Kernel, RankTrace
+from pipemorph.diagnose.formats.torch_profiler.rank_trace import RankTrace
 
 _COLLECTIVE = re.compile(r"^(?:nccl|rccl|ncclDevKernel)", re.IGNORECASE)
 _MESSAGE = re.compile(r"SendRecv", re.IGNORECASE)
+
+
+class _ComputeKernels(NamedTuple):
+    """Times of kernels that compute, in order of their launches."""
+
+    launches: array[float]
+    begins: array[float]
+    ends: array[float]
 
 
 def move_to_gpu(
@@ -24,9 +34,15 @@ def move_to_gpu(
 ) -> list[ComputeOp]:
     """Set the times of ops and messages to those of their kernels. Return the ops that launched
     kernels; the others took no time of the GPU."""
-    by_launch = sorted(trace.kernels, key=lambda kernel: kernel.launch)
-    computing = [kernel for kernel in by_launch if not _COLLECTIVE.match(kernel.name)]
-    exchanging = [kernel for kernel in by_launch if _MESSAGE.search(kernel.name)]
+    computing = _ComputeKernels(array("d"), array("d"), array("d"))
+    exchanging = []
+    for kernel in trace.kernels:
+        if not _COLLECTIVE.match(kernel.name):
+            computing.launches.append(kernel.launch)
+            computing.begins.append(kernel.begin)
+            computing.ends.append(kernel.end)
+        if _MESSAGE.search(kernel.name):
+            exchanging.append(kernel)
     launches = [kernel.launch for kernel in exchanging]
     for message in messages:
         # The kernel of a batch is launched once all its messages are issued.
@@ -38,12 +54,11 @@ def move_to_gpu(
     return [op for op in ops if _move_op(op, computing)]
 
 
-def _move_op(op: ComputeOp, kernels: Sequence[Kernel]) -> bool:
-    first = bisect_left(kernels, op.begin, key=lambda kernel: kernel.launch)
-    last = bisect_right(kernels, op.end, key=lambda kernel: kernel.launch)
-    mine = kernels[first:last]
-    if not mine:
+def _move_op(op: ComputeOp, kernels: _ComputeKernels) -> bool:
+    first = bisect_left(kernels.launches, op.begin)
+    last = bisect_right(kernels.launches, op.end)
+    if first == last:
         return False
-    op.begin = min(kernel.begin for kernel in mine)
-    op.end = max(kernel.end for kernel in mine)
+    op.begin = min(kernels.begins[first:last])
+    op.end = max(kernels.ends[first:last])
     return True

@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from pipemorph.diagnose.formats.chrome_trace import iterate_events
+from pipemorph.diagnose.formats.torch_profiler.row_columns import RowColumns
 from pipemorph.diagnose.trace_file import TraceFile
 from pipemorph.errors import InputError, one_line
 
@@ -66,6 +67,14 @@ class ProcessGroup(NamedTuple):
     ranks: tuple[int, ...]
 
 
+def _make_events() -> RowColumns[TraceEvent]:
+    return RowColumns(TraceEvent, "ddOOOqq")
+
+
+def _make_kernels() -> RowColumns[Kernel]:
+    return RowColumns(Kernel, "dddO")
+
+
 @dataclass
 class RankTrace:
     """Events of one rank, in order of their begins. ``base``: nanoseconds of the wall clock at
@@ -77,7 +86,7 @@ class RankTrace:
     world_size: int = 1
     groups: tuple[ProcessGroup, ...] = ()
     base: int = 0
-    events: list[TraceEvent] = field(default_factory=list)
+    events: RowColumns[TraceEvent] = field(default_factory=_make_events)
     labels: list[Span] = field(default_factory=list)
     """Ranges that torch's schedules annotate: ``PP:0F1``, ``Forward 3``."""
     steps: list[Span] = field(default_factory=list)
@@ -87,7 +96,8 @@ class RankTrace:
     ``send``, ``recv``, ``coalesced``, and those of collectives."""
     pauses: list[Span] = field(default_factory=list)
     """Garbage collections and waits for data."""
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: RowColumns[Kernel] = field(default_factory=_make_kernels)
+    """In order of their launches."""
 
     @property
     def has_messages(self) -> bool:
@@ -97,7 +107,7 @@ class RankTrace:
     @property
     def begin(self) -> float:
         """Second of the first event; 0 without any."""
-        return self.events[0].begin if self.events else 0.0
+        return next((event.begin for event in self.events), 0.0)
 
     @property
     def end(self) -> float:
@@ -125,11 +135,21 @@ def classify_event(name: str) -> EventKind:
     return EventKind.OPTIMIZER if name.startswith("Optimizer.step") else EventKind.OPERATOR
 
 
+def may_matter(text: str) -> bool:
+    """False for the text of an event that says nothing of a pipeline, as most do: calls of Python,
+    flows, operators that make no node of the graph or are parts of a backward."""
+    if '"cpu_op"' in text:
+        if '"Sequence number"' not in text:
+            return "c10d::" in text or BACKWARD in text
+        return '"Fwd thread id": 0' in text or '"Fwd thread id"' not in text or BACKWARD in text
+    return '"python_function"' not in text and '"ac2g"' not in text
+
+
 def read_rank_trace(file: TraceFile) -> RankTrace:
     """Read the trace of a rank. Raises :class:`InputError` if it is damaged or says no rank."""
     fields: dict[str, Any] = {}
     trace = RankTrace(file.name)
-    _sort_events(trace, iterate_events(file, fields))
+    _sort_events(trace, iterate_events(file, fields, may_matter))
     trace.base = _read_integer(fields.get("baseTimeNanoseconds"), 0)
     trace.rank, trace.world_size, trace.groups = read_distributed_info(file.name, fields)
     return trace
@@ -138,7 +158,8 @@ def read_rank_trace(file: TraceFile) -> RankTrace:
 def _sort_events(trace: RankTrace, events: Iterable[Mapping[str, Any]]) -> None:
     """Add the events that say something of a pipeline, in order."""
     launches: dict[int, float] = {}
-    kernels: list[tuple[float, float, int, str]] = []
+    # Of a kernel whose launch is not known yet, the number of that is in its place.
+    kernels = _make_kernels()
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -159,15 +180,16 @@ def _sort_events(trace: RankTrace, events: Iterable[Mapping[str, Any]]) -> None:
         elif category == "user_annotation":
             _add_annotation(trace, Span(begin, end, name), event.get("tid", 0))
         elif category in LAUNCHES and "correlation" in arguments:
-            launches[arguments["correlation"]] = begin
+            launches[_read_integer(arguments["correlation"], -1)] = begin
         elif category in ("kernel", "Kernel") and "correlation" in arguments:
-            kernels.append((begin, end, arguments["correlation"], name))
-    trace.kernels = sorted(
-        Kernel(begin, end, launches[number], name)
-        for begin, end, number, name in kernels
-        if number in launches
-    )
-    trace.events.sort(key=lambda event: (event.begin, -event.end))
+            number = _read_integer(arguments["correlation"], -1)
+            kernels.append(Kernel(begin, end, number, name))
+    for kernel in kernels:
+        if (launch := launches.get(int(kernel.launch))) is not None:
+            trace.kernels.append(kernel._replace(launch=launch))
+    trace.kernels.sort_rows(2)
+    trace.events.sort_rows(1, descending=True)
+    trace.events.sort_rows(0)
     for spans in (trace.labels, trace.steps, trace.pauses, *trace.transfers.values()):
         spans.sort()
 
@@ -234,9 +256,10 @@ def read_distributed_info(
 
 def _read_integer(value: Any, default: int) -> int:
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
         return default
+    return number if abs(number) < 1 << 63 else default
 
 
 def merge_traces(first: RankTrace, second: RankTrace) -> RankTrace:
@@ -253,15 +276,13 @@ def merge_traces(first: RankTrace, second: RankTrace) -> RankTrace:
     def move(span: Span) -> Span:
         return Span(span.begin + shift, span.end + shift, span.name)
 
-    first.events += [
-        event._replace(begin=event.begin + shift, end=event.end + shift) for event in second.events
-    ]
+    for event in second.events:
+        first.events.append(event._replace(begin=event.begin + shift, end=event.end + shift))
     first.labels += map(move, second.labels)
     first.steps += map(move, second.steps)
     first.pauses += map(move, second.pauses)
     for name, spans in second.transfers.items():
         first.transfers.setdefault(name, []).extend(map(move, spans))
-    first.kernels += [
-        Kernel(k.begin + shift, k.end + shift, k.launch + shift, k.name) for k in second.kernels
-    ]
+    for begin, end, launch, name in second.kernels:
+        first.kernels.append(Kernel(begin + shift, end + shift, launch + shift, name))
     return first
