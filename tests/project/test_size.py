@@ -25,7 +25,7 @@ LIMITS: Mapping[str, float] = {
     "product lines": 106_360,
     "product code lines": 78_510,
     "test lines": 105_290,
-    "benchmark lines": 7_590,
+    "benchmark lines": 7_680,
     "public classes": 733,
     "modules": 417,
     "leaves of spec": 113,
