@@ -27,7 +27,6 @@ NAMES = (
     "profiler_traces",
     "torch_peer",
     "torch_slow_link",
-    "emulated",
     "slow_link",
     "rebalance",
     "recovery",
