@@ -16,15 +16,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gate import budget, impact, parts, plan, records, tiers
-from gate.reads import CACHED, CannotTrace, ReadTracer
 from gate.schedule import Schedule
-from gate.testbeds import PART, TestbedBuild
+from gate.testbeds import TestbedBuild
 from gate.verdict import PartResult, Verdict
 
 OUT = parts.ROOT / "build" / "tests"
@@ -75,8 +74,7 @@ def costs_of(results: Iterable[PartResult]) -> dict[str, float]:
 def run_check(out: Path, base: str | None) -> Verdict:
     """Lint, and the nearest tests that what changed since ``base`` reaches."""
     commit, changed = impact.changed_files(parts.ROOT, base)
-    files = records.Sources(parts.ROOT).files
-    reached = impact.ImportGraph(parts.ROOT, files).tests_reached(changed)
+    reached = impact.ImportGraph(parts.ROOT, impact.list_files(parts.ROOT)).tests_reached(changed)
     here = {p: n for p, n in reached.items() if p.parts[1] not in tiers.FULL_FOLDERS}
     chosen, deferred = impact.choose(here, records.known_costs(), plan.CHECK_BUDGET)
     say(f"{len(changed)} files differ from {commit}; they reach {len(here)} test files")
@@ -99,92 +97,23 @@ def run_times(out: Path) -> Verdict:
 
 
 def run_rest(out: Path) -> Verdict:
-    sources = records.Sources(parts.ROOT)
-    valid = find_unchanged(sources, records.environment_hash())
-    to_run = [one for one in plan.REST_PARTS if one.name not in valid]
-    for name, record in valid.items():
-        say(f"{name}: unchanged since {record.commit}; FRESH=1 runs it all the same")
-    with ExitStack() as stack:
-        needed = sorted({need for one in to_run for need in one.needs})
-        testbeds = stack.enter_context(TestbedBuild(needed, out / "testbeds.log", say))
-        tracer = stack.enter_context(traced(sources))
+    plans = plan.REST_PARTS
+    needed = sorted({need for one in plans for need in one.needs})
+    with TestbedBuild(needed, out / "testbeds.log", say) as testbeds:
         schedule = Schedule(
-            to_run, lambda one: make_part(one, out), testbeds, lambda: run_seconds(time.time())
+            plans, lambda one: make_part(one, out), testbeds, lambda: run_seconds(time.time())
         )
         with stopped_at_the_end() as began:
             parts.run_in_lanes(lambda: began.add(schedule.take()), plan.REST_LANES, say)
-        read = {
-            one.name: tracer.opened_by(one.name, *[PART] * bool(one.needs)) if tracer else None
-            for one in to_run
-        }
     ran = {part.name: part.result() for part in began.parts}
-    results = [result_of(one, ran, valid, schedule.not_run) for one in plan.REST_PARTS]
+    missing = schedule.not_run
+    results = [
+        ran.get(one.name) or PartResult(one.name, None, 0.0, not_run=missing.get(one.name))
+        for one in plans
+    ]
     verdict = parts.judge(results, out, "make test-all", parts.REPEATABLE)
     again = records.note_unstable([test.nodeid for test in verdict.unstable()])
-    # Hashed again, since testbeds may have installed compilers meanwhile.
-    add_records(to_run, ran, read, sources, records.environment_hash())
     return verdict.with_(seen_before=again, stopped=schedule.stopped)
-
-
-def find_unchanged(sources: records.Sources, environment: str) -> dict[str, records.Record]:
-    """The valid record of each part that need not run."""
-    if records.fresh():
-        return {}
-    found = {
-        one.name: records.find_valid(one.name, sources, environment)
-        for one in plan.REST_PARTS
-        if one.recorded
-    }
-    return {name: record for name, record in found.items() if record is not None}
-
-
-def add_records(
-    plans: Iterable[plan.PartPlan],
-    ran: Mapping[str, PartResult],
-    read: Mapping[str, set[Path] | None],
-    sources: records.Sources,
-    environment: str,
-) -> None:
-    """Record the parts in which every test passed the first time."""
-    for one in plans:
-        result, opened = ran.get(one.name), read[one.name]
-        if not one.recorded or result is None or result.status != 0 or opened is None:
-            continue
-        also = {path for folder in one.also_reads for path in sources.below(folder)}
-        passed = result.results.count("passed") if result.results else 0
-        if not records.add(one.name, sources, environment, opened | also, passed):
-            say(f"{one.name}: not recorded, since files that it read changed meanwhile")
-
-
-def result_of(
-    one: plan.PartPlan,
-    ran: Mapping[str, PartResult],
-    valid: Mapping[str, records.Record],
-    not_run: Mapping[str, str],
-) -> PartResult:
-    if one.name in ran:
-        return ran[one.name]
-    record = valid.get(one.name)
-    unchanged = f"as of {record.commit}, {record.passed} passed then" if record else None
-    return PartResult(one.name, None, 0.0, unchanged=unchanged, not_run=not_run.get(one.name))
-
-
-@contextmanager
-def traced(sources: records.Sources) -> Iterator[ReadTracer | None]:
-    """A tracer of the checkout, or None where this process may not trace."""
-    folders = set(sources.folders)
-    for folder in {path.parent for path in sources.files if path.suffix == ".py"}:
-        # Made now, so that what Python compiles into it while parts run is seen as well.
-        (sources.root / folder / CACHED).mkdir(exist_ok=True)
-        folders.add(folder / CACHED)
-    try:
-        tracer = ReadTracer(sources.root, folders)
-    except CannotTrace as error:
-        say(f"no part is recorded as passed, since what they read cannot be traced: {error}")
-        yield None
-        return
-    with tracer:
-        yield tracer
 
 
 class Began:

@@ -77,7 +77,6 @@ def main(names: list[str]) -> int:
         return 2
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    os.environ["FRESH"] = "1"  # what was judged before is judged again
     ran = []
     for name in names or PARTS:
         selected, amounts = PARTS[name]

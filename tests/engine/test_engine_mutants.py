@@ -2,14 +2,10 @@
 links fast.
 
 Each mutant is the real source with one rule removed, linked with the objects of the suite that
-:mod:`suite_build` builds. A mutant that was noticed is not judged again while its source with all
-that this includes, the objects of the simulation, the compiler and its description in this file
-are the same; ``FRESH=1`` judges all.
+:mod:`suite_build` builds.
 """
 
 import functools
-import hashlib
-import json
 import os
 import pathlib
 import re
@@ -19,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 import suite_build as suite
-from gate import AlwaysRed, always_red, records
+from gate import AlwaysRed, always_red
 
 CSRC = suite.ROOT / "csrc"
 COMPILER = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20"]
@@ -27,8 +23,6 @@ SCHEDULES = 20_000
 """A run ends at the first schedule that notices: 1,375 for the mutant that lives the longest."""
 ALIVE_SCHEDULES = 2_000
 """Schedules of the unchanged source: `test_engine_cpp.py` plays all of them."""
-MOST_KEYS = 8
-"""Remembered of each mutant: so many branches can take turns."""
 
 pytestmark = pytest.mark.full
 
@@ -327,27 +321,6 @@ MUTANTS = {
 }
 
 
-class Judged:
-    """The mutants that were noticed, each with the keys of the builds in which it was."""
-
-    def __init__(self, file: pathlib.Path) -> None:
-        self._file = file
-        self._keys: dict[str, list[str]] = {}
-        if file.is_file():
-            self._keys = json.loads(file.read_text())
-
-    def has(self, name: str, key: str) -> bool:
-        return key in self._keys.get(name, ())
-
-    def add(self, name: str, key: str) -> None:
-        others = [known for known in self._keys.get(name, ()) if known != key]
-        self._keys[name] = [*others, key][-MOST_KEYS:]
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        written = self._file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(self._keys, indent=1))
-        written.replace(self._file)
-
-
 @dataclass(frozen=True)
 class Simulation:
     """Objects that mutants are linked with."""
@@ -357,13 +330,6 @@ class Simulation:
     library: pathlib.Path
     folder: pathlib.Path
     """Folder of objects that are compiled once for all mutants."""
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Hash of the objects, the compiler, and how mutants are compiled."""
-        version = suite.run(*COMPILER, "--version")
-        said = [version, *COMPILER, *map(str, _HEADER_OPTIONS), str(SCHEDULES)]
-        return _digest(*(text.encode() for text in said), *(o.read_bytes() for o in self.objects))
 
     @functools.cached_property
     def headers(self) -> tuple[str, ...]:
@@ -376,27 +342,6 @@ class Simulation:
 
 
 HEADERS = ("<algorithm>", '"protocol/link_core.hpp"', '"protocol/peer_watch.hpp"')
-_HEADER_OPTIONS = ("-O0", "-O1", *HEADERS)
-
-
-def _digest(*parts: bytes) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.hexdigest()
-
-
-@functools.cache
-def read_by(unit: str) -> tuple[pathlib.Path, ...]:
-    """The files of the project that a unit is compiled from."""
-    rule = suite.run(*COMPILER, "-MM", f"-I{CSRC}", CSRC / unit)
-    return tuple(pathlib.Path(name) for name in rule.replace("\\\n", " ").split()[1:])
-
-
-def key_of(mutant: Mutant, simulation: Simulation) -> str:
-    """Key of all that the verdict on a mutant depends on."""
-    sources = (path.read_bytes() for path in read_by(mutant.unit))
-    return _digest(repr(mutant).encode(), simulation.digest.encode(), *sources)
 
 
 @pytest.fixture(scope="module")
@@ -407,11 +352,6 @@ def simulation(tmp_path_factory) -> Simulation:
     found = [*alone, *sorted(folder.glob("sim_*.cpp.o"))]
     assert len(found) > 4, f"no objects of the simulation in {folder}"
     return Simulation(tuple(found), build / "libengine_core.a", tmp_path_factory.mktemp("headers"))
-
-
-@pytest.fixture(scope="module")
-def judged() -> Judged:
-    return Judged(records.folder() / "mutants.json")
 
 
 def build_mutant(mutant: Mutant, simulation: Simulation, folder: pathlib.Path) -> pathlib.Path:
@@ -465,15 +405,11 @@ def test_the_unchanged_source_passes(simulation, tmp_path):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_simulation_notices(name, simulation, judged, tmp_path):
+def test_the_simulation_notices(name, simulation, tmp_path):
     mutant = MUTANTS[name]
-    key = key_of(mutant, simulation)
-    if not records.fresh() and judged.has(name, key):
-        pytest.skip("noticed before, in the same sources; FRESH=1 judges it again")
     program = build_mutant(mutant, simulation, tmp_path)
     status, said = run_simulation(program, mutant.test, SCHEDULES)
     with always_red():
         assert status == 1, f"the mutant lives: {SCHEDULES} schedules\n{said}"
         where = r"schedule \d+: .*" if mutant.test == "sim_random" else ""
         assert re.search(rf"FAILED  {mutant.test}.*{where}({mutant.noticed})", said), said
-    judged.add(name, key)

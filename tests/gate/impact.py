@@ -155,6 +155,12 @@ def changed_files(root: Path, base: str | None) -> tuple[str, set[Path]]:
     return commit, {Path(name) for name in named if name}
 
 
+def list_files(root: Path) -> set[Path]:
+    """The files of a checkout that git tracks or would add, relative to ``root``."""
+    named = _git(root, "ls-files", "-z", "-co", "--exclude-standard").split("\0")
+    return {Path(name) for name in named if name and (root / name).is_file()}
+
+
 def _git(root: Path, *arguments: str, check: bool = True) -> str:
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, check=check, capture_output=True, text=True).stdout

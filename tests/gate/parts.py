@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gate import reads, results
+from gate import results
 from gate.verdict import MOST_SECOND_RUNS, PartResult, SecondRun, Verdict, failures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ class Part:
         began = time.monotonic()
         with self.log.open("wb") as log:
             where = None if self.shown else log
-            env = os.environ | self.env | {reads.VARIABLE: self.name}
+            env = os.environ | self.env
             self.process = subprocess.Popen(
                 self.command, cwd=ROOT, stdout=where, stderr=where, env=env
             )

@@ -29,11 +29,6 @@ class PartPlan:
     """Run instead of pytest."""
     needs: tuple[str, ...] = ()
     """Names of testbeds, as ``tests/testbeds.py`` has them."""
-    recorded: bool = False
-    """True if it is skipped when all that it read last time is the same: :mod:`gate.records`."""
-    also_reads: tuple[str, ...] = ()
-    """Folders that count as read, whether it opened their files or not: what is compiled into the
-    installed package is read from there."""
     may_be_empty: bool = False
     """True if the selection may hold no test."""
     budget: float | None = None
@@ -75,8 +70,6 @@ CHECK_BUDGET = 240.0
 SANITIZERS, MUTANTS, FUZZ = (
     f"{ENGINE}/test_engine_{name}.py" for name in ("sanitizers", "mutants", "fuzz")
 )
-COMPILED = ("csrc", ENGINE, "CMakeLists.txt")
-"""Paths that a build that is up to date does not open again."""
 REST_PARTS = (
     PartPlan(
         "nodes",
@@ -84,8 +77,6 @@ REST_PARTS = (
         tier=FULL,
         expression="node",
         needs=("api", "kueue", "nodes", "images"),
-        recorded=True,
-        also_reads=("charts", "crds", "csrc"),
     ),
     PartPlan(
         "api",
@@ -93,14 +84,12 @@ REST_PARTS = (
         tier=FULL,
         expression="not node",
         needs=("api", "kueue", "prometheus"),
-        recorded=True,
-        also_reads=("charts", "crds", "csrc"),
     ),
     PartPlan("runs", (f"{TRAINER}/runs",), tier=FULL),
-    PartPlan("guests", (RDMA,), tier=FULL, needs=("guests",), recorded=True, also_reads=("csrc",)),
-    PartPlan("sanitizers", (SANITIZERS,), tier=FULL, recorded=True, also_reads=COMPILED),
-    PartPlan("mutants", (MUTANTS,), tier=FULL, recorded=True, also_reads=COMPILED),
-    PartPlan("fuzz", (FUZZ,), tier=FULL, needs=("compilers",), recorded=True, also_reads=COMPILED),
+    PartPlan("guests", (RDMA,), tier=FULL, needs=("guests",)),
+    PartPlan("sanitizers", (SANITIZERS,), tier=FULL),
+    PartPlan("mutants", (MUTANTS,), tier=FULL),
+    PartPlan("fuzz", (FUZZ,), tier=FULL, needs=("compilers",)),
     PartPlan("pods", (f"{TRAINER}/launcher",), tier=FULL),
     PartPlan("ranks", (TRAINER,), but=(f"{TRAINER}/runs", f"{TRAINER}/launcher"), tier=FULL),
     PartPlan("engine runs", (ENGINE,), but=(SANITIZERS, MUTANTS, FUZZ), tier=FULL),

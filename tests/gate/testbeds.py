@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -13,11 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gate import reads
-
 COMMAND = Path(__file__).resolve().parents[1] / "testbeds.py"
-PART = "testbeds"
-"""The part that these processes belong to, for :mod:`gate.reads`."""
 ASK_EVERY = 15.0
 """Seconds between two checks of a build's progress."""
 
@@ -47,9 +42,7 @@ class TestbedBuild:
             self._say(f"testbeds: building {missing}; output in {self._log}")
             with self._log.open("wb") as log:
                 command = [sys.executable, str(COMMAND), *self._not_ready]
-                self._process = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=_environment()
-                )
+                self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             self._thread.start()
         return self
 
@@ -97,12 +90,8 @@ def _status(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     if not names:
         return {}
     command = [sys.executable, str(COMMAND), "--status", *names]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=_environment())
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return {name: found[name] for name in names}
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, reads.VARIABLE: PART}

@@ -33,8 +33,6 @@ class PartResult:
     seconds: float
     processor_seconds: float = 0.0
     results: Results | None = None
-    unchanged: str | None = None
-    """Reason why it need not be run: what it read when it passed is unchanged."""
     not_run: str | None = None
     """Reason why it could not be run."""
     log: Path | None = None
@@ -44,8 +42,6 @@ class PartResult:
 
     def died(self) -> str | None:
         """Reason why the part as a whole is a failure, in spite of its tests; None if it is not."""
-        if self.unchanged is not None:
-            return None
         if self.status is None:
             return f"was not run: {self.not_run or 'the run was stopped'}"
         if self.limit is not None:
@@ -181,8 +177,6 @@ class Verdict:
 
 
 def _row(part: PartResult) -> str:
-    if part.unchanged is not None:
-        return f"{part.name:14} unchanged: {part.unchanged}"
     how = "ok" if part.status == 0 else "FAILED" if part.status else "not run"
     took = f"{part.seconds:10.0f} s {part.processor_seconds:10.0f} s"
     return f"{part.name:14} {how:8} {took}   {_counts(part.results)}".rstrip()

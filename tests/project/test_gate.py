@@ -257,7 +257,7 @@ def test_the_names_of_parts_and_the_files_they_name_exist_once():
     for one, other in combinations(every, 2):
         assert one.name != other.name
     for one in every:
-        for path in (*one.paths, *one.but, *one.also_reads):
+        for path in (*one.paths, *one.but):
             assert (TESTS.parent / path).exists(), f"{one.name}: {path}"
 
 
@@ -346,14 +346,6 @@ def test_tests_that_were_unstable_before_fail_the_run():
     verdict = Verdict([_part("a", failed)], again, seen_before=["t"])
     assert not verdict.good
     assert "UNSTABLE, AND BEFORE t" in verdict.table()
-
-
-def test_a_part_that_is_unchanged_is_not_counted_as_passed():
-    unchanged = PartResult("guests", None, 0.0, unchanged="as of abc, 9 passed then")
-    verdict = Verdict([unchanged, _part("a", results.TestResult("t"), status=0)])
-    assert verdict.good
-    assert "guests         unchanged: as of abc, 9 passed then" in verdict.table()
-    assert verdict.table().endswith("\n1 passed, 0 failed, 0 skipped")
 
 
 def _part(name: str, *tests: results.TestResult, status: int = 1) -> PartResult:

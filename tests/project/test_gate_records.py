@@ -1,16 +1,13 @@
-"""Parts that need not run again, and the tests that a change reaches."""
+"""Tests that were unstable, and the tests that a change reaches."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from gate import reads, records, testbeds
+from gate import records, testbeds
 from gate.impact import ImportGraph, changed_files, choose
-from gate.reads import CACHED, CannotTrace, ReadTracer, source_of
 from gate.testbeds import TestbedBuild
 from waiting import until
 
@@ -47,72 +44,6 @@ def checkout(tmp_path):
     return root
 
 
-READ = {Path("a"), Path("a/one.py"), Path("b/out.log"), Path("/elsewhere")}
-
-
-def recorded(root: Path, environment: str = "e") -> records.Record | None:
-    return records.find_valid("part", records.Sources(root), environment)
-
-
-def test_a_part_is_unchanged_until_something_that_it_read_changes(checkout):
-    assert recorded(checkout) is None
-    assert records.add("part", records.Sources(checkout), "e", READ, 7)
-    found = recorded(checkout)
-    assert found is not None and found.passed == 7
-    assert found.commit == git(checkout, "rev-parse", "--short", "HEAD").strip()
-    assert set(found.read) == {"a", "a/one.py"}, "what git ignores, and what is elsewhere, is not"
-    (checkout / "a/two.py").write_text("TWO = 3\n")
-    (checkout / "b/new.txt").write_text("not read")
-    assert recorded(checkout) is not None
-    assert recorded(checkout, "another compiler") is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda root: (root / "a/one.py").write_text("ONE = 2\n"),
-        lambda root: (root / "a/one.py").unlink(),
-        lambda root: (root / "a/three.py").write_text(""),
-    ],
-    ids=["a file", "a file that is gone", "a new file in a folder that was listed"],
-)
-def test_a_change_of_a_file_that_was_read_runs_the_part_again(checkout, change):
-    assert records.add("part", records.Sources(checkout), "e", READ, 7)
-    change(checkout)
-    assert recorded(checkout) is None
-
-
-def test_a_record_is_valid_again_when_the_files_come_back(checkout):
-    """Branches take turns: neither of two makes the other's record invalid."""
-    for text in ("ONE = 1\n", "ONE = 2\n"):
-        (checkout / "a/one.py").write_text(text)
-        assert records.add("part", records.Sources(checkout), "e", READ, 7)
-    for text, known in (("ONE = 1\n", True), ("ONE = 2\n", True), ("ONE = 3\n", False)):
-        (checkout / "a/one.py").write_text(text)
-        assert (recorded(checkout) is not None) == known
-
-
-def test_a_part_during_which_its_files_changed_is_not_recorded(checkout):
-    before = records.Sources(checkout)
-    (checkout / "a/one.py").write_text("ONE = 2\n")
-    assert not records.add("part", before, "e", READ, 7)
-    assert recorded(checkout) is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1, "records": [{"x": 1}]}'])
-def test_a_record_that_cannot_be_read_is_no_record(checkout, content):
-    assert records.add("part", records.Sources(checkout), "e", READ, 7)
-    [path] = records.folder().glob("part.json")
-    path.write_text(content)
-    assert recorded(checkout) is None
-
-
-def test_fresh_is_the_users_word(monkeypatch):
-    for value, fresh in {"": False, "0": False, "1": True}.items():
-        monkeypatch.setenv("FRESH", value)
-        assert records.fresh() == fresh
-
-
 def test_a_test_that_is_unstable_twice_in_fourteen_days_is_named():
     assert records.note_unstable(["a", "b"], now=0.0) == []
     assert records.note_unstable(["b", "c"], now=13 * DAY) == ["b"]
@@ -120,71 +51,23 @@ def test_a_test_that_is_unstable_twice_in_fourteen_days_is_named():
     assert records.note_unstable([], now=21 * DAY) == []
 
 
-def test_compiled_files_count_as_their_sources():
-    assert source_of(Path("a/__pycache__/one.cpython-311.pyc")) == Path("a/one.py")
-    assert source_of(Path("a/__pycache__/one.cpython-311-pytest-8.pyc")) == Path("a/one.py")
-    assert source_of(Path("a/__pycache__")) == Path("a")
-    assert source_of(Path("a/one.cpp")) == Path("a/one.cpp")
-
-
-def test_the_tracer_sees_files_that_any_process_of_a_part_opens(checkout, monkeypatch):
-    """A child of a child, an import from a compiled file, and a process of no part, which counts
-    for each."""
-    (checkout / "a" / CACHED).mkdir()
-    # Own variable, since this test may run within a part itself.
-    monkeypatch.setattr(reads, "VARIABLE", "PART_OF_THIS_TEST")
-
-    def environment(part: str | None) -> dict[str, str]:
-        return {"PATH": os.environ["PATH"]} | ({reads.VARIABLE: part} if part else {})
-
-    def run(part: str | None, *command: str) -> None:
-        env = environment(part)
-        subprocess.run(command, check=True, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
-
-    run(None, sys.executable, "-c", "import a.one, a.two")
-    try:
-        tracer = ReadTracer(checkout, [Path("a"), Path("a") / CACHED, Path("b")])
-    except CannotTrace as error:
-        assert os.geteuid() != 0, error
-        pytest.skip(f"tracing needs root: {error}")
-    with tracer:
-        run("first", "sh", "-c", f"env -i {sys.executable} -c 'import a.one'; true")
-        # The child lives until it was seen: one that has ended would count for every part.
-        command = ["sh", "-c", "exec 3<b/data.txt; read line"]
-        env = environment("second")
-        with subprocess.Popen(command, cwd=checkout, env=env, stdin=subprocess.PIPE):
-            until(
-                lambda: Path("b/data.txt") in (tracer.opened_by("second") or ()),
-                "the tracer sees what the second part opened",
-            )
-        run(None, "cat", "a/two.py")
-    first, second = tracer.opened_by("first"), tracer.opened_by("second")
-    assert first is not None and second is not None
-    assert Path("a/one.py") in first and Path("b/data.txt") not in first
-    assert Path("b/data.txt") in second
-    assert Path("a/two.py") in first & second
-    assert tracer.opened_by("first", "second") == first | second
-
-
-FAKE_TESTBEDS = f"""
-import json, os, sys
-part = os.environ.get({reads.VARIABLE!r}, "no part")
+FAKE_TESTBEDS = """
+import json, sys
 if "--status" in sys.argv:
-    print(json.dumps({{"api": {{"ready": False, "why": part}}}}))
+    print(json.dumps({"api": {"ready": False, "why": "no go command"}}))
 else:
-    sys.exit(part)
+    sys.exit("no go command")
 """
 
 
-def test_files_of_the_build_of_testbeds_are_not_read_by_every_part(tmp_path, monkeypatch):
-    """Images are built of all sources: no sanitizer is to run again for these."""
+def test_a_testbed_whose_build_fails_is_named_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "testbeds.py").write_text(FAKE_TESTBEDS)
     monkeypatch.setattr(testbeds, "COMMAND", tmp_path / "testbeds.py")
     said: list[str] = []
     with TestbedBuild(["api"], tmp_path / "log", said.append) as build:
         why = until(lambda: build.why_failed(["api"]), "the build ends")
-    assert why == f"testbed api: {testbeds.PART}"
-    assert f"FAILED: ['{testbeds.PART}']" in said[-1]
+    assert why == "testbed api: no go command"
+    assert "FAILED: ['no go command']" in said[-1]
 
 
 GRAPH = {
