@@ -24,8 +24,8 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 106_360,
     "product code lines": 78_510,
-    "test lines": 105_290,
-    "benchmark lines": 7_680,
+    "test lines": 104_720,
+    "benchmark lines": 7_300,
     "public classes": 733,
     "modules": 417,
     "leaves of spec": 113,
