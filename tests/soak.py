@@ -25,7 +25,6 @@ OUT = parts.ROOT / "build" / "soak"
 PATIENT = ("-o", "timeout=3600")
 FACTOR = float(os.environ.get("PIPEMORPH_SOAK_FACTOR", "1"))
 FAULTS = "tests/trainer/runs/test_fault_hour.py"
-PYTHON_MUTANTS = "python mutants"
 
 
 def times(n: int) -> str:
@@ -56,19 +55,8 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "faults": ([FAULTS, "--tier", "soak"], {"PIPEMORPH_FAULT_SECONDS": times(3600)}),
     "long tests": (["--tier", "soak", f"--ignore={FAULTS}"], {}),
-    PYTHON_MUTANTS: (["tests/mutants"], {"PIPEMORPH_PYTHON_MUTANTS": times(200)}),
 }
-"""Commands of each part, as pytest's arguments, and their amounts. The mutants of Python run by a
-command of their own, see :func:`run_python_mutants`."""
-
-
-def run_python_mutants(count: str) -> parts.Part:
-    """The part that draws mutants of the Python product, by today's date, and judges them by the
-    tests of ``make test``: see ``tests/mutants``."""
-    report = OUT / "python-mutants.json"
-    command = [sys.executable, "-m", "mutants", "--count", count, "--out", str(report)]
-    env = {"PYTHONPATH": str(parts.ROOT / "tests")}
-    return parts.Part(PYTHON_MUTANTS, command, OUT, is_pytest=False, shown=True, env=env)
+"""Arguments of pytest for each part, and its amounts."""
 
 
 def main(names: list[str]) -> int:
@@ -81,10 +69,7 @@ def main(names: list[str]) -> int:
     for name in names or PARTS:
         selected, amounts = PARTS[name]
         print(f"{time.strftime('%H:%M:%S')} {name}: {' '.join(selected)} {amounts}", flush=True)
-        if name == PYTHON_MUTANTS:
-            part = run_python_mutants(*amounts.values())
-        else:
-            part = parts.pytest(name, OUT, *selected, *PATIENT, shown=True, env=amounts)
+        part = parts.pytest(name, OUT, *selected, *PATIENT, shown=True, env=amounts)
         part.run()
         ran.append(part.result())
     verdict = parts.judge(ran, OUT, "make soak", *PATIENT)
@@ -101,8 +86,6 @@ def main(names: list[str]) -> int:
         for name in names or PARTS
     )
     table = f"{head}\n\n{amounts}\n\n{verdict.table()}"
-    if (report := OUT / "python-mutants.txt").exists():
-        table += f"\n\n{report.read_text()}"
     (OUT / "table.md").write_text(f"```\n{table}\n```\n")
     print(f"\n{table}")
     return 0 if verdict.good else 1
