@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import replay
 import torch_peer
-from all import NAMES
+from all import CHECKED, NAMES
 
 pytestmark = pytest.mark.full
 BENCHMARKS = Path(replay.__file__).parent
@@ -108,9 +108,11 @@ def test_bench_fails_at_its_end_and_names_broken_goals(bench: Path) -> None:
         assert run(bench / "all.py", "--out", bench / "out", alone).returncode == 1, alone
 
 
-@pytest.mark.parametrize("name", ["engine", "scale"])
-def test_benchmarks_with_goals_that_hold_only_on_request_take_the_flag(name: str) -> None:
-    assert "--check" in run(BENCHMARKS / f"{name}.py", "--help").stdout
+@pytest.mark.parametrize("name", [*NAMES, "faults"])
+def test_a_benchmark_starts_and_explains_its_options(name: str) -> None:
+    done = run(BENCHMARKS / f"{name}.py", "--help")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert name not in CHECKED or "--check" in done.stdout
 
 
 # --- one by one ----------------------------------------------------------------------------

@@ -45,50 +45,6 @@ def test_reports_are_those_of_an_agent(stages: int) -> None:
     assert found["quiet"].is_progress and not found["first"].is_progress
 
 
-FOUND = {
-    "directives": [[2, 1.0, 0.2], [64, 2.0, 0.9], [2, 70.0, 5.0]],
-    "back": [3.0, 21.0, 11.0], "unasked": [], "twice": [], "answers": [0.01], "reports": 100,
-    "wall": 10.0, "reconnects": 0, "late": 0.0, "own_cpu": 1.0,
-}  # fmt: skip
-AGENT = {"ranks": 1024, "well": 0.1, "one_slow": 0.15, "half_slow": 0.5}
-
-
-@pytest.mark.parametrize(
-    "missed",
-    [
-        {"directives": [[2, 1.0, 1.2], [64, 2.0, 0.9], [2, 70.0, 0.1]]},
-        {"directives": [[2, 1.0, 0.2], [64, 2.0, 0.9]]},
-        {"back": [3.0, 21.0]},
-        {"back": [3.0, 40.0, 11.0]},
-        {"unasked": [1.0]},
-        {"twice": ["j: version 2"]},
-        {"reconnects": 1},
-        {"one_slow": 0.16},
-        {"well": 0.16},
-    ],
-    ids=str,
-)
-def test_each_goal_can_be_missed(missed: dict[str, Any]) -> None:
-    def verdicts(changed: dict[str, Any]) -> list[str]:
-        fleet = scale.summarize_fleet(FOUND | changed, [1.0, 2.0, 70.0], 60.0)
-        agent = AGENT | {name: value for name, value in changed.items() if name in AGENT}
-        assert len(scale.format_table(agent, fleet).splitlines()) == 9
-        return [text for text, holds in scale.list_goals(agent, fleet) if not holds]
-
-    assert verdicts({}) == []
-    assert len(verdicts(missed)) == 1
-
-
-def test_a_missing_measurement_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(scale.catalog, "status", lambda _: "found no etcd")
-    for arguments, status in ((["--only", "fleet"], 0), (["--only", "fleet", "--check"], 1)):
-        monkeypatch.setattr(sys, "argv", ["scale.py", *arguments])
-        assert scale.main() == status
-        assert "NO  fleet of jobs: not measured, found no etcd\n" in capsys.readouterr().out
-
-
 @pytest.mark.full
 def test_agents_report_to_a_real_ingest_that_is_replaced(tmp_path: Path) -> None:
     """Agents are answered again, and no version comes twice. Only the API server is missing."""
