@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 106_360,
     "product code lines": 78_510,
-    "test lines": 103_327,
+    "test lines": 102_830,
     "benchmark lines": 7_300,
     "public classes": 733,
     "modules": 417,
