@@ -23,6 +23,9 @@ FASTER_FACTOR, FASTER_PROFILES = 1.1, 2
 """Ratio of earlier op times to the newest QUICK ones from which the earlier ones are outdated."""
 INFLATED_FACTOR = 1.3
 """Ratio to the shortest recent time from which ops are inflated."""
+WORK_ERRORS = 4.0
+"""Standard errors of mean op times, by differences in work of the microbatches, that may explain a
+difference between two of them."""
 FUSING_GAIN = 0.02
 """Least saving of a fused backward, as a fraction of its parts, for the planner to use it. Less is
 within the error of measured op times."""
@@ -44,6 +47,7 @@ class StageProfiles:
         """Times of fused backwards, which are as noisy as their parts."""
         self._costs: deque[float] = deque(maxlen=MEDIAN_PROFILES)
         """Mean costs of the same iterations; empty without costs, and then times are per cost 1."""
+        self._work_errors: deque[float] = deque(maxlen=MEDIAN_PROFILES)
         self._newest: StageProfile | None = None
         self._activation_bytes: int | None = None
         self._input_bytes: int | None = None
@@ -61,6 +65,8 @@ class StageProfiles:
             self._ops.clear()
             self._fused.clear()
             self._costs.clear()
+            self._work_errors.clear()
+        self._work_errors.append(profile.work_error)
         cost = 1.0 if profile.cost is None else profile.cost
         if profile.cost is not None:
             self._costs.append(cost)
@@ -77,7 +83,8 @@ class StageProfiles:
                 weight = self.expected.backward_weight / cost
         self._ops.append((profile.forward / cost, backward, weight))
         times = [sum(ops) for ops in self._ops]
-        self.ops_inflated = times[-1] > INFLATED_FACTOR * min(times)
+        inflated = max(INFLATED_FACTOR, 1 + WORK_ERRORS * median(self._work_errors))
+        self.ops_inflated = times[-1] > inflated * min(times)
         self._newest = profile
         if profile.activation_bytes:
             self._activation_bytes = max(self._activation_bytes or 0, profile.activation_bytes)
@@ -131,6 +138,7 @@ class StageProfiles:
             recent=cost * median(map(sum, list(self._ops)[-RECENT_PROFILES:])),
             clock=self._newest.clock,
             cost=cost if self._costs else None,
+            work_error=median(self._work_errors),
         )
 
 

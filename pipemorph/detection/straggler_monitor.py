@@ -7,7 +7,8 @@ Stages differ in their layers, so there are two comparisons:
   not. If all take longer, the batch has changed, and no stage is slow.
 
 Where the script gives costs of microbatches, paces are those at one cost: columns with other data
-do other work.
+do other work. Where it gives none and microbatches differ in work, columns must differ by more than
+the measured spread of that work explains.
 
 Both compare medians of three iterations, which ranks report, so that a pause names no stage; nine
 iterations where ranks share processors. Medians do not arrive at the same moment: a stage is named
@@ -23,7 +24,7 @@ from heapq import nlargest
 from statistics import median_low
 
 from pipemorph.detection.event_log import EventLog
-from pipemorph.detection.stage_monitor import MEDIAN_PROFILES
+from pipemorph.detection.stage_monitor import MEDIAN_PROFILES, WORK_ERRORS
 from pipemorph.protocol import MOST_LISTED, DeviceClockRate, StageState, Straggler, StragglersView
 from pipemorph.spec.mesh import MeshShape
 
@@ -48,6 +49,11 @@ class _StagePace:
     best_pace: float | None = None
     """Least pace so far."""
     changed: bool = False
+
+    @property
+    def least_difference(self) -> float:
+        """Least relative difference of two paces that differences in work do not explain."""
+        return WORK_ERRORS * max(state.work_error for state in self.column_states.values())
 
 
 class StragglerMonitor:
@@ -98,6 +104,7 @@ class StragglerMonitor:
                         (pace, each.clock),
                         stage.median_pace,
                         (now, iteration),
+                        least=stage.least_difference,
                     )
             if stage.best_pace is not None:
                 clocked = [each for each in stage.column_states.values() if each.clock is not None]
@@ -107,7 +114,8 @@ class StragglerMonitor:
                     (stage.median_pace, lowest.clock if lowest is not None else None),
                     stage.best_pace * common,
                     (now, iteration),
-                    common,
+                    # It includes differences in work: all stages compute the same batch.
+                    common=common,
                 )
 
     def _compute_pace(self, state: StageState) -> float:
@@ -133,16 +141,20 @@ class StragglerMonitor:
         pace: tuple[float, DeviceClockRate | None],
         usual: float,
         at: tuple[float, int],
+        *,
         common: float = 1.0,
+        least: float = 0.0,
     ) -> None:
         """Judge a pace. ``usual``: pace of its peers, or of its past times the factor ``common`` to
-        all stages. ``at``: time and iteration."""
+        all stages. ``at``: time and iteration. ``least``: relative difference that differences in
+        work explain."""
         if not usual:
             return
         now, iteration = at
         seconds, clock = pace
         named = key in self._stragglers
-        slow = seconds / usual >= (SLOW_UNTIL if named else SLOW_FROM)
+        limit = 1 + least / 2 if named else 1 + least
+        slow = seconds / usual >= max(SLOW_UNTIL if named else SLOW_FROM, limit)
         if slow is not named:
             since, began = self._turning.setdefault(key, (now, iteration))
             if now - since < CONFIRM_SECONDS or iteration - began < CONFIRM_ITERATIONS:

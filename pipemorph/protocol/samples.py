@@ -16,6 +16,7 @@ MeanCost = Annotated[float, Field(gt=0, le=1e31, allow_inf_nan=False)]
 
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+WorkSpread = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class FittedCosts(ProtocolModel):
@@ -143,6 +144,9 @@ class StageProfile(ProtocolModel):
     cost: MeanCost | None = None
     """Mean cost of the microbatches, in the unit of the script; None if it gave none. Op times are
     those of a microbatch of this cost."""
+    work_error: WorkSpread = 0.0
+    """Relative standard error of the op times, as far as microbatches differ in work beyond their
+    costs."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,11 @@ class IterationSample(ProtocolModel):
     cost: MeanCost | None = None
     """Mean cost of the microbatches, of the column with the most work; None if the script gives
     no costs."""
+    work_spread: WorkSpread | None = None
+    """Standard deviation of the microbatches' work over its mean, by their op times on all stages;
+    None if unknown."""
+    unexplained_spread: WorkSpread | None = None
+    """That of the work per cost; equal to ``work_spread`` without costs."""
     fitted_costs: FittedCosts | None = None
     """Costs that the trainer has fitted with the op times of this iteration, for later ones."""
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pipemorph.errors import one_line
 from pipemorph.planning.analysis.partition import spread_equal_layers
 from pipemorph.protocol.message_base import Count, ProtocolModel, Seconds, WallClock
-from pipemorph.protocol.samples import DeviceClockRate, MeanCost, SlowestEdge
+from pipemorph.protocol.samples import DeviceClockRate, MeanCost, SlowestEdge, WorkSpread
 from pipemorph.spec.mesh import MeshShape
 
 MOST_LISTED = 32
@@ -135,6 +135,9 @@ class StageState(ProtocolModel):
     cost: MeanCost | None = None
     """Mean cost of the microbatches that the op times are for, in a rank's report; None if the
     script gives no costs."""
+    work_error: WorkSpread = 0.0
+    """Relative standard error of the op times of one iteration by differences in work, in a rank's
+    report."""
 
     @property
     def pace(self) -> float:

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 106_360,
-    "product code lines": 78_510,
-    "test lines": 102_830,
+    "product lines": 106_570,
+    "product code lines": 78_670,
+    "test lines": 102_990,
     "benchmark lines": 7_300,
-    "public classes": 733,
-    "modules": 417,
+    "public classes": 734,
+    "modules": 418,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -38,6 +38,7 @@ from pipemorph.planning import (
     validate_waits,
 )
 from pipemorph.planning import plan as plan_schedule
+from pipemorph.planning.search.microbatch_order import predict_reordering_gain
 from pipemorph.planning.search.plan_variants import generate_variants, has_variants
 from pipemorph.planning.simulation.execution import (
     compute_tight_lower_bound,
@@ -86,6 +87,12 @@ class Outlook:
             Forecast(self.planning_spec, self.situation).predict_option(self.running_plan).seconds
             + self.outside_seconds
         )
+
+    def predict_reordering_gain(self, spread: float) -> float:
+        """Predicted fraction of an iteration that ordering microbatches by their costs saves, see
+        :func:`~pipemorph.planning.search.microbatch_order.predict_reordering_gain`."""
+        problem = Forecast(self.planning_spec, self.situation).get_problem(self.running_plan.routes)
+        return predict_reordering_gain(problem, self.running_plan, spread)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,6 +36,7 @@ from pipemorph.spec.job_status import (
 )
 from pipemorph.spec.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
 from pipemorph.views.explanation.explained_job import SlowPeriod
+from pipemorph.views.explanation.job_explanation import LEAST_SPREAD, summarize_spreads
 from pipemorph.views.status.conditions import MESSAGE_LENGTH, format_time, update_condition
 
 STATES: dict[AttemptOutcome, JobState] = {
@@ -275,6 +277,7 @@ class RunRecord:
             "recoveries": [recovery.to_json() for recovery in self.recoveries],
             "relayouts": self.relayouts,
             "predicted": self._compare_prediction(),
+            "work": self._measure_work(),
             "saved": sum_saved_time(self.adaptations).to_report(
                 self.job.spec.parallelism.mesh.world_size
             ),
@@ -320,6 +323,18 @@ class RunRecord:
         measured = median(ran) if ran else None
         found = {"plan_version": version, "seconds": seconds, "measured": measured}
         return found | ({"reason": reason} if reason else {})
+
+    def _measure_work(self) -> dict[str, float | None] | None:
+        """Spread of the microbatches' work, what costs do not explain of it, and the predicted gain
+        of an order by their costs; None if the spread is unknown."""
+        spread, unexplained = summarize_spreads(self.iterations)
+        if spread is None:
+            return None
+        gain = None
+        if self.outlook is not None and spread >= LEAST_SPREAD:
+            with suppress(InputError):
+                gain = self.outlook.predict_reordering_gain(spread)
+        return {"spread": spread, "unexplained": unexplained, "reordering_gain": gain}
 
 
 COMPARED = 20

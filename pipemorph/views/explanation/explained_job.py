@@ -28,6 +28,11 @@ class _Trainer(TolerantModel):
 
 class _Adaptation(TolerantModel):
     enabled: bool = True
+    reorder: str = "bits"
+
+
+class _MicrobatchWork(TolerantModel):
+    reordering_gain: float | None = None
 
 
 class SlowPeriod(TolerantModel):
@@ -81,6 +86,8 @@ class ExplainedJob(TolerantModel):
     adaptations: list[AdaptationRecord] = Field(default_factory=list)
     relayouts: list[RunLayoutChange] = Field(default_factory=list)
     links: _LinkHistory = Field(default_factory=_LinkHistory)
+    work: _MicrobatchWork | None = None
+    """Work of a run's microbatches; None: unknown, or not at the end of a run."""
     keep_reason: str = ""
     """Reason why the last decision in a running run changed nothing; empty if it did."""
     gpus: int = 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning.ir import Route, join_dashed
-from pipemorph.protocol import AdaptationRecord
+from pipemorph.protocol import AdaptationRecord, IterationSample
 from pipemorph.spec.job_status import AdaptationSummary, Condition, JobStatus, find_condition
 from pipemorph.views.explanation.explained_job import ExplainedJob, SlowPeriod, parse_job_object
 from pipemorph.views.explanation.explanation_text import (
@@ -74,6 +74,10 @@ ADVICE = {
     " competes for the ranks' processors",
     "pauses": "collect Python's garbage between iterations: leave the collector of the script as it"
     " is, with Options(gc='auto'), or make fewer objects in each iteration",
+    "work": "give step() the lengths of each microbatch's samples as costs=, so that op times are"
+    " compared at equal work, and microbatches can be ordered by it",
+    "order": "order microbatches by their costs with adaptation.reorder: sums (Options(reorder="
+    "'sums')), if gradients may be summed in that order",
     "disabled": "set adaptation.enabled and schedule.policy pipemorph, so that plans adapt to slow"
     " links",
 }
@@ -82,6 +86,10 @@ ADVICE = {
 
 MOST_PAUSED_SHARE = 0.005
 """Share of the time in pauses of Python's garbage collector above which they are named."""
+LEAST_SPREAD = 0.1
+"""Standard deviation of the microbatches' work, over its mean, from which it is named."""
+LEAST_REORDERING_GAIN = 0.02
+"""Predicted gain from which an order of the microbatches is advised."""
 LEAST_DELIVERED_SHARE, NOISE = 0.5, 0.05
 """A plan change falls short if it brings less than this share of its promised gain, and the
 difference is more than this fraction of an iteration."""
@@ -264,8 +272,29 @@ def _describe_pauses(job: ExplainedJob) -> Iterator[str]:
         yield f"Python's garbage collector took {before:.1%} of the time, inside iterations"
 
 
+def summarize_spreads(
+    iterations: Sequence[IterationSample] | None,
+) -> tuple[float | None, float | None]:
+    """Medians over the iterations of the spread of the microbatches' work, and of what costs do not
+    explain of it; None if unknown. Costs may come later than the first iterations, so the second
+    median is that of the newest."""
+    known = [each for each in iterations or () if each.work_spread is not None]
+    newest = [each.unexplained_spread or 0.0 for each in known[-NEWEST_ITERATIONS:]]
+    spreads = [each.work_spread or 0.0 for each in known]
+    return (median(spreads), median(newest)) if known else (None, None)
+
+
 def _describe_work(job: ExplainedJob) -> Iterator[str]:
-    """Sentences about the work of microbatches in a run."""
+    """Sentences about the work of microbatches in a run, if it differs."""
+    spread, unexplained = summarize_spreads(job.iterations)
+    if spread is not None and unexplained is not None and spread >= LEAST_SPREAD:
+        text = f"microbatches differ in work by {spread:.0%} (standard deviation)"
+        has_costs = bool(job.iterations and job.iterations[-1].cost)
+        text += f", by {unexplained:.0%} beyond their costs" if has_costs else ", without costs"
+        gain = job.work.reordering_gain if job.work is not None else None
+        if gain is not None and job.spec.adaptation.reorder == "bits":
+            text += f"; ordered by costs, iterations would be {gain:.0%} shorter (simulated)"
+        yield text
     for each in job.iterations or ():
         if each.fitted_costs is not None:
             yield f"from iteration {each.index + 1} on, {each.fitted_costs.format_text()}"
@@ -393,6 +422,13 @@ def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
     paused, _, moved = compute_pause_shares(job)
     if paused > MOST_PAUSED_SHARE and moved is None:
         yield "pauses"
+    spread, unexplained = summarize_spreads(job.iterations)
+    if spread is not None and spread >= LEAST_SPREAD:
+        if (unexplained or 0.0) >= spread / 2:
+            yield "work"
+        gain = (job.work.reordering_gain or 0.0) if job.work is not None else 0.0
+        if job.spec.adaptation.reorder == "bits" and gain >= LEAST_REORDERING_GAIN:
+            yield "order"
     if status.state == "Failed":
         yield "failed"
     if status.state in ("Pending", "Starting"):

@@ -48,9 +48,11 @@ class Job:
         clocks: dict[tuple[int, int], DeviceClockRate] | None = None,
         work: Sequence[float] = (),
         costs: bool = True,
+        work_error: float = 0.0,
     ) -> StragglersView:
         """``slow``: factors by (stage, column). ``batch``: a factor for all. ``work``: of each
-        column, with 20% of spread over iterations; ``costs``: the script gives it."""
+        column, with 20% of spread over iterations; ``costs``: the script gives it; ``work_error``:
+        of the means, by the microbatches."""
         for _ in range(iterations):
             drawn = [each * self.rng.uniform(0.65, 1.35) for each in work]
             for stage in range(4):
@@ -64,6 +66,7 @@ class Job:
                         forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
                         clock=(clocks or {}).get((stage, column)),
                         cost=7e3 * drawn[column] if drawn and costs else None,
+                        work_error=work_error,
                     )  # fmt: skip
                     rank = self.ranks[stage, column]
                     rank.add_profile(profile)
@@ -117,6 +120,40 @@ def test_a_column_with_more_work_is_not_slow() -> None:
     assert found.slowest[0].ratio == pytest.approx(1.5, rel=0.08)
     without = Job(replicas=3)
     assert without.run(200, work=work, costs=False).count == 4, "all stages of replica 1"
+
+
+def test_columns_may_differ_by_what_the_spread_of_work_explains() -> None:
+    """Batches of eight microbatches with a standard deviation of 0.57, without costs."""
+    found = {}
+    for error in (0.0, 0.2):
+        job = Job(replicas=3)
+        job.run(200, work=(1.0, 1.0, 1.0), costs=False, work_error=error)
+        found[error] = len(job.texts)
+    assert found[0.0] > 20
+    assert found[0.2] == 0
+    slow = job.run(
+        3 * MEDIAN_PROFILES, slow={(2, 0): 2.5}, work=(1, 1, 1), costs=False, work_error=0.2
+    )
+    assert {(each.stage, each.column) for each in slow.slowest} >= {(2, 0)}
+    assert all(each.stage == 2 for each in slow.slowest)
+
+
+def test_ops_that_differ_in_work_are_not_inflated() -> None:
+    for error in (0.0, 0.2):
+        profiles = StageProfiles(0, 0)
+        for took in (1.0, 0.8, 1.2):
+            profiles.add_profile(
+                StageProfile(
+                    stage=0,
+                    split="deferred",
+                    peak_memory=0,
+                    forward=took,
+                    backward_input=took,
+                    backward_weight=took,
+                    work_error=error,
+                )
+            )
+        assert profiles.ops_inflated is (error == 0.0)
 
 
 def test_op_times_are_medians_of_times_per_cost() -> None:

@@ -161,6 +161,31 @@ def test_pauses_of_the_garbage_collector_are_named(
     assert ("Options(gc='auto')" in text) is advised
 
 
+@pytest.mark.parametrize(
+    ("spread", "unexplained", "reorder", "seen", "advice"),
+    [
+        (0.41, 0.41, "bits", "standard deviation), without costs; ordered by", {"work", "order"}),
+        (0.41, 0.03, "bits", "by 3% beyond their costs; ordered by costs, iterations", {"order"}),
+        (0.41, 0.03, "sums", "work by 41% (standard deviation), by 3% beyond their costs", set()),
+        (0.41, 0.41, "sums", "work by 41% (standard deviation), without costs", {"work"}),
+        (0.05, 0.05, "bits", "no slow link", set()),
+    ],
+)  # fmt: skip
+def test_differences_in_work_are_named(
+    spread: float, unexplained: float, reorder: str, seen: str, advice: set[str]
+) -> None:
+    content = report(adaptations=[], links={"slow": []}, work={"reordering_gain": 0.07})
+    content["spec"]["adaptation"] = {"reorder": reorder}
+    for each in content["iterations"][5:]:
+        each["work_spread"], each["unexplained_spread"] = spread, unexplained
+        each["cost"] = None if spread == unexplained else 3.0
+    text = " ".join("\n".join(explain(content)).split())
+    assert seen in text
+    assert ("by costs, iterations would be 7% shorter" in text) is ("order" in advice)
+    words = {"work": "as costs=", "order": "Options(reorder='sums')"}
+    assert {cause for cause, each in words.items() if each in text} == advice
+
+
 def test_fitted_costs_are_named() -> None:
     content = report(adaptations=[], links={"slow": []})
     content["iterations"][9]["fitted_costs"] = {

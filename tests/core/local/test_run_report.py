@@ -96,6 +96,9 @@ def test_slow_links_and_events_are_in_the_report(tmp_path: Path) -> None:
     assert report["events"] == [{"at": 1.0, "iteration": 5, "text": HAPPENED.text}]
 
 
+SPREADS = {"work_spread": 0.4, "unexplained_spread": 0.3}
+
+
 def test_the_plan_in_effect_is_predicted_next_to_measurements() -> None:
     known, _ = watched(4, 8, "adapted")
     version = known.outlook.running_plan.version
@@ -110,6 +113,12 @@ def test_the_plan_in_effect_is_predicted_next_to_measurements() -> None:
     assert run.build_report([], [])["predicted"] == {
         "plan_version": 1, "seconds": own, "measured": 3.5,
     }  # fmt: skip
+    assert run.build_report([], [])["work"] is None
+    run.iterations = [each.model_copy(update=SPREADS) for each in ran]
+    work = run.build_report([], [])["work"]
+    assert (work["spread"], work["unexplained"]) == (0.4, 0.3)
+    assert 0.01 < work["reordering_gain"] < 0.4
+    run.record_results(AttemptResult(AttemptOutcome.COMPLETED), ran, [])
     # The plan's own time is not measured yet; without op times there is no prediction.
     run.record_results(AttemptResult(AttemptOutcome.COMPLETED), ran[:4], [])
     assert run.build_report([], [])["predicted"]["measured"] is None

@@ -20,7 +20,11 @@ from pipemorph.planning import (
     plan,
     predict,
 )
-from pipemorph.planning.search.microbatch_order import order_microbatches, with_microbatch_costs
+from pipemorph.planning.search.microbatch_order import (
+    order_microbatches,
+    predict_reordering_gain,
+    with_microbatch_costs,
+)
 
 
 def make_problem(stages: int, microbatches: int, delay: float = 0.0) -> Problem:
@@ -145,3 +149,12 @@ def test_order_that_is_none_is_refused() -> None:
     problem = with_microbatch_costs(make_problem(2, 3), [1.0, 2.0, 3.0])
     with pytest.raises(InputError, match="expected each microbatch from 0 to 2 once"):
         problem.with_microbatch_order((0, 1, 1))
+
+
+def test_the_gain_of_an_order_grows_with_the_spread() -> None:
+    problem = make_problem(4, 8)
+    made = make_plan(problem, Dispatch.STATIC)
+    gains = [predict_reordering_gain(problem, made, spread) for spread in (0.0, 0.2, 0.6)]
+    assert gains[0] == 0
+    assert 0.01 < gains[1] < gains[2] < 0.5
+    assert gains[2] == predict_reordering_gain(problem, made, 0.6)

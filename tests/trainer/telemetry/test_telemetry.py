@@ -27,6 +27,7 @@ from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.executor.collector_pauses import PauseTimes
 from pipemorph_trainer.executor.device_times import MeasuredOp
 from pipemorph_trainer.executor.waiting import CollectiveWaiter, CurrentWait
+from pipemorph_trainer.executor.work_spread import WorkVariance
 from pipemorph_trainer.telemetry import reporter
 from pipemorph_trainer.telemetry.iteration_reducer import IterationReducer
 from pipemorph_trainer.topology.groups import ProcessGroups
@@ -255,6 +256,11 @@ def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
         assert gap < 0.8e-3 * HEAD_OF_LINE_MS
 
 
+def select_figures(each: IterationSample) -> tuple[int | float | None, ...]:
+    spreads = each.work_spread, each.unexplained_spread
+    return (each.index, each.gc_inside, each.gc_between, each.cost, *spreads)
+
+
 def begun_apart(context: TrainerContext) -> list[tuple[int | float | None, ...]]:
     """Rank 1 begins iteration 1 long after rank 0, and has twice the work."""
     join_process_group(context, torch.device("cpu"))
@@ -266,13 +272,15 @@ def begun_apart(context: TrainerContext) -> list[tuple[int | float | None, ...]]
     goes_on = groups.create_group(backend="gloo")
     rounds.begin_iteration(0, at=time.monotonic())
     costs = [2.0 + 2.0 * context.rank, 4.0 + 4.0 * context.rank]
-    rounds.record_ops(0, 0, [MeasuredOp(OpKind.F, 0, 1.0, 2.0)], 0.5, costs=costs)
+    work = [WorkVariance(0.16 + 0.18 * context.rank, 0.01)] * 2
+    ops = [MeasuredOp(OpKind.F, 0, 1.0, 2.0)]
+    rounds.record_ops(0, 0, ops, 0.5, costs=costs, work=work)
     rounds.end_iteration(0, time.monotonic(), None, PauseTimes(0.1, 0.2 * context.rank))
     if context.rank == 1:
         dist.barrier(goes_on)
         rounds.begin_iteration(1, at=time.monotonic())
         rounds.finish_all()
-        return [(each.index, each.gc_inside, each.gc_between, each.cost) for each in reduced]
+        return list(map(select_figures, reduced))
     rounds.begin_iteration(1, at=time.monotonic())
     until = time.monotonic() + 0.3
     while time.monotonic() < until:
@@ -280,9 +288,9 @@ def begun_apart(context: TrainerContext) -> list[tuple[int | float | None, ...]]
         assert not reduced, "reported before all ranks had begun the next one"
     dist.barrier(goes_on)
     rounds.finish_all()
-    return [(each.index, each.gc_inside, each.gc_between, each.cost) for each in reduced]
+    return list(map(select_figures, reduced))
 
 
 def test_an_iteration_is_reported_when_all_ranks_have_begun_the_next_one() -> None:
     """A rank that dies before that runs it again."""
-    assert run_ranks(2, begun_apart) == [[(0, 0.1, 0.2, 6.0)], [(0, 0.1, 0.2, 6.0)]]
+    assert run_ranks(2, begun_apart) == [[(0, 0.1, 0.2, 6.0, 0.5, 0.1)]] * 2

@@ -80,6 +80,7 @@ def build_stage_profile(
     copies: Sequence[MeasuredCopy] = (),
     clock: DeviceClockRate | None = None,
     costs: Sequence[float] = (),
+    work_error: float = 0.0,
 ) -> StageProfile:
     """Return the mean op times of an iteration (an iteration takes their sum), in seconds. Fused
     backwards count as ``backward_input`` if there are no others.
@@ -91,7 +92,7 @@ def build_stage_profile(
     ``fused_backward`` is the mean BW if there was one, else B + W times the ratio, if known.
 
     With ``costs`` of the microbatches the times are those at their mean cost, also of kinds of ops
-    that only some microbatches had.
+    that only some microbatches had. ``work_error``: see :class:`StageProfile`.
     """
     moves = [copy for copy in copies if not copy.recomputed]
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
@@ -130,6 +131,7 @@ def build_stage_profile(
         ),
         clock=clock,
         cost=cost,
+        work_error=work_error,
     )
 
 
@@ -370,6 +372,7 @@ class LocalStage:
             self._footprint = build_footprint(
                 self._measured, self._ratio, recomputes=self._recomputes
             )
+        work = outcome.measure_work()
         found = build_stage_profile(
             self._coordinate.stage,
             outcome.ops,
@@ -380,6 +383,7 @@ class LocalStage:
             copies=outcome.copies,
             clock=self._clock.read() if self._clock is not None else None,
             costs=outcome.work.costs,
+            work_error=0.0 if work is None else work.compute_error(self.microbatches),
         )
         if found.backward_weight:
             self._apart = found.backward_input + found.backward_weight

@@ -31,6 +31,7 @@ from pipemorph_trainer.executor.step_abort import (
     FirstForwardBarrier,
     is_batch_error,
 )
+from pipemorph_trainer.executor.work_spread import WorkVariance, measure_work
 from pipemorph_trainer.profiling import profiling
 from pipemorph_trainer.transport.link import LinkEnd, StageLinks
 from pipemorph_trainer.transport.link_recorder import OpClock
@@ -128,6 +129,11 @@ class StageRecord:
             self.waits = [
                 (kind, order[place], start, end) for kind, place, start, end in self.waits
             ]
+
+    def measure_work(self) -> WorkVariance | None:
+        """Measure the variance of the microbatches' work; None if the ops do not show it."""
+        copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in self.copies}
+        return measure_work(self.ops, self.work.costs, copying)
 
 
 class LastOpObserver(Protocol):

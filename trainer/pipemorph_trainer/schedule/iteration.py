@@ -596,9 +596,15 @@ class IterationRunner:
             reduction = self._reducer.measure_reduction()
         self.plan_receiver.prepare_postponed()
         fitted = self._loss.fitted
+        works = [
+            outcome.measure_work()
+            for stage, outcome in outcomes.items()
+            if self._can_measure(stage, again=again)
+        ]
         self._rounds.record_ops(
-            iteration, plan.version, ops, loss, costs=self.work.costs, fitted=fitted
-        )
+            iteration, plan.version, ops, loss, costs=self.work.costs, fitted=fitted,
+            work=[each for each in works if each is not None],
+        )  # fmt: skip
         if fitted is not None and self._coordinate.rank == 0:
             text = f"from iteration {iteration + 1} on, {fitted.format_text()}"
             log.info("%s", text)

@@ -6,6 +6,7 @@ then on the first stages over all columns. Training waits for this only at its e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from time import monotonic
@@ -18,6 +19,7 @@ from pipemorph.protocol import FittedCosts, IterationSample
 from pipemorph_trainer.executor.collector_pauses import PauseTimes
 from pipemorph_trainer.executor.device_times import MeasuredOp
 from pipemorph_trainer.executor.waiting import CollectiveWaiter
+from pipemorph_trainer.executor.work_spread import WorkVariance
 from pipemorph_trainer.telemetry.reporter import TelemetryReporter
 from pipemorph_trainer.topology.world import World
 from pipemorph_trainer.trackers.listeners import IterationListeners
@@ -29,6 +31,7 @@ class IterationSummary(NamedTuple):
     ``version``: of the plan; the oldest one if columns differ. ``busy``: sum of the times of all
     ops. ``ranks``: number of ranks. ``paused``: longest pauses of a rank, inside the iteration and
     after it. ``cost``: mean cost of the microbatches, the most of any column; 0 if unknown.
+    ``work``: sum of the variances of the microbatches' work over ``measured`` stages.
     """
 
     version: int
@@ -38,6 +41,8 @@ class IterationSummary(NamedTuple):
     ranks: int
     paused: PauseTimes = PauseTimes()
     cost: float = 0.0
+    work: WorkVariance = WorkVariance()
+    measured: int = 0
 
     def compute_bubble_fraction(self, seconds: float) -> float:
         """Compute idle time over ranks × span. The span goes from the first op of any rank to the
@@ -57,7 +62,8 @@ class SummaryReduction:
     def __init__(self, mine: IterationSummary, group: dist.ProcessGroup | None) -> None:
         ends = [-float(mine.version), -mine.began, mine.ended, mine.cost, *mine.paused]
         self._most = torch.tensor(ends, dtype=torch.float64)
-        self._sum = torch.tensor([mine.busy, mine.ranks], dtype=torch.float64)
+        sums = [mine.busy, mine.ranks, mine.measured, *mine.work]
+        self._sum = torch.tensor(sums, dtype=torch.float64)
         self._works: list[Any] = [
             dist.all_reduce(values, op=how, group=group, async_op=True)
             for values, how in (
@@ -75,9 +81,11 @@ class SummaryReduction:
         for work in self._works:
             wait(work, what)
         version, began, ended, cost, *paused = self._most.tolist()
-        busy, ranks = self._sum.tolist()
-        pauses = PauseTimes(*paused)
-        return IterationSummary(int(-version), -began, ended, busy, int(ranks), pauses, cost)
+        busy, ranks, measured, *work = self._sum.tolist()
+        return IterationSummary(
+            int(-version), -began, ended, busy, int(ranks), PauseTimes(*paused), cost,
+            WorkVariance(*work), int(measured),
+        )  # fmt: skip
 
 
 class _OpenIteration:
@@ -138,16 +146,21 @@ class IterationReducer:
         *,
         costs: Sequence[float] = (),
         fitted: FittedCosts | None = None,
+        work: Sequence[WorkVariance] = (),
     ) -> None:
         """Add the times of this rank's ops, run under plan ``version``. ``costs``: of the
-        microbatches; ``fitted``: those that were fitted in this iteration. Waits until the other
-        ranks have begun this iteration, which they usually have, but not until they end it."""
+        microbatches; ``fitted``: those that were fitted in this iteration; ``work``: variance of
+        the work on each of its stages, if known. Waits until the other ranks have begun this
+        iteration, which they usually have, but not until they end it."""
         self._reduce_over_columns(iteration - 1)
         busy = sum([end - start for _, _, start, end in ops])
         found = self._open[iteration]
         found.loss, found.fitted = loss, fitted
         cost = fmean(costs) if costs else 0.0
-        found.mine = IterationSummary(version, ops[0].start, ops[-1].end, busy, 1, cost=cost)
+        found.mine = IterationSummary(
+            version, ops[0].start, ops[-1].end, busy, 1, cost=cost,
+            work=WorkVariance(*map(math.fsum, zip(*work, strict=True))), measured=len(work),
+        )  # fmt: skip
 
     def _reduce_over_column(self, iteration: int) -> None:
         """Begin to reduce an iteration over the column."""
@@ -225,6 +238,10 @@ def _make_sample(
     iteration: int, found: _OpenIteration, summary: IterationSummary, ended: float
 ) -> IterationSample:
     seconds = max(0.0, ended - found.began)
+    spreads: list[float | None] = [None, None]
+    if summary.measured:
+        # The mean of the variances, since the error of each is about as large as a small one.
+        spreads = [math.sqrt(max(0.0, each) / summary.measured) for each in summary.work]
     return IterationSample(
         index=iteration,
         seconds=seconds,
@@ -236,6 +253,8 @@ def _make_sample(
         gc_inside=summary.paused.inside,
         gc_between=summary.paused.between,
         cost=summary.cost or None,
+        work_spread=spreads[0],
+        unexplained_spread=spreads[1],
         fitted_costs=found.fitted,
     )
 
