@@ -1,8 +1,8 @@
-"""Ops of a rank in an iteration, which ranks send while their job has viewers.
+"""Ops of a rank in an iteration, with the rank's other times.
 
-They are not in reports, since no decision depends on them. While the live page requests ops
-(:mod:`pipemorph.protocol.page_messages`), the agent requests those of an iteration from the ranks
-of a pipeline column, about once a second.
+They are not in reports, since no decision depends on them. About once a second the agent requests
+those of an iteration from the ranks: it attributes their idle time to causes, and passes the ops of
+a pipeline column to the live page.
 """
 
 from __future__ import annotations
@@ -14,11 +14,42 @@ from pydantic import Field
 
 from pipemorph.planning.ir import KIND_OF_LETTER, LETTER_OF_KIND, OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.protocol.message_base import Count, ProtocolModel, WallClock
+from pipemorph.protocol.message_base import Count, ProtocolModel, Seconds, WallClock
 
 MOST_OPS = 65_536
 """Most ops of a stage in an iteration; a stage with more sends none."""
 Microseconds = Annotated[int, Field(ge=-(10**12), le=10**12)]
+ClockOffset = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
+
+
+class RankTimes(ProtocolModel):
+    """Times of a rank outside its ops, from the end of an iteration to the end of the next one:
+    that of the gradient norm of all stages, otherwise of the step."""
+
+    window: Seconds
+    """Whole time."""
+    optimizer: Seconds = 0.0
+    norm: Seconds | None = None
+    """In the gradient norm of all stages, with the waiting for other ranks; None without it."""
+    checkpoint: Seconds = 0.0
+    data: Seconds = 0.0
+    """In the script's own code between two steps, without the optimizer. It is mostly the loading
+    of data."""
+    drawn: Seconds = 0.0
+    """In drawing microbatches in the step."""
+    gc: Seconds = 0.0
+    """In pauses of Python's garbage collector before the step."""
+    reduction: Seconds | None = None
+    """After the last op, until the gradients were averaged over the replicas; None without
+    replicas."""
+    tied: Seconds | None = None
+    """In the sum of the gradients of tied weights; None without any."""
+    pauses: Annotated[list[tuple[Microseconds, Microseconds]], Field(max_length=1024)] = Field(
+        default_factory=list
+    )
+    """Pauses of the garbage collector in the step: time from its start, and duration."""
+    clock_offset: ClockOffset = 0.0
+    """Seconds to add to the wall clock of the stage above to get that of this rank."""
 
 
 class OpsTrace(ProtocolModel):
@@ -40,6 +71,10 @@ class OpsTrace(ProtocolModel):
     gaps: Annotated[list[Microseconds], Field(max_length=MOST_OPS)]
     """Time from the end of the op before, or from ``origin``."""
     durations: Annotated[list[Microseconds], Field(max_length=MOST_OPS)]
+    waits: Annotated[list[Microseconds], Field(max_length=MOST_OPS)] = Field(default_factory=list)
+    """Time that the rank waited for each op's message, the end of its ``gap``; empty: unknown."""
+    rank_times: RankTimes | None = None
+    """Other times of the rank; only with its first stage."""
 
     @property
     def ops(self) -> tuple[TimedOp, ...]:
@@ -66,14 +101,19 @@ class OpsTrace(ProtocolModel):
         plan_version: int,
         origin: float,
         ops: Sequence[tuple[OpKind, int, float, float]],
+        *,
+        waits: Sequence[tuple[OpKind, int, float, float]] = (),
+        rank_times: RankTimes | None = None,
     ) -> OpsTrace | None:
         """Trace of ops. ``place``: rank, stage and column. ``ops``: kind, microbatch, start and
-        end, in wall-clock seconds. None if there are too many, or none."""
+        end, in wall-clock seconds; ``waits``: those of the waits for their messages. None if there
+        are too many, or none."""
         if not 0 < len(ops) <= MOST_OPS:
             return None
         kinds, microbatches, *times = zip(*ops, strict=True)
         starts, ends = ([round(1e6 * (at - origin)) for at in each] for each in times)
         rank, stage, column = place
+        waited = {(kind, microbatch): end - start for kind, microbatch, start, end in waits}
         return OpsTrace(
             rank=rank,
             stage=stage,
@@ -85,4 +125,6 @@ class OpsTrace(ProtocolModel):
             microbatches=list(microbatches),
             gaps=[start - end for start, end in zip(starts, [0, *ends], strict=False)],
             durations=[end - start for start, end in zip(starts, ends, strict=True)],
+            waits=[round(1e6 * waited.get(op[:2], 0.0)) for op in ops] if waited else [],
+            rank_times=rank_times,
         )

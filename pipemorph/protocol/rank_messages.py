@@ -18,7 +18,7 @@ from pipemorph.protocol.samples import IterationSample, RailSample, ReductionSam
 from pipemorph.protocol.states import MOST_SLOW, LinkState, RouteTimes, StageState
 from pipemorph.spec.mesh import MeshShape
 
-RANK_PROTOCOL = 3
+RANK_PROTOCOL = 4
 """Version of these messages. An agent refuses ranks of another version."""
 MOST_DIRECTIONS = 2 * MOST_STAGES
 """Most link directions that a rank receives."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, PlainSerializer
 
@@ -236,6 +236,16 @@ def _serialize_loss(loss: float) -> float | str:
     return "NaN" if math.isnan(loss) else "Infinity" if loss > 0 else "-Infinity"
 
 
+IdleCause = Literal[
+    "gc", "data", "checkpoint", "reduction", "link", "work", "stage", "bubble", "other"
+]
+"""Cause of idle time, see :mod:`pipemorph.diagnose.analysis.idle_time`."""
+IDLE_CAUSES: tuple[IdleCause, ...] = get_args(IdleCause)
+IdleSeconds = dict[IdleCause, Annotated[float, Field(ge=-1e7, le=1e7, allow_inf_nan=False)]]
+"""Idle seconds of a rank in an iteration by cause, the mean over ranks. Below 0 only where the
+model of an iteration takes longer than the iteration did."""
+
+
 class IterationSample(ProtocolModel):
     """Finished iteration, as measured by rank 0."""
 
@@ -267,6 +277,10 @@ class IterationSample(ProtocolModel):
     """That of the work per cost; equal to ``work_spread`` without costs."""
     fitted_costs: FittedCosts | None = None
     """Costs that the trainer has fitted with the op times of this iteration, for later ones."""
+
+    idle: IdleSeconds | None = None
+    """Idle time by cause, from the end of the iteration before to the end of this one, see
+    :class:`~pipemorph.protocol.op_traces.RankTimes`; None for one that was not sampled."""
 
     @property
     def diverged(self) -> bool:

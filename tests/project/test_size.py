@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 106_570,
-    "product code lines": 78_670,
-    "test lines": 102_990,
+    "product lines": 107_110,
+    "product code lines": 79_050,
+    "test lines": 103_270,
     "benchmark lines": 7_300,
-    "public classes": 734,
-    "modules": 418,
+    "public classes": 736,
+    "modules": 420,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

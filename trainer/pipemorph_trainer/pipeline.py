@@ -205,6 +205,7 @@ class CallRunner:
         refused."""
         if iteration > self._over:
             self._over = iteration
+            self._parts.iterations.publish_ops()
             self._parts.iterations.reports.reducer.end_iteration(
                 iteration - 1, at, self.had_barrier(), self._collector.end_iteration()
             )
@@ -331,7 +332,10 @@ class Pipeline:
         self._parts.iterations.resume_position(resumed.iteration)
         self.iteration = self.start_iteration
         self._collector = CollectorPauses(self._parts.settings.gc, str(self.coordinate))
-        self._parts.iterations.set_pause_source(lambda: self._collector.exceeds_limit)
+        self._parts.iterations.set_pause_source(
+            lambda: self._collector.exceeds_limit, self._collector.drain_pauses
+        )
+        self._window = self._parts.iterations.window
         self._calls = CallRunner(self._parts, self.iteration, self._collector)
         self._saving = StateSaver(self._parts, resumed)
         self._leaving = GracefulShutdown(
@@ -426,12 +430,15 @@ class Pipeline:
         if microbatches is not None:
             check_source(microbatches, given)
         with self._ending.fail_on_error():
+            self._window.begin_step()
             if self._saves:
-                self._copy_state()
+                with self._window.measure_part("checkpoint"):
+                    self._copy_state()
             self._collector.pass_boundary(requested=self._parts.iterations.moves_collector)
             self._calls.end_iteration(self.iteration, monotonic())
             if self._saves:
-                self._saving.save_if_due(self.iteration)
+                with self._window.measure_part("checkpoint"):
+                    self._saving.save_if_due(self.iteration)
             leaving = self._leaving
             if leaving.ending or leaving.changing_layout:
                 self._exit_if_planned(leaving.save_before_end(self.iteration))
@@ -499,6 +506,7 @@ class Pipeline:
                 return_outputs=return_outputs, needs_target=not return_outputs,
             )  # fmt: skip
             self._mark_batch_position()
+            self._window.restart()
         return (loss, join_microbatches(inputs.outputs)) if return_outputs else loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -520,10 +528,12 @@ class Pipeline:
             parts.waiting.begin_wait(
                 f"the gradient norm of iteration {self.iteration - 1} of all stages"
             )
+            began = monotonic()
             norm = clip_grad_norm(
                 parameters, max_norm, parts.world, parts.placements, parts.wait_for,
                 uncounted=parts.tied.uncounted if parts.tied is not None else (),
             )  # fmt: skip
+            parts.iterations.add_norm(monotonic() - began)
             parts.waiting.end_wait()
         self._calls.stages_synchronized = True
         self._calls.last_activity = monotonic()
@@ -561,7 +571,8 @@ class Pipeline:
             )
         with self._ending.fail_on_error():
             self._calls.end_iteration(self.iteration, monotonic())
-            return self._saving.save_checkpoint(self._parts.checkpoints, self.iteration)
+            with self._window.measure_part("checkpoint"):
+                return self._saving.save_checkpoint(self._parts.checkpoints, self.iteration)
 
     def current_wait(self) -> str:
         """Describe this rank's current wait, or its failure. Callable from any thread."""
@@ -739,6 +750,7 @@ class Pipeline:
 
     def _release_components(self, goodbye: bool) -> None:
         self._collector.close()
+        self._window.close()
         self._parts.close(goodbye=goodbye, iterations=self.iteration)
         if self._progress is not None:
             self._progress.close()

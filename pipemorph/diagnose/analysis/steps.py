@@ -231,7 +231,7 @@ class _StepSelector:
                 self.omitted["whose ops wait for each other in a circle"].append(step)
                 return None
         begin, end = min(op.start for op in ops), max(op.end for op in ops)
-        return RecordedStep(step, graph, ops, _measure_times(ops, graph), end - begin)
+        return RecordedStep(step, graph, ops, measure_times(ops, graph), end - begin)
 
     def _number_microbatches(self, rows: Sequence[int]) -> list[StepOp]:
         """Ops whose microbatches are unique: gradient accumulation repeats their numbers, and
@@ -281,12 +281,7 @@ class _StepSelector:
                     before = last.end if last is not None and same else op.start
                     gap = max(UNWAITED, OVERHEAD * (op.end - op.start))
                     waited = not same or op.start - before > gap
-                    found.append(
-                        StepOp(
-                            op.worker, _RECEIVES[forward], op.chunk, op.microbatch, True,
-                            min(before, op.start), op.start, _LONG_AGO, waited,
-                        )
-                    )  # fmt: skip
+                    found.append(infer_receive(op, before, waited=waited))
             found.append(op)
             if op.optype in IN_ORDER:
                 last = op
@@ -328,9 +323,18 @@ class _StepSelector:
         ]
 
 
-def _measure_times(ops: Sequence[StepOp], graph: StepGraph) -> array[float]:
-    """Time of each op alone. A receive that was not waited for gets the median of those from the
-    same worker."""
+def infer_receive(op: StepOp, before: float, *, waited: bool) -> StepOp:
+    """Receive of what an F or B needs, which ends when that starts. ``before``: end of the op
+    before it. ``waited``: the worker waited for it; otherwise it may have ended earlier."""
+    return StepOp(
+        op.worker, _RECEIVES[op.optype == _F], op.chunk, op.microbatch, True,
+        min(before, op.start), op.start, _LONG_AGO, waited,
+    )  # fmt: skip
+
+
+def measure_times(ops: Sequence[StepOp], graph: StepGraph) -> array[float]:
+    """Time of each op alone, then 0. A receive that was not waited for gets the median of those
+    from the same worker."""
     times = array("d", [max(0.0, op.end - op.start) for op in ops])
     _subtract_nested(ops, times)
     for group in graph.groups:

@@ -281,7 +281,7 @@ def test_a_rank_of_another_version_is_refused_in_one_line(
     old = AgentClient(1, SECRET, agent.host, agent.port)
     until(lambda: not old.wait_until_ready(0.1) and old._failures, "the refusal")
     old.close()
-    said = "it speaks protocol 1, and this agent 3: run the same version of the trainer on all"
+    said = "it speaks protocol 1, and this agent 4: run the same version of the trainer on all"
     assert said in caplog.text
 
 

@@ -15,12 +15,15 @@ import signal
 import socket
 import sys
 import time
+from collections import OrderedDict
 
 from pipemorph.detection.job_observer import JobObserver
+from pipemorph.diagnose.analysis.idle_time import attribute_idle_time
 from pipemorph.errors import InputError
 from pipemorph.log_level import read_log_level
-from pipemorph.protocol import Directive
+from pipemorph.protocol import Directive, OpsTrace
 from pipemorph.protocol.rank_messages import RankReport
+from pipemorph.protocol.samples import IdleSeconds
 from pipemorph_trainer.agent.agent_process import AgentConfig
 from pipemorph_trainer.agent.ingest_client import IngestClient
 from pipemorph_trainer.agent.ops_collector import OpsCollector
@@ -31,6 +34,7 @@ LAST_REPORT_SECONDS = 2.0
 FINAL_REPORTS_SECONDS = 0.5
 """Time for the other ranks to report that they have finished."""
 FORCED_EXIT_SECONDS = 10
+MOST_SAMPLED = 64
 PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("pipemorph.agent")
@@ -49,15 +53,26 @@ async def run_agent(config: AgentConfig) -> None:
         informed.set()
 
     def on_report(report: RankReport) -> None:
-        observer.process_report(report, time.time())
-        uplink.schedule_observation()
-        now = time.monotonic()
+        now, done = time.monotonic(), report.finished_iteration
         if report.ops is not None:
             collector.record_ops(report.ops, now)
+        if done is not None and done.index in idle:
+            done = done.model_copy(update={"idle": idle[done.index]})
+            report = report.model_copy(update={"finished_iteration": done})
+        observer.process_report(report, time.time())
+        uplink.schedule_observation()
         if report.rank == 0:
             informed.set()
-            done = report.finished_iteration
             collector.record_progress(report.iteration, done.seconds if done else None, now)
+
+    # Newest iterations whose ops were sampled: rank 0 reports each later, and maybe again.
+    idle: OrderedDict[int, IdleSeconds] = OrderedDict()
+
+    def on_job_ops(traces: list[OpsTrace]) -> None:
+        if (found := attribute_idle_time(traces)) is not None:
+            idle[traces[0].iteration] = found
+        if len(idle) > MOST_SAMPLED:
+            idle.popitem(last=False)
 
     def on_connected(rank: int) -> None:
         observer.record_connection(rank)
@@ -123,7 +138,10 @@ async def run_agent(config: AgentConfig) -> None:
         on_connected=on_page_connected,
     )
     collector = OpsCollector(
-        config.mesh, ranks.request_ops, lambda ops: page.send_ops(ops) if page is not None else None
+        config.mesh,
+        ranks.request_ops,
+        lambda ops: page.send_ops(ops) if page is not None else None,
+        on_job_ops,
     )
     if page is not None:
         await page.start()

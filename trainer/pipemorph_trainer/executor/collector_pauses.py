@@ -12,7 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, Literal, NamedTuple
 
 log = logging.getLogger("pipemorph.trainer")
@@ -23,6 +23,8 @@ MOST_SHARE = 0.005
 LEAST_ITERATIONS, MOST_ITERATIONS = 8, 64
 """Least and most newest iterations over which the share is measured. The first one, in which much
 is imported and compiled, does not count."""
+MOST_UNREAD = 1024
+"""Most newest pauses that are held until they are read."""
 FULL_BOUNDARIES = 32
 """Boundaries from one collection of all generations to the next; the others collect what was
 allocated since the last boundary."""
@@ -81,6 +83,8 @@ class CollectorPauses:
         self._warm = False
         self._newest: deque[tuple[float, float]] = deque(maxlen=MOST_ITERATIONS)
         """Seconds of pauses, and of the whole iteration, of the newest iterations."""
+        self._unread: deque[tuple[float, float]] = deque(maxlen=MOST_UNREAD)
+        """Start and end of the newest pauses, wall clock."""
         self._boundaries = self._frozen = 0
         gc.callbacks.append(self._measure_pause)
 
@@ -89,6 +93,12 @@ class CollectorPauses:
         """True if pauses take too much of the time and may be moved: a request to all ranks."""
         enough = self._may_move and not self._moved and len(self._newest) >= LEAST_ITERATIONS
         return enough and self._compute_share() > MOST_SHARE
+
+    def drain_pauses(self) -> list[tuple[float, float]]:
+        """Return start and end of each pause since the last call, wall-clock seconds."""
+        found = list(self._unread)
+        self._unread.clear()
+        return found
 
     def begin_iteration(self) -> None:
         """Begin an iteration: pauses so far, as in an evaluation, do not count."""
@@ -164,6 +174,7 @@ class CollectorPauses:
             self._pause_began = self._clock()
         elif self._pause_began is not None:
             seconds, self._pause_began = self._clock() - self._pause_began, None
+            self._unread.append(((now := time()) - seconds, now))
             if self._at_boundary:
                 self._between += seconds
             else:

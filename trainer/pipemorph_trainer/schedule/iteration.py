@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemorph.protocol import FittedCosts, OpsTrace, ReductionSample
+from pipemorph.protocol.op_traces import RankTimes
 from pipemorph.spec.mesh import COLUMN_DIMENSIONS, DATA_DIMENSIONS, LOCKSTEP_DIMENSIONS
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
@@ -52,6 +53,7 @@ from pipemorph_trainer.sync.tied_weights import TiedWeights
 from pipemorph_trainer.telemetry.iteration_reducer import IterationPublisher
 from pipemorph_trainer.telemetry.reporter import TelemetryReporter
 from pipemorph_trainer.telemetry.trace import TraceWriter
+from pipemorph_trainer.telemetry.window_clock import WindowClock
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.failure_broadcast import FailureBroadcast
 from pipemorph_trainer.topology.hierarchy import PendingCollective
@@ -266,6 +268,13 @@ class IterationRunner:
         )  # fmt: skip
         self.synchronizes = True
         """True if gradients are summed and averaged after an iteration."""
+        self.window = WindowClock()
+        """Clock of this rank's time outside its ops."""
+        self._drain_pauses: Callable[[], list[tuple[float, float]]] = list
+        self._ended_window: RankTimes | None = None
+        """Times of the newest iteration, until the next call."""
+        self._held_ops: list[OpsTrace] = []
+        """Ops of the newest iteration, if they were requested, until its end is known."""
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
@@ -361,7 +370,8 @@ class IterationRunner:
         plan = self._plans.get_plan(version)
         self._waiting.begin_wait(f"the source of microbatches of iteration {call.iteration}")
         first = self.position.find_first_number(plan, self._coordinate.dp_rank)
-        call.inputs, call.shapes, call.refusal = draw(plan, first)
+        with self.window.measure_part("drawn"):
+            call.inputs, call.shapes, call.refusal = draw(plan, first)
         self._waiting.end_wait()
         self._agree_on_inputs(call)
 
@@ -436,7 +446,8 @@ class IterationRunner:
         if self._tied is not None:
             # Last, since it waits for other stages, and so for their ops.
             self._waiting.begin_wait(f"gradients of iteration {iteration} of tied weights")
-            self._tied.sum_gradients()
+            with self.window.measure_part("tied"):
+                self._tied.sum_gradients()
             self._waiting.end_wait()
 
     def resume_position(self, iteration: int) -> None:
@@ -617,30 +628,58 @@ class IterationRunner:
             # Compilation times differ between ranks. After this barrier, waits are short.
             work = dist.barrier(self._world.control, async_op=True)
             self._wait_for(work, "all ranks to finish the first iteration")
+        self._ended_window = self._end_window(origin, reduction)
         for stage, outcome in outcomes.items():
             first = stage == self._coordinate.stage
             if self._reports:
-                self._publish_measurements(
-                    stage, iteration, plan.version, origin, outcome, again=again
+                self._publish_measurements(stage, outcome, again=again)
+            if self._reports and self._reporter.wants_ops(iteration):
+                place = self._coordinate.rank, stage, self._coordinate.column
+                trace = OpsTrace.from_ops(
+                    place, iteration, plan.version, origin, outcome.ops, waits=outcome.waits
                 )
-            if (trace := self._rank.traces.get(stage)) is not None:
-                trace.write_iteration(
+                self._held_ops += [] if trace is None else [trace]
+            if (writer := self._rank.traces.get(stage)) is not None:
+                writer.write_iteration(
                     iteration, plan.version, origin, outcome, reduction if first else None
                 )
         if not self._warm:
             self._warm = self.plan_receiver.warm = True
             self._set_deadline(self._rank.deadline)
 
-    def _publish_measurements(
-        self,
-        stage: int,
-        iteration: int,
-        version: int,
-        origin: float,
-        outcome: StageRecord,
-        *,
-        again: bool,
-    ) -> None:
+    def add_norm(self, seconds: float) -> None:
+        """Add the gradient norm of all stages to the times of the newest iteration. The first one
+        after a step counts."""
+        if self._ended_window is not None:
+            self._ended_window = self.window.extend_window(self._ended_window, seconds)
+            self.publish_ops()
+
+    def publish_ops(self) -> None:
+        """Publish the ops of the newest iteration, if they were requested."""
+        times, self._ended_window = self._ended_window, None
+        held, self._held_ops = self._held_ops, []
+        for ops in held:
+            first = ops.stage == self._coordinate.stage
+            self._reporter.publish(
+                ops=ops.model_copy(update={"rank_times": times}) if first else ops
+            )
+
+    def _end_window(self, origin: float, reduction: dict[str, float] | None) -> RankTimes:
+        """End the window of this rank's times with the step that began at ``origin``."""
+        pauses = self._drain_pauses()
+        above = self._rank.links.by_stage[self._coordinate.stage].upstream
+        return self.window.end_window(
+            paused=sum(end - start for start, end in pauses if start < origin),
+            reduction=None if reduction is None else reduction["waited"],
+            pauses=[
+                (round(1e6 * (start - origin)), round(1e6 * (end - start)))
+                for start, end in pauses
+                if start >= origin
+            ],
+            clock_offset=0.0 if above is None else above.peer_clock.offset,
+        )
+
+    def _publish_measurements(self, stage: int, outcome: StageRecord, *, again: bool) -> None:
         """Report a stage's measurements of an iteration."""
         own = self._stages[stage]
         host_bytes = sum(each.host_bytes for each in self._stages.values())
@@ -653,22 +692,12 @@ class IterationRunner:
                 if self._warm and stage == self._coordinate.stage
                 else None
             ),
-            ops=self._make_ops_trace(stage, iteration, version, origin, outcome),
         )
 
     def _can_measure(self, stage: int, *, again: bool) -> bool:
         """True if a stage's op times of this iteration are those of later ones, too. ``again``:
         some of its forwards ran before the iteration began again."""
         return self._warm and not (self._stages[stage].is_measuring or again)
-
-    def _make_ops_trace(
-        self, stage: int, iteration: int, version: int, origin: float, outcome: StageRecord
-    ) -> OpsTrace | None:
-        """Return a stage's ops if a viewer has requested those of this iteration; else None."""
-        if not self._reporter.wants_ops(iteration):
-            return None
-        place = self._coordinate.rank, stage, self._coordinate.column
-        return OpsTrace.from_ops(place, iteration, version, origin, outcome.ops)
 
     def _take_reduction_sample(self) -> ReductionSample | None:
         found = self._reducer.take_reduction() if self._reducer is not None else None
@@ -736,9 +765,14 @@ class IterationRunner:
         :attr:`is_changing_layout`. None: never."""
         self._loss.end_requested, self._loss.layout_change_requested = to_end, to_move
 
-    def set_pause_source(self, exceeds_limit: Callable[[], bool]) -> None:
-        """Set the source of :attr:`moves_collector` on this rank."""
-        self._loss.pauses_exceed_limit = exceeds_limit
+    def set_pause_source(
+        self,
+        exceeds_limit: Callable[[], bool],
+        drain_pauses: Callable[[], list[tuple[float, float]]],
+    ) -> None:
+        """Set the source of :attr:`moves_collector` on this rank, and that of the pauses: start and
+        end of each since the last call, wall clock."""
+        self._loss.pauses_exceed_limit, self._drain_pauses = exceeds_limit, drain_pauses
 
     @property
     def moves_collector(self) -> bool:
