@@ -135,6 +135,15 @@ JOB_GAUGES = {
 }
 
 
+IDLE_SECONDS = Counter(
+    "pipemorph_job_idle_seconds_total",
+    "Idle time of a rank by cause, mean over the ranks; iterations between two sampled ones count"
+    " like the first of them.",
+    [*_BY_JOB, "cause"],
+)
+_IDLE_SECONDS: dict[tuple[str, str], dict[str, float]] = {}
+"""Counted seconds by cause, by job."""
+
 _BY_LINK = [*_BY_JOB, "link", "replica"]
 LINK_GAUGES = {
     "delay_seconds": Gauge(
@@ -224,17 +233,30 @@ def set_job_gauges(namespace: str, name: str, values: Iterable[tuple[str, float 
             JOB_GAUGES[key].labels(namespace=namespace, name=name).set(value)
 
 
+def count_idle_seconds(namespace: str, name: str, totals: Mapping[str, float]) -> None:
+    """Count a job's idle seconds. ``totals``: by cause so far; they begin at 0 again if another
+    host takes the job over."""
+    counted = _IDLE_SECONDS.setdefault((namespace, name), {})
+    for cause, total in totals.items():
+        before = counted.get(cause, 0.0)
+        more = total - before if total >= before else total
+        IDLE_SECONDS.labels(namespace, name, cause).inc(more)
+        counted[cause] = total
+
+
 def remove_job_series(namespace: str, name: str) -> None:
     """Remove all series of a deleted job."""
     for gauge in JOB_GAUGES.values():
         _remove_series(gauge, namespace, name)
     set_slow_links(namespace, name, {})
+    for cause in _IDLE_SECONDS.pop((namespace, name), {}):
+        _remove_series(IDLE_SECONDS, namespace, name, cause)
     _ONCE_KNOWN.pop((namespace, name), None)
     for link in _LINK_STATES.pop((namespace, name), set()):
         _remove_series(LINK_STATE, namespace, name, link)
 
 
-def _remove_series(gauge: Gauge, *labels: str) -> None:
+def _remove_series(gauge: Gauge | Counter, *labels: str) -> None:
     try:
         gauge.remove(*labels)
     except KeyError:

@@ -76,6 +76,10 @@ class JobView:
     iteration: int = 0
     iteration_seconds: float | None = None
     bubble_fraction: float | None = None
+    idle_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Idle time of an iteration by cause, of the newest sampled ones."""
+    idle_totals: Mapping[str, float] = field(default_factory=dict)
+    """Idle seconds of a rank by cause so far, since this host has the job."""
     loss: float | None = None
     links: tuple[LinkState, ...] = ()
     warmup_counts: tuple[int, ...] = ()
@@ -112,6 +116,8 @@ class JobView:
             iteration=observed.iteration,
             iteration_seconds=ledger.get_recent_seconds(),
             bubble_fraction=newest.bubble_fraction if newest else None,
+            idle_seconds=ledger.idle_seconds,
+            idle_totals={**ledger.idle_totals},
             loss=newest.loss if newest else None,
             links=observed.links.get_states(now),
             warmup_counts=wanted.warmup,

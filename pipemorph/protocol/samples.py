@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -286,3 +287,12 @@ class IterationSample(ProtocolModel):
     def diverged(self) -> bool:
         """True if the loss is NaN or infinite."""
         return self.loss is not None and not math.isfinite(self.loss)
+
+
+def average_idle_time(samples: Iterable[IterationSample]) -> dict[str, float]:
+    """Average the idle seconds by cause over the sampled iterations; empty without any."""
+    sampled = [sample.idle for sample in samples if sample.idle is not None]
+    return {
+        cause: sum(idle.get(cause, 0.0) for idle in sampled) / len(sampled)
+        for cause in (IDLE_CAUSES if sampled else ())
+    }

@@ -204,6 +204,11 @@ class TrainingStatus(StatusModel):
         le=1,
         description="Idle time over stages × iteration time; progress shows it in percent.",
     )
+    idle_seconds: dict[str, float] = Field(
+        default_factory=dict,
+        description="Idle seconds of an iteration by cause (bubble, link, stage, work, data, gc,"
+        " checkpoint, reduction, other), of the newest sampled iterations; mean over ranks.",
+    )
     loss: float | None = Field(default=None, description="Loss of the newest iteration.")
     warmup: list[int] = list_field(MAX_STAGES, "Warm-up per stage, by the newest plan.")
     routes: list[str] = list_field(

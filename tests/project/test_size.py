@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_110,
-    "product code lines": 79_050,
-    "test lines": 103_270,
+    "product lines": 107_250,
+    "product code lines": 79_150,
+    "test lines": 103_340,
     "benchmark lines": 7_300,
     "public classes": 736,
     "modules": 420,

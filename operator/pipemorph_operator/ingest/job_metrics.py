@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from pipemorph.control import Health, LinkState
 from pipemorph.spec.job_status import Condition, TrainingStatus
 from pipemorph_operator import names
 from pipemorph_operator.metrics import (
     LinkStateCode,
+    count_idle_seconds,
     set_job_gauges,
     set_link_states,
     set_slow_links,
@@ -21,6 +23,8 @@ AS_IN_STATUS = (
 )  # fmt: skip
 """Metrics with the name of their field in ``status.training``."""
 
+_NO_IDLE_TIME: Mapping[str, float] = MappingProxyType({})
+
 
 def update_job_metrics(
     job: tuple[str, str],
@@ -31,10 +35,11 @@ def update_job_metrics(
     recoveries: int,
     goodput: float | None = None,
     links: Sequence[LinkState] = (),
+    idle: Mapping[str, float] = _NO_IDLE_TIME,
 ) -> None:
     """Update the metrics of ``job`` (namespace and name). ``reported_at``: wall clock of its newest
     report; ``recoveries``: number of restarts within its pods; ``goodput``: as in status;
-    ``links``: current state of all links."""
+    ``links``: current state of all links; ``idle``: idle seconds by cause so far."""
     rails = training.rails
     healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
     newest = training.last_adaptation
@@ -62,6 +67,7 @@ def update_job_metrics(
             ("fallen_links", training.fallen_link_count),
         ),
     )
+    count_idle_seconds(*job, idle)
     set_slow_links(
         *job,
         {

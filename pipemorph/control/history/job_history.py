@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pipemorph.detection.stage_monitor import MEDIAN_PROFILES
 from pipemorph.protocol import AdaptationRecord, IterationSample
+from pipemorph.protocol.samples import average_idle_time
 
 LEAST_ERROR_FRACTION = 0.12
 """Least relative error of the saved time, or of the cost of slow links if that is more: the time of
@@ -47,6 +48,8 @@ that waits for the gradient norm only near its bound has them in any share. If t
 either expectation lasts some 6,000 iterations or more: a change costs an iteration, and the wrong
 plan a few per cent of each. A change for op times takes 12 iterations, but op times do not come and
 go like that."""
+NEWEST_SAMPLED = 8
+"""Sampled iterations over which idle times are averaged."""
 OPEN_RECORDS = 4
 """Newest records that may still get figures."""
 MOST_RECORDS = 256
@@ -166,6 +169,10 @@ class JobHistory:
         """Saving of each iteration to come, per plan version."""
         self._figures_end: dict[int, int] = {}
         """First iteration that no longer counts for a plan's figures, by plan version."""
+        self._sampled: deque[IterationSample] = deque(maxlen=NEWEST_SAMPLED)
+        self.idle_totals: dict[str, float] = {}
+        """Idle seconds of a rank by cause in all iterations. One that was not sampled counts like
+        the newest one that was."""
         self._last_index = -1
         self.changes_before, self.before = 0, SavedTime()
         """Number of changes without a record, and the time that they saved."""
@@ -278,6 +285,7 @@ class JobHistory:
         """Add finished iterations, and update the records that they belong to."""
         changed = False
         for sample in samples:
+            self._count_idle_time(sample)
             self._iterations[sample.index] = FinishedRecord(
                 sample.index,
                 sample.seconds,
@@ -302,6 +310,21 @@ class JobHistory:
         if len(self._iterations) > MOST_ITERATIONS:
             for stale in sorted(self._iterations)[:-MOST_ITERATIONS]:
                 del self._iterations[stale]
+
+    @property
+    def idle_seconds(self) -> dict[str, float]:
+        """Mean idle seconds by cause of the newest sampled iterations; empty without any."""
+        return average_idle_time(self._sampled)
+
+    def _count_idle_time(self, sample: IterationSample) -> None:
+        if sample.index in self._iterations:
+            return  # It was reported before.
+        if sample.idle is not None:
+            self._sampled.append(sample)
+        newest = self._sampled[-1].idle if self._sampled else None
+        for cause, seconds in (newest or {}).items():
+            total = self.idle_totals.get(cause, 0.0)
+            self.idle_totals[cause] = total + max(0.0, seconds)
 
     def _compare_cost(self, cost: float | None) -> float:
         """Return the usual cost of iterations divided by that of the newest one."""

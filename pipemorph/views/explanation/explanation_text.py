@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +16,8 @@ MOST_OBSERVATIONS, MOST_DECISIONS, MOST_ADVICE = 3, 2, 2
 """Most lines of each part; the outcome and the worth have one line each."""
 MOST_STAGES = 8
 """Most stages whose warm-ups are listed."""
+LEAST_SHOWN_SHARE = 0.01
+"""Share of the time from which a cause of idle time is shown."""
 MOST_LINE_CHARACTERS = 240
 """Most characters of a line."""
 
@@ -25,6 +27,7 @@ class Explanation:
     """Explanation by parts. Each entry has one sentence or a few; the most important first."""
 
     outcome: str
+    idle: str = ""
     observations: list[str] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)
     savings: str = ""
@@ -39,6 +42,7 @@ class Explanation:
         advice = self.advice or ["nothing has to be done"]
         parts = [
             ("outcome", [self.outcome]),
+            ("idle", [self.idle] if self.idle else []),
             ("seen", _limit_texts(seen, MOST_OBSERVATIONS)),
             ("done", _limit_texts(decided, MOST_DECISIONS)),
             ("worth", [self.savings] if self.savings else []),
@@ -64,6 +68,16 @@ def _limit_texts(texts: Sequence[str], most: int) -> list[str]:
 def format_link(link: int, column: str = "") -> str:
     """Format as ``link 2 (stage 2 to 3)``. ``column``: of the mesh, empty if it is the only one."""
     return f"link {link} (stage {link} to {link + 1}{', ' if column else ''}{column})"
+
+
+def format_idle_time(idle: Mapping[str, float], seconds: float) -> str:
+    """Format as ``31% of the ranks' time: bubble 18%, link 9%, data 3%``, with causes from
+    :data:`LEAST_SHOWN_SHARE` on. ``idle``: seconds by cause, of ``seconds``."""
+    shares = {cause: each / seconds for cause, each in idle.items()}
+    named = sorted(shares, key=lambda cause: -shares[cause])
+    causes = [f"{each} {shares[each]:.0%}" for each in named if shares[each] >= LEAST_SHOWN_SHARE]
+    text = f"{max(0.0, sum(shares.values())):.0%} of the ranks' time"
+    return f"{text}: {', '.join(causes)}" if causes else text
 
 
 def join_few(texts: Iterable[str], most: int) -> str:

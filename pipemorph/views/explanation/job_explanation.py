@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning.ir import Route, join_dashed
 from pipemorph.protocol import AdaptationRecord, IterationSample
+from pipemorph.protocol.samples import average_idle_time
 from pipemorph.spec.job_status import AdaptationSummary, Condition, JobStatus, find_condition
 from pipemorph.views.explanation.explained_job import ExplainedJob, SlowPeriod, parse_job_object
 from pipemorph.views.explanation.explanation_text import (
@@ -24,6 +25,7 @@ from pipemorph.views.explanation.explanation_text import (
     describe_savings,
     format_count,
     format_duration,
+    format_idle_time,
     format_link,
     format_plan_effect,
     format_warmup_change,
@@ -78,12 +80,17 @@ ADVICE = {
     " compared at equal work, and microbatches can be ordered by it",
     "order": "order microbatches by their costs with adaptation.reorder: sums (Options(reorder="
     "'sums')), if gradients may be summed in that order",
+    "data": "load data ahead of the step, in other processes: DataLoader(num_workers=…,"
+    " prefetch_factor=…)",
+    "checkpoint": "save less often: spec.checkpoint.every",
     "disabled": "set adaptation.enabled and schedule.policy pipemorph, so that plans adapt to slow"
     " links",
 }
 """Advice by cause, in the order of urgency."""
 
 
+MOST_IDLE_SHARE = 0.05
+"""Share of the time in idle time of one cause above which there is advice on it."""
 MOST_PAUSED_SHARE = 0.005
 """Share of the time in pauses of Python's garbage collector above which they are named."""
 LEAST_SPREAD = 0.1
@@ -132,6 +139,8 @@ def build_explanation(job: ExplainedJob) -> Explanation:
         )
     training = status.training
     story = Explanation(_describe_outcome(job, status))
+    idle, seconds = find_idle_time(job)
+    story.idle = format_idle_time(idle, seconds) if idle and seconds else ""
     # Links that are slow now come first.
     spans = sorted(job.links.slow, key=lambda each: (each.end is not None, -each.delay))
     story.observations = [
@@ -284,6 +293,22 @@ def summarize_spreads(
     return (median(spreads), median(newest)) if known else (None, None)
 
 
+def find_idle_time(job: ExplainedJob) -> tuple[Mapping[str, float], float]:
+    """Find the mean idle seconds of an iteration by cause, and the seconds of an iteration. Of a
+    run that has ended, all but its first iteration count; otherwise the newest ones."""
+    training = job.status.training if job.status is not None else None
+    if job.iterations is None:
+        idle = training.idle_seconds if training is not None else {}
+        return idle, (training.iteration_seconds or 0.0) if training is not None else 0.0
+    sampled = [each for each in job.iterations[1:] if each.idle is not None]
+    if not job.is_over:
+        sampled = sampled[-NEWEST_ITERATIONS:]
+    found = average_idle_time(sampled)
+    seconds = fmean(each.seconds for each in sampled) if sampled else 0.0
+    # An iteration's time is without its checkpoint.
+    return found, seconds + found.get("checkpoint", 0.0)
+
+
 def _describe_work(job: ExplainedJob) -> Iterator[str]:
     """Sentences about the work of microbatches in a run, if it differs."""
     spread, unexplained = summarize_spreads(job.iterations)
@@ -429,6 +454,10 @@ def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
         gain = (job.work.reordering_gain or 0.0) if job.work is not None else 0.0
         if job.spec.adaptation.reorder == "bits" and gain >= LEAST_REORDERING_GAIN:
             yield "order"
+    idle, seconds = find_idle_time(job)
+    for cause in ("data", "checkpoint"):
+        if idle.get(cause, 0.0) > MOST_IDLE_SHARE * seconds:
+            yield cause
     if status.state == "Failed":
         yield "failed"
     if status.state in ("Pending", "Starting"):

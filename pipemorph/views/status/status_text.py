@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 
 from pipemorph.control import AdaptationRecord, JobView
 from pipemorph.views.explanation.explanation_text import (
@@ -19,14 +20,16 @@ _REMAINING = re.compile(TIME_REMAINING.format("[^;]*") + "$")
 
 
 def format_progress(view: JobView, iterations: int) -> str | None:
-    """Format as ``118 of 1,000 iterations (11%); 0.53 s each, 20% idle; 7 min 47 s left``. None
-    before the first report of an iteration."""
+    """Format as ``118 of 1,000 iterations (11%); 0.53 s each, 20% idle, mostly link; 7 min 47 s
+    left``. None before the first report of an iteration."""
     if view.iteration_seconds is None:
         return None
     text = f"{view.iteration:,} of {iterations:,} iterations ({format_done(view, iterations)})"
     text += f"; {view.iteration_seconds:.3g} s each"
     if view.bubble_fraction is not None:
         text += f", {view.bubble_fraction:.0%} idle"
+        if view.idle_seconds:
+            text += f", mostly {max(view.idle_seconds.items(), key=itemgetter(1))[0]}"
     remaining = _compute_seconds_remaining(view, iterations)
     return (
         text if remaining is None else f"{text}{TIME_REMAINING.format(format_duration(remaining))}"

@@ -112,6 +112,7 @@ def _build_summary(
         iteration=view.iteration,
         iteration_seconds=_round_optional(view.iteration_seconds),
         bubble_fraction=_round_optional(view.bubble_fraction),
+        idle_seconds={cause: round(each, 4) for cause, each in view.idle_seconds.items()},
         # JSON has only finite numbers.
         loss=view.loss if view.loss is not None and isfinite(view.loss) else None,
         warmup=list(view.warmup_counts),

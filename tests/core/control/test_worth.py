@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from plant_support import Plant, spec
 
-from pipemorph.control import JobController
+from pipemorph.control import JobController, JobView
 from pipemorph.control.history.job_history import (
     MOST_RECORDS,
     JobHistory,
@@ -17,6 +17,8 @@ from pipemorph.control.history.job_history import (
 )
 from pipemorph.planning import StageTimes
 from pipemorph.protocol import AdaptationRecord, IterationSample
+from pipemorph.protocol.samples import IdleSeconds
+from pipemorph.views.status.status_text import format_progress
 
 param, FULL = pytest.param, pytest.mark.full
 Change = Callable[[Plant], None]
@@ -252,3 +254,27 @@ def test_report_json_has_it() -> None:
         "error": 36.0,
         "rank_hours": 8.0,
     }
+
+
+def test_iterations_that_were_not_sampled_count_like_the_newest_sampled_one() -> None:
+    ledger, usual = JobHistory(), {"seconds": 0.5, "plan_version": 0, "bubble_fraction": 0.1}
+
+    def add(index: int, idle: IdleSeconds | None = None) -> None:
+        sample = IterationSample(index=index, loss=None, idle=idle, **usual)
+        ledger.add_iterations([sample], list)
+
+    add(0)
+    assert ledger.idle_seconds == ledger.idle_totals == {}
+    add(1, {"link": 0.1, "bubble": 0.3})
+    for index in (1, 2, 3):  # One of them is reported again.
+        add(index)
+    add(4, {"link": 0.5, "bubble": 0.3, "other": -0.1})
+    assert ledger.idle_totals == pytest.approx({"link": 0.8, "bubble": 1.2, "other": 0.0})
+    assert ledger.idle_seconds["link"] == pytest.approx(0.3)
+    assert ledger.idle_seconds["other"] == pytest.approx(-0.05)
+    view = JobView(
+        iteration=5, iteration_seconds=0.5, bubble_fraction=0.6, idle_seconds=ledger.idle_seconds
+    )
+    assert (
+        format_progress(view, 10) == "5 of 10 iterations (50%); 0.5 s each, 60% idle, mostly link"
+    )

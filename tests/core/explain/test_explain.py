@@ -186,6 +186,26 @@ def test_differences_in_work_are_named(
     assert {cause for cause, each in words.items() if each in text} == advice
 
 
+IDLE = {"bubble": 0.04, "link": 0.06, "data": 0.03, "gc": 0.001, "other": -0.002}
+
+
+def test_idle_time_is_named_by_cause() -> None:
+    """The first iteration is set-up, and checkpoints are no part of an iteration's time."""
+    content = report(adaptations=[], links={"slow": []})
+    content["iterations"][0]["idle"] = {"data": 9.0}
+    content["iterations"][50]["idle"] = IDLE
+    content["iterations"][90]["idle"] = IDLE | {"checkpoint": 0.2}
+    text = "\n".join(explain(content))
+    shares = "bubble 8%, data 6%"
+    assert f"\nidle     46% of the ranks' time: checkpoint 20%, link 12%, {shares}\n" in text
+    assert "load data ahead" in text and "save less often" in text
+    # Of a job of a cluster, its status has them.
+    training = {"idleSeconds": IDLE, "iterationSeconds": 0.4}
+    job = report(status={"state": "Running", "training": training})
+    del job["iterations"]
+    assert "\nidle     32% of the ranks' time: link 15%, bubble 10%," in "\n".join(explain(job))
+
+
 def test_fitted_costs_are_named() -> None:
     content = report(adaptations=[], links={"slow": []})
     content["iterations"][9]["fitted_costs"] = {

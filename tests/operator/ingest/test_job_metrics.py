@@ -136,3 +136,18 @@ def test_the_gain_of_the_newest_change() -> None:
     show(last_adaptation=change(kind="return", measured=0.2))
     assert (value("promised_gain_fraction"), value("measured_gain_fraction")) == (None, None)
     remove_job_series(*JOB)
+
+
+def test_idle_seconds_are_counted_by_cause() -> None:
+    def count(**totals: float) -> None:
+        job_metrics.update_job_metrics(JOB, TrainingStatus(), [], None, recoveries=0, idle=totals)
+
+    count(link=2.0, data=1.0)
+    count(link=5.0, data=1.0)
+    assert value("idle_seconds_total", cause="link") == 5.0
+    # Another host of the job counts from 0.
+    count(link=1.0)
+    assert value("idle_seconds_total", cause="link") == 6.0
+    assert value("idle_seconds_total", cause="data") == 1.0
+    remove_job_series(*JOB)
+    assert value("idle_seconds_total", cause="link") is None

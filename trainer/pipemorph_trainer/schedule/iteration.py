@@ -275,6 +275,8 @@ class IterationRunner:
         """Times of the newest iteration, until the next call."""
         self._held_ops: list[OpsTrace] = []
         """Ops of the newest iteration, if they were requested, until its end is known."""
+        self._held_lines: dict[int, Callable[..., None]] = {}
+        """Functions that write the traces of the newest iteration, by stage."""
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
@@ -640,9 +642,10 @@ class IterationRunner:
                 )
                 self._held_ops += [] if trace is None else [trace]
             if (writer := self._rank.traces.get(stage)) is not None:
-                writer.write_iteration(
-                    iteration, plan.version, origin, outcome, reduction if first else None
-                )
+                self._held_lines[stage] = partial(
+                    writer.write_iteration,
+                    iteration, plan.version, origin, outcome, reduction if first else None,
+                )  # fmt: skip
         if not self._warm:
             self._warm = self.plan_receiver.warm = True
             self._set_deadline(self._rank.deadline)
@@ -655,13 +658,16 @@ class IterationRunner:
             self.publish_ops()
 
     def publish_ops(self) -> None:
-        """Publish the ops of the newest iteration, if they were requested."""
+        """Publish the ops of the newest iteration, if they were requested, and write its trace."""
         times, self._ended_window = self._ended_window, None
         held, self._held_ops = self._held_ops, []
+        lines, self._held_lines = self._held_lines, {}
+        first = self._coordinate.stage
+        for stage, write in lines.items():
+            write(times=times if stage == first else None)
         for ops in held:
-            first = ops.stage == self._coordinate.stage
             self._reporter.publish(
-                ops=ops.model_copy(update={"rank_times": times}) if first else ops
+                ops=ops.model_copy(update={"rank_times": times}) if ops.stage == first else ops
             )
 
     def _end_window(self, origin: float, reduction: dict[str, float] | None) -> RankTimes:

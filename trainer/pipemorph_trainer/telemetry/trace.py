@@ -6,7 +6,9 @@ of the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` i
 With offload, ``copies`` are ``["out" or "back", microbatch, start, end, bytes]``: at the end of an
 F, or the beginning of a B or BW; a forward that runs again there is ``"again"``. With replicas,
 ``reduction`` has the ``bytes`` and ``buckets`` of the gradients, the ``seconds`` in which they were
-being reduced, and those that this rank ``waited`` after its last op.
+being reduced, and those that this rank ``waited`` after its last op. ``times``, with the rank's
+first stage, are its :class:`~pipemorph.protocol.op_traces.RankTimes`, but for zeros; so a line is
+written once the next iteration begins, or after the gradient norm.
 
 The file has at most ``PIPEMORPH_TRACE_BYTES`` bytes. When it reaches this limit, only the first and
 the newest quarter stay. A line in between, ``{"rank", "dropped", "limit"}``, has the number of
@@ -30,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from pipemorph.protocol.op_traces import RankTimes
 from pipemorph.spec.mesh import Coordinate
 from pipemorph_trainer.context import TRACE_BYTES
 from pipemorph_trainer.executor.stage_executor import StageRecord
@@ -72,8 +75,11 @@ class TraceWriter:
         origin: float,
         outcome: StageRecord,
         reduction: dict[str, float] | None = None,
+        *,
+        times: RankTimes | None = None,
     ) -> None:
-        """Write an iteration. ``reduction``: of the gradients over the replicas."""
+        """Write an iteration. ``reduction``: of the gradients over the replicas; ``times``: of the
+        rank outside its ops."""
         if self._file is None:
             return
 
@@ -106,6 +112,8 @@ class TraceWriter:
             ]
         if reduction is not None:
             line["reduction"] = reduction
+        if times is not None:
+            line["times"] = times.model_dump(exclude_defaults=True)
         if self._emulated:
             line["emulated"] = True
         text = json.dumps(line) + "\n"

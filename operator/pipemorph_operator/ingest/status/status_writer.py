@@ -100,7 +100,7 @@ class StatusWriter:
         job_metrics.update_job_metrics(
             key, training, conditions, reported_at,
             recoveries=tracked.generations.saved.count or 0, goodput=tracked.compute_goodput(wall),
-            links=view.links,
+            links=view.links, idle=view.idle_totals,
         )  # fmt: skip
         known = training == tracked.written_training and conditions == tracked.conditions
         if known and not recovers:
