@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_250,
-    "product code lines": 79_150,
+    "product lines": 107_300,
+    "product code lines": 79_190,
     "test lines": 103_340,
     "benchmark lines": 7_300,
-    "public classes": 736,
-    "modules": 420,
+    "public classes": 737,
+    "modules": 421,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -205,7 +205,7 @@ class CallRunner:
         refused."""
         if iteration > self._over:
             self._over = iteration
-            self._parts.iterations.publish_ops()
+            self._parts.iterations.ops.publish()
             self._parts.iterations.reports.reducer.end_iteration(
                 iteration - 1, at, self.had_barrier(), self._collector.end_iteration()
             )
@@ -335,7 +335,7 @@ class Pipeline:
         self._parts.iterations.set_pause_source(
             lambda: self._collector.exceeds_limit, self._collector.drain_pauses
         )
-        self._window = self._parts.iterations.window
+        self._window = self._parts.iterations.ops.window
         self._calls = CallRunner(self._parts, self.iteration, self._collector)
         self._saving = StateSaver(self._parts, resumed)
         self._leaving = GracefulShutdown(
@@ -533,7 +533,7 @@ class Pipeline:
                 parameters, max_norm, parts.world, parts.placements, parts.wait_for,
                 uncounted=parts.tied.uncounted if parts.tied is not None else (),
             )  # fmt: skip
-            parts.iterations.add_norm(monotonic() - began)
+            parts.iterations.ops.add_norm(began)
             parts.waiting.end_wait()
         self._calls.stages_synchronized = True
         self._calls.last_activity = monotonic()

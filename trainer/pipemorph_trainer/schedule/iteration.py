@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemorph.protocol import FittedCosts, OpsTrace, ReductionSample
-from pipemorph.protocol.op_traces import RankTimes
+from pipemorph.protocol import FittedCosts, ReductionSample
 from pipemorph.spec.mesh import COLUMN_DIMENSIONS, DATA_DIMENSIONS, LOCKSTEP_DIMENSIONS
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
@@ -51,9 +50,9 @@ from pipemorph_trainer.sync.reduction import GradientReducer
 from pipemorph_trainer.sync.ring_probe import RingProbe
 from pipemorph_trainer.sync.tied_weights import TiedWeights
 from pipemorph_trainer.telemetry.iteration_reducer import IterationPublisher
+from pipemorph_trainer.telemetry.ops_publisher import OpsPublisher
 from pipemorph_trainer.telemetry.reporter import TelemetryReporter
 from pipemorph_trainer.telemetry.trace import TraceWriter
-from pipemorph_trainer.telemetry.window_clock import WindowClock
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.failure_broadcast import FailureBroadcast
 from pipemorph_trainer.topology.hierarchy import PendingCollective
@@ -268,15 +267,11 @@ class IterationRunner:
         )  # fmt: skip
         self.synchronizes = True
         """True if gradients are summed and averaged after an iteration."""
-        self.window = WindowClock()
-        """Clock of this rank's time outside its ops."""
-        self._drain_pauses: Callable[[], list[tuple[float, float]]] = list
-        self._ended_window: RankTimes | None = None
-        """Times of the newest iteration, until the next call."""
-        self._held_ops: list[OpsTrace] = []
-        """Ops of the newest iteration, if they were requested, until its end is known."""
-        self._held_lines: dict[int, Callable[..., None]] = {}
-        """Functions that write the traces of the newest iteration, by stage."""
+        self.ops = OpsPublisher(
+            self._coordinate, rank.reporter, rank.traces,
+            links.by_stage[self._coordinate.stage].upstream,
+        )  # fmt: skip
+        """Publisher of the ops of the newest iteration."""
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
@@ -372,7 +367,7 @@ class IterationRunner:
         plan = self._plans.get_plan(version)
         self._waiting.begin_wait(f"the source of microbatches of iteration {call.iteration}")
         first = self.position.find_first_number(plan, self._coordinate.dp_rank)
-        with self.window.measure_part("drawn"):
+        with self.ops.window.measure_part("drawn"):
             call.inputs, call.shapes, call.refusal = draw(plan, first)
         self._waiting.end_wait()
         self._agree_on_inputs(call)
@@ -448,7 +443,7 @@ class IterationRunner:
         if self._tied is not None:
             # Last, since it waits for other stages, and so for their ops.
             self._waiting.begin_wait(f"gradients of iteration {iteration} of tied weights")
-            with self.window.measure_part("tied"):
+            with self.ops.window.measure_part("tied"):
                 self._tied.sum_gradients()
             self._waiting.end_wait()
 
@@ -630,60 +625,18 @@ class IterationRunner:
             # Compilation times differ between ranks. After this barrier, waits are short.
             work = dist.barrier(self._world.control, async_op=True)
             self._wait_for(work, "all ranks to finish the first iteration")
-        self._ended_window = self._end_window(origin, reduction)
         for stage, outcome in outcomes.items():
-            first = stage == self._coordinate.stage
             if self._reports:
                 self._publish_measurements(stage, outcome, again=again)
-            if self._reports and self._reporter.wants_ops(iteration):
-                place = self._coordinate.rank, stage, self._coordinate.column
-                trace = OpsTrace.from_ops(
-                    place, iteration, plan.version, origin, outcome.ops, waits=outcome.waits
-                )
-                self._held_ops += [] if trace is None else [trace]
-            if (writer := self._rank.traces.get(stage)) is not None:
-                self._held_lines[stage] = partial(
-                    writer.write_iteration,
-                    iteration, plan.version, origin, outcome, reduction if first else None,
-                )  # fmt: skip
+            first = stage == self._coordinate.stage
+            self.ops.hold_stage(
+                stage, outcome, iteration=iteration, version=plan.version, origin=origin,
+                reduction=reduction if first else None,
+            )  # fmt: skip
+        self.ops.end_step(origin, reduction)
         if not self._warm:
             self._warm = self.plan_receiver.warm = True
             self._set_deadline(self._rank.deadline)
-
-    def add_norm(self, seconds: float) -> None:
-        """Add the gradient norm of all stages to the times of the newest iteration. The first one
-        after a step counts."""
-        if self._ended_window is not None:
-            self._ended_window = self.window.extend_window(self._ended_window, seconds)
-            self.publish_ops()
-
-    def publish_ops(self) -> None:
-        """Publish the ops of the newest iteration, if they were requested, and write its trace."""
-        times, self._ended_window = self._ended_window, None
-        held, self._held_ops = self._held_ops, []
-        lines, self._held_lines = self._held_lines, {}
-        first = self._coordinate.stage
-        for stage, write in lines.items():
-            write(times=times if stage == first else None)
-        for ops in held:
-            self._reporter.publish(
-                ops=ops.model_copy(update={"rank_times": times}) if ops.stage == first else ops
-            )
-
-    def _end_window(self, origin: float, reduction: dict[str, float] | None) -> RankTimes:
-        """End the window of this rank's times with the step that began at ``origin``."""
-        pauses = self._drain_pauses()
-        above = self._rank.links.by_stage[self._coordinate.stage].upstream
-        return self.window.end_window(
-            paused=sum(end - start for start, end in pauses if start < origin),
-            reduction=None if reduction is None else reduction["waited"],
-            pauses=[
-                (round(1e6 * (start - origin)), round(1e6 * (end - start)))
-                for start, end in pauses
-                if start >= origin
-            ],
-            clock_offset=0.0 if above is None else above.peer_clock.offset,
-        )
 
     def _publish_measurements(self, stage: int, outcome: StageRecord, *, again: bool) -> None:
         """Report a stage's measurements of an iteration."""
@@ -776,9 +729,8 @@ class IterationRunner:
         exceeds_limit: Callable[[], bool],
         drain_pauses: Callable[[], list[tuple[float, float]]],
     ) -> None:
-        """Set the source of :attr:`moves_collector` on this rank, and that of the pauses: start and
-        end of each since the last call, wall clock."""
-        self._loss.pauses_exceed_limit, self._drain_pauses = exceeds_limit, drain_pauses
+        """Set the source of :attr:`moves_collector` on this rank, and that of the pauses."""
+        self._loss.pauses_exceed_limit, self.ops.drain_pauses = exceeds_limit, drain_pauses
 
     @property
     def moves_collector(self) -> bool:

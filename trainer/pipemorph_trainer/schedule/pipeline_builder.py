@@ -415,7 +415,7 @@ class PipelineComponents:
 
     def finish_traces(self, iterations: int) -> None:
         """Write the rest of the traces. ``iterations``: the number of finished ones. Idempotent."""
-        self.iterations.publish_ops()
+        self.iterations.ops.publish()
         faults = [entry for end in self.links.ends for entry in end.faults.report_effects()]
         if self._reduction_faults is not None:
             faults += self._reduction_faults.report_effects()
