@@ -1,5 +1,4 @@
-"""The chart's alerts, checked with Prometheus's own tool on made-up series: which fire, and when.
-``test_alerts_fire.py`` provokes each in a real Prometheus."""
+"""The chart's alerts by Prometheus's own tool, on made-up series: which fire, and when."""
 
 import json
 import re
@@ -237,7 +236,7 @@ VERBS = {"get", "describe", "logs", "cordon"}
 
 
 def test_each_says_what_to_do(rules: Path) -> None:
-    """Annotations name a command to run. The test that provokes the alert runs it."""
+    """Annotations name a command to run."""
     for name, rule in alerts(rules).items():
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), name
         annotations, labels = rule["annotations"], PROVOKED[name].labels

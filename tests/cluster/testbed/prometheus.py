@@ -31,17 +31,13 @@ class Target(NamedTuple):
 
 
 class Server:
-    """A Prometheus that scrapes its targets each second, and evaluates the ``rules`` of a file as
-    often. Close it when done."""
+    """A Prometheus that scrapes its targets each second. Close it when done."""
 
-    def __init__(
-        self, folder: Path, targets: Sequence[Target], *, rules: Path | None = None
-    ) -> None:
+    def __init__(self, folder: Path, targets: Sequence[Target]) -> None:
         (port,) = free_ports(1, "127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [] if rules is None else [str(rules)],
+            "global": {"scrape_interval": "1s"},
             "scrape_configs": [
                 {
                     "job_name": str(number),
@@ -73,14 +69,6 @@ class Server:
         """Result of a query now. Raises AssertionError with Prometheus's message."""
         result: list[Any] = self._get("query", query=expression)["result"]
         return result
-
-    def firing(self) -> list[dict[str, Any]]:
-        """The alerts that fire now: labels, and annotations with their labels filled in."""
-        return [each for each in self._get("alerts")["alerts"] if each["state"] == "firing"]
-
-    def rules(self) -> list[dict[str, Any]]:
-        """Rules with their health."""
-        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def close(self) -> None:
         self._process.stop()

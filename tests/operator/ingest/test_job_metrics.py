@@ -51,11 +51,12 @@ def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
     remove_job_series(*JOB)
 
 
-def test_the_goodput_once_it_is_known() -> None:
+def test_the_goodput_and_the_last_report_once_they_are_known() -> None:
     show()
     assert value("goodput_fraction") is None
-    job_metrics.update_job_metrics(JOB, TrainingStatus(), [], None, recoveries=0, goodput=0.875)
+    job_metrics.update_job_metrics(JOB, TrainingStatus(), [], 17.0, recoveries=0, goodput=0.875)
     assert value("goodput_fraction") == 0.875
+    assert value("last_report_timestamp_seconds") == 17.0
     remove_job_series(*JOB)
 
 
