@@ -34,7 +34,6 @@ from pipemorph.ingest.connections import SHARE_OF_FILES
 from pipemorph.log_level import read_log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.health_server import EventLoopMonitor, Heartbeat
-from pipemorph_operator.ingest import garbage_collection
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.job_store import ClusterJobStore, StandbyJobCache
 from pipemorph_operator.ingest.layout_changer import LayoutChanger
@@ -246,7 +245,6 @@ async def serve(options: argparse.Namespace, cluster: KubeClient, stop: asyncio.
                     group.create_task(label.maintain_label(leading))
                 group.create_task(job_cache.pass_jobs_on())
                 group.create_task(visit_jobs(server, store, ticked))
-                group.create_task(garbage_collection.freeze_periodically(lambda: len(store.keys)))
         finally:
             leads = False
             stop.set()

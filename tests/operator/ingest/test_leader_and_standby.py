@@ -127,9 +127,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[IngestServer]:
 
     monkeypatch.setattr(ingest, "IngestServer", Recorded)
     monkeypatch.setattr(PlannerPool, "start_workers", nothing)
-    monkeypatch.setattr(
-        ingest.garbage_collection, "freeze_periodically", nothing
-    )  # Freezing is for the whole process.
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import asyncio.sslproto
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from pipemorph.ingest.connections import TLS_READ_BYTES
 from pipemorph.planning import Schedule
 from pipemorph.protocol import LinkHealthReport
 from pipemorph.spec.job_spec import JobSpec
-from pipemorph_operator.ingest import garbage_collection
 from pipemorph_operator.ingest.job_store import ClusterJobStore
 from pipemorph_operator.ingest.status.status_writer import MAX_WRITES
 from pipemorph_operator.ingest.status.write_schedule import (
@@ -304,55 +302,3 @@ async def test_after_a_restart_requests_wait_for_their_jobs_to_be_read_and_plann
     await asyncio.wait_for(asyncio.gather(waiting["large"], late), 5)
     assert store.find_token_requirements("default", "large") is not None
     await asyncio.wait_for(store.wait_for_job("default", "another"), 5)
-
-
-def test_a_full_collection_walks_no_job_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage_collection, "CHECK_SECONDS", 0.0)
-    count, more, collected = 1000, 0, 0
-
-    def collect(generation: int = 2, collecting: Any = gc.collect) -> int:
-        nonlocal collected
-        collected += generation == 2
-        found: int = collecting(generation)
-        return found
-
-    async def turns(task: asyncio.Task[None]) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not task.done()
-
-    def jobs() -> int:
-        nonlocal count
-        count += more
-        return count
-
-    async def run() -> None:
-        nonlocal count, more
-        task = asyncio.create_task(garbage_collection.freeze_periodically(jobs))
-        more = 200
-        await turns(task)
-        assert collected == 0, "jobs are still being read"
-        count, more = 1000, 0
-        await turns(task)
-        assert collected == 1 and gc.get_freeze_count() > 10_000
-        count = 1050
-        await turns(task)
-        assert collected == 1, "few jobs have come"
-        count = 1200
-        await turns(task)
-        assert collected == 2
-        stays: list[list[int]] = [[] for _ in range(5000)]
-        frozen = gc.get_freeze_count()
-        await turns(task)
-        assert gc.get_freeze_count() < frozen + len(stays)
-        monkeypatch.setattr(garbage_collection, "FREEZE_SECONDS", -1.0)
-        await turns(task)
-        assert collected == 2
-        assert gc.get_freeze_count() >= frozen + len(stays), "what has come since stays, too"
-        task.cancel()
-
-    monkeypatch.setattr(gc, "collect", collect)
-    try:
-        asyncio.run(run())
-    finally:
-        gc.unfreeze()

@@ -48,15 +48,6 @@ class TensorMeta(NamedTuple):
     def from_tensor(tensor: Tensor) -> TensorMeta:
         return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def can_carry(self, tensor: Tensor) -> bool:
-        """True if ``tensor`` can be sent as this one. An unneeded gradient is ignored on
-        arrival."""
-        return (
-            tensor.shape == self.shape
-            and tensor.dtype == self.dtype
-            and (self.gradient or not tensor.requires_grad)
-        )
-
     @property
     def nbytes(self) -> int:
         count = self.dtype.itemsize
