@@ -34,8 +34,10 @@ from pipemorph.control.decide.decision_state import (
     request_weighing,
 )
 from pipemorph.control.decide.forecast import Outlook
+from pipemorph.control.decide.layouts.layer_split import LayerSplit
 from pipemorph.control.decide.layouts.layout_search import NetworkMeasurements
 from pipemorph.control.decide.layouts.stage_overhead import StageOverhead
+from pipemorph.control.decide.layouts.uneven_stages import describe_uneven_stages
 from pipemorph.control.decide.plan_choice import DecisionRequest, PlanProposal
 from pipemorph.control.decide.situation import RouteCostEstimator
 from pipemorph.control.first_plan import initial_plan, select_planning_fields
@@ -65,6 +67,7 @@ from pipemorph.protocol import (
     TransportsView,
 )
 from pipemorph.spec.job_spec import JobSpec
+from pipemorph.spec.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,21 @@ class JobController:
                 found.stages, self.spec.schedule.policy_kind
             )
         return replace(found, stage_overhead=self._stage_overhead)
+
+    def describe_uneven_stages(self) -> str:
+        """Describe a stage that takes longer than the others by the work that it holds, and what
+        another split of the layers would give; empty if there is none, or while op times are not
+        measured."""
+        stages = self._job_state.stages.get_stage_times()
+        if stages is None or not self._job_state.stages.all_measured or len(stages) < 2:
+            return ""
+        layout, overhead = Layout.from_parallelism(self.spec.parallelism), self._stage_overhead
+        if not self.layers:
+            overhead = overhead.with_measured_times(stages, self.spec.schedule.policy_kind)
+        elif not overhead.initial_seconds:
+            return ""  # The share of the layers in a stage's time is unknown.
+        layout = layout.with_layers(self.layers) if self.layers else layout
+        return describe_uneven_stages(LayerSplit(self.spec, layout, stages, overhead))
 
     def get_outlook(self, now: float) -> Outlook | None:
         """Input to predict the job's plans from; None before op times are known."""

@@ -155,7 +155,6 @@ def run_job(
                 ending = GenerationRunner(site, reaper, forks, events).run_to_end()
                 conclude_run(run, ending, journal, service, progress.print_note)
                 run.relayouts = build_records(host.layout_changes, run.iterations)
-                run.layers = host.layout_changes.layout.layers
                 host.concluded = True
                 if page is not None:
                     page.announce_end()

@@ -34,6 +34,8 @@ DEVICE_BUFFERS = 2
 """Microbatches on the device of an offloading stage without a cap: one in use, one being copied."""
 FACTORS = (2, 4)
 """Multiples of the number of microbatches to try."""
+LEAST_OTHER_WORK = 0.05
+"""Share of a stage's time from which its work besides layers is named."""
 MOST_UNEVENNESS = 1.02
 """Ratio of the slowest stage to the mean below which no other split is suggested."""
 
@@ -209,6 +211,12 @@ class _Advisor:
             counts, of = split_layers_over_ranks(times, fixed, self.placement), "rank"
         else:
             counts, of = split_layers(times, fixed), "stage"
+        longest = max(range(len(fixed)), key=fixed.__getitem__)
+        total = compute_stage_work(problem.stages[longest], problem.policy)
+        other = f"stage {longest}: {fixed[longest]:.3g} of {total:.3g} is no layer (such as a loss"
+        other += " head or an embedding) and stays with any split"
+        if fixed[longest] >= LEAST_OTHER_WORK * total:
+            yield f"split: {other}"
         if counts == tuple(today):
             yield f"the split {join_dashed(today, 16)} is the best for its slowest {of}"
             return

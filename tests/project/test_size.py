@@ -22,8 +22,8 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_300,
-    "product code lines": 79_190,
+    "product lines": 107_360,
+    "product code lines": 79_230,
     "test lines": 103_340,
     "benchmark lines": 7_300,
     "public classes": 737,

@@ -91,6 +91,7 @@ def load_measured_problem(path: str) -> MeasuredProblem:
             dispatch=spec.schedule.dispatch_kind,
             ranks=cut.mesh.sizes["pp"] if cut.stages_per_rank > 1 else None,
             placement=cut.stage_placement,
+            **_estimate_layers(stages, report, spec),
         )
     except UNREADABLE as error:
         raise InputError(_describe_invalid_file(path, "report", error)) from None
@@ -151,6 +152,22 @@ def _add_reductions(
     return tuple(
         stage.model_copy(update={"reduction": exposed.get(i)}) for i, stage in enumerate(stages)
     )
+
+
+def _estimate_layers(
+    stages: Sequence[StageTimes], report: dict[str, Any], spec: JobSpec
+) -> dict[str, Any]:
+    """Fields ``layers`` and ``layer_split`` of a problem: equal layers that take what they take on
+    the fastest stage, which is assumed to have no other work. Empty if their number is unknown, or
+    if layers moved during the run."""
+    total, count = spec.parallelism.layers, len(stages)
+    if total is None or any(each.get("layers") for each in report.get("relayouts", [])):
+        return {}
+    held = total // count
+    least = min(stages, key=lambda each: each.forward + each.backward_input + each.backward_weight)
+    kinds = ("forward", "backward_input", "backward_weight")
+    layer = {kind: getattr(least, kind) / held for kind in kinds} | {"count": total}
+    return {"layers": [layer], "layer_split": [held] * count}
 
 
 def _read_links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[Route]]:

@@ -179,8 +179,6 @@ class RunRecord:
     goodput_meter: GoodputMeter = field(default_factory=GoodputMeter)
     relayouts: list[dict[str, Any]] = field(default_factory=list)
     """Changes of the ranks' places and layers, for the report."""
-    layers: tuple[int, ...] = ()
-    """Layers of each stage at the end; empty: evenly many."""
     training: TrainingStatus | None = None
     conditions: list[Condition] = field(default_factory=list)
     """Conditions of the training at the end; empty if the control loop did not answer."""

@@ -72,6 +72,8 @@ ADVICE = {
     " pipemorph bench link between two of them",
     "stage": "look at the clock and the other users of the slow stage's host; pipemorph advise"
     " says what another split of the layers would give",
+    "unequal": "give the longest stage fewer layers: adaptation.relayout moves them, pipemorph"
+    " advise compares splits; tensor parallelism divides an embedding or a loss head",
     "undelivered": "a plan brought less than half of its promised gain: check whether other work"
     " competes for the ranks' processors",
     "pauses": "collect Python's garbage between iterations: leave the collector of the script as it"
@@ -149,6 +151,8 @@ def build_explanation(job: ExplainedJob) -> Explanation:
         *_describe_work(job),
         *(_describe_slow_period(each, job) for each in spans),
     ]
+    if (unequal := _find_unequal_work(status)) is not None:
+        story.observations.append(unequal.message)
     for found in list_failing_conditions(status):
         if found.reason == "SlowLinks" and spans:
             continue
@@ -239,6 +243,12 @@ def list_failing_conditions(status: JobStatus) -> Iterator[Condition]:
         found = find_condition(status, kind)
         if found is not None and (found.status == "False" or found.reason == "ReportsStale"):
             yield found
+
+
+def _find_unequal_work(status: JobStatus) -> Condition | None:
+    """Condition that names a stage with more work than the others."""
+    found = find_condition(status, "StagesEven")
+    return found if found is not None and found.reason == "UnequalWork" else None
 
 
 def _describe_divergence(job: ExplainedJob) -> Iterator[str]:
@@ -469,6 +479,8 @@ def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
                 yield CAUSE_OF_REASON[found.reason]
             if found.reason == "SlowLinks" and not job.spec.adaptation.enabled:
                 yield "disabled"
+    if _find_unequal_work(status) is not None:
+        yield "unequal"
     newest = status.training.last_adaptation if status.training is not None else None
     changes: Sequence[AdaptationRecord | AdaptationSummary] = job.adaptations
     if not changes and newest is not None:

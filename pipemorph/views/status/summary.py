@@ -339,6 +339,8 @@ def _judge_stages(source: StatusInput, view: JobView, now: float) -> Verdict:
         if not found.known:
             text = f"not every stage has reported op times{done}"
             return "Unknown", condition_names.R_STAGES_UNMEASURED, text[:MESSAGE_LENGTH]
+        if uneven := source.controller.describe_uneven_stages():
+            return "True", condition_names.R_STAGES_UNEQUAL, f"{uneven}{done}"[:MESSAGE_LENGTH]
         text = f"{parallelism.stages} stages, none slow{done}"
         return "True", condition_names.R_STAGES_EVEN, text[:MESSAGE_LENGTH]
     text = "; ".join(each.format_text(parallelism.mesh) for each in found.slowest[:MOST_NAMED])

@@ -336,6 +336,13 @@ def test_faults_at_the_end_of_a_run_are_reported() -> None:
     assert "clock" in lines[-1]
 
 
+def test_a_stage_with_more_work_is_named_and_advised_on() -> None:
+    unequal = since("StagesEven", "True", "UnequalWork", "stage 3 takes 45 ms of a microbatch")
+    lines = explain(report(unequal, links={"slow": []}))
+    assert lines[1] == "seen     stage 3 takes 45 ms of a microbatch"
+    assert "adaptation.relayout moves them" in lines[-1]
+
+
 AT = "2026-01-02T03:04:05Z"
 MOVED = {"layers": [5, 3, 4, 4], "promised": 0.2, "measured": 0.18}
 

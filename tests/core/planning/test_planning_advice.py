@@ -369,6 +369,21 @@ def timeline() -> dict[str, Any]:
     }
 
 
+def test_the_layers_of_a_run_are_split_by_measured_times(tmp_path: Path, capsys: Any) -> None:
+    """The fastest stage has only layers. What the other one has besides stays there."""
+    content = report()
+    content["spec"]["parallelism"]["layers"] = 8
+    (tmp_path / "timeline.json").write_text(json.dumps(timeline()))
+    for relayouts, split in (([], True), ([{"layers": [5, 3]}], False)):
+        (tmp_path / "report.json").write_text(json.dumps(content | {"relayouts": relayouts}))
+        assert main(["advise", str(tmp_path / "report.json"), "--output", "text"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        # F, B and W of a layer take 2.25 ms, those of the rest of stage 1 take 9 ms.
+        assert ("layers 4-4 → 6-2" in out) is split
+        text = "stage 1: 9 of 18 is no layer (such as a loss head or an embedding) and stays"
+        assert (text in out) is split
+
+
 def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     """Op times from its timeline, delays and routes from its last plan in force."""
     from pipemorph.local.results.measured_problem import load_measured_problem

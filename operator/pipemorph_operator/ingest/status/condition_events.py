@@ -42,6 +42,7 @@ EVENT_IMPORTANCE: Mapping[tuple[str, str], EventImportance] = {
     (names.RAILS_HEALTHY, names.R_RAILS_OK): "relief",
     (names.STAGES_EVEN, names.R_STAGES_SLOW): "trouble",
     (names.STAGES_EVEN, names.R_STAGES_EVEN): "relief",
+    (names.STAGES_EVEN, names.R_STAGES_UNEQUAL): "relief",
     (names.REDUCTIONS_HEALTHY, names.R_REDUCTIONS_SLOW): "trouble",
     (names.REDUCTIONS_HEALTHY, names.R_REDUCTIONS_OK): "relief",
     (names.REPLICAS_COMPLETE, names.R_REPLICAS_FEWER): "trouble",

@@ -41,8 +41,8 @@ class LayerSplit:
     def __init__(
         self, spec: JobSpec, layout: Layout, stages: Sequence[StageTimes], overhead: StageOverhead
     ) -> None:
-        assert spec.parallelism.layers is not None, "the number of layers is unknown"
-        self.total_layers = spec.parallelism.layers
+        # A job without a number of layers has a layer for each stage, which cannot move.
+        self.total_layers = spec.parallelism.layers or spec.parallelism.stages
         self.spec, self.layout = spec, layout
         self._stages, self._stage_overhead = tuple(stages), overhead
         self.held_layers = layout.spread_layers(self.total_layers)
@@ -62,12 +62,16 @@ class LayerSplit:
         )
 
     @cached_property
+    def overhead_seconds(self) -> tuple[float, ...]:
+        """Seconds of each stage's work besides its layers."""
+        return tuple(
+            self._stage_overhead[stage] * took for stage, took in enumerate(self.layer_seconds)
+        )
+
+    @cached_property
     def best_counts(self) -> tuple[int, ...]:
         """Layers per stage with which the slowest stage is the fastest."""
-        overhead = [
-            self._stage_overhead[stage] * took for stage, took in enumerate(self.layer_seconds)
-        ]
-        return spread_equal_layers(self.total_layers, self.layer_seconds, overhead)
+        return spread_equal_layers(self.total_layers, self.layer_seconds, self.overhead_seconds)
 
     @property
     def best_gain(self) -> float:
