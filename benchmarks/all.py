@@ -21,6 +21,7 @@ NAMES = (
     "balance",
     "gpt_lengths",
     "detector",
+    "diagnose_emulated",
     "engine",
     "op_cost",
     "pauses",

@@ -254,6 +254,9 @@ def format_rank_environment(url: str, options: ServeOptions) -> str:
     }
     if options.tls_cert is not None:
         values["CA_FILE"] = str(options.tls_cert.resolve())
+    if options.out is not None:
+        # What pipemorph diagnose reads. A rank that cannot write there trains without.
+        values["TRACE_DIR"] = str(ResultFolder(options.out.resolve()).trace)
     return "\n".join(
         ("every rank needs:", *(f"  export PIPEMORPH_{name}={v}" for name, v in values.items()))
     )

@@ -22,10 +22,10 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_360,
-    "product code lines": 79_230,
+    "product lines": 107_420,
+    "product code lines": 79_280,
     "test lines": 103_340,
-    "benchmark lines": 7_300,
+    "benchmark lines": 7_500,
     "public classes": 737,
     "modules": 421,
     "leaves of spec": 113,

@@ -468,6 +468,16 @@ def test_a_full_disk_ends_the_traces_and_not_the_training(
     assert all("No space left on device" in line for line in lines)
 
 
+def test_a_folder_that_cannot_be_made_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    trace = TraceWriter(tmp_path / "file/trace", MeshShape(2).find_coordinate(1), emulated=False)
+    trace.write_iteration(0, 0, 0.0, StageRecord())
+    trace.close([])
+    assert "no traces of ops in" in caplog.records[0].getMessage()
+
+
 def test_a_trace_has_a_bound_and_says_what_it_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -61,7 +61,8 @@ class StepOp(NamedTuple):
     ``optype``: its code. ``chunk``: global chunk, from 0; -1: none. ``microbatch``: unique within
     its chunk and step. ``posted``: it is a receive that does not wait for others of its stream;
     ``begin`` is then when it was posted, otherwise ``start``. ``complete``: ``end`` is when its
-    data were there; otherwise they may have been there before.
+    data were there; otherwise they may have been there before. ``waited``: when its worker began
+    to wait for it, None if that is unknown.
     """
 
     worker: int
@@ -73,6 +74,7 @@ class StepOp(NamedTuple):
     end: float
     begin: float
     complete: bool
+    waited: float | None = None
 
 
 class PairedTransfer(NamedTuple):

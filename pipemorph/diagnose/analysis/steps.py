@@ -261,7 +261,7 @@ class _StepSelector:
                 StepOp(
                     worker, code, chunk, microbatch, posted is not None, start,
                     table.completed.get(row, start + duration),
-                    start if posted is None else posted, complete,
+                    start if posted is None else posted, complete, table.waited.get(row),
                 )
             )  # fmt: skip
         return ops
@@ -343,14 +343,14 @@ def measure_times(ops: Sequence[StepOp], graph: StepGraph) -> array[float]:
             times[i] = max(0.0, ops[i].end - latest)
     unknown: list[tuple[int, int]] = []
     known: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for producer, send, i, _ in graph.messages:
+    for producer, send, i, consumer in graph.messages:
         if i < 0:
             continue
         op = ops[i]
         if send < 0 or op.posted:
             sent = ops[producer].end if send < 0 else ops[send].begin
             times[i] = max(0.0, op.end - max(sent, op.begin))
-        if op.complete:
+        if op.complete and _is_awaited(op, ops[producer], ops[consumer]):
             known[ops[producer].worker, op.worker].append(times[i])
         else:
             unknown.append((producer, i))
@@ -359,6 +359,14 @@ def measure_times(ops: Sequence[StepOp], graph: StepGraph) -> array[float]:
         times[i] = min(times[i], median(found)) if found else 0.0
     times.append(0.0)
     return times
+
+
+def _is_awaited(receive: StepOp, producer: StepOp, consumer: StepOp) -> bool:
+    """True if the worker waited for the message, and not only for its own reading of one that had
+    come while it computed."""
+    if receive.waited is None or receive.waited <= producer.end:
+        return True
+    return receive.end - receive.waited > OVERHEAD * (consumer.end - consumer.start)
 
 
 def _subtract_nested(ops: Sequence[StepOp], times: array[float]) -> None:

@@ -98,8 +98,15 @@ def _list_run_traces(folder: Path) -> list[Path]:
     folder."""
     if traces := sorted(folder.glob("trace/ops-rank*.jsonl")):
         return traces
+    if not (folder / "report.json").is_file():
+        return []
     timeline = folder / "timeline.json"
-    return [timeline] if (folder / "report.json").is_file() and timeline.is_file() else []
+    if not timeline.is_file():
+        raise InputError(
+            f"{one_line(str(folder))}: has the report of a job, but no traces of its ranks in"
+            " trace/; ranks write them if PIPEMORPH_TRACE_DIR names that folder"
+        )
+    return [timeline]
 
 
 def _find_reader(file: TraceFile) -> TraceReader:

@@ -11,6 +11,7 @@ from pipemorph.diagnose.formats.chrome_trace import iterate_events, peek_events
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
+    DATA,
     FORWARD,
     FORWARD_RECV,
     REDUCE_SCATTER,
@@ -23,6 +24,10 @@ from pipemorph.errors import InputError
 OPTYPES = {"F": FORWARD, "B": BACKWARD, "BW": BACKWARD, "W": WEIGHT}
 """Op types by the kinds of a plan."""
 RECEIVES = {"F": FORWARD_RECV, "B": BACKWARD_RECV, "BW": BACKWARD_RECV}
+
+
+LATE = 0.02
+"""Share of a step from which a rank begins the next one late."""
 
 
 class RankTraceReader:
@@ -47,10 +52,19 @@ class RankTraceReader:
         iterations = index.list_iterations()
         if not iterations:
             raise InputError(f"{files[0].name}: no iteration is in the traces of all ranks")
+        notes.append(
+            "What a rank does between two steps is not recorded: where it begins its step later"
+            " than other ranks do, that time counts as the loading of its data."
+        )
         try:
             places = _place_stages(index.read_lines(iterations[-1]))
+            before: list[dict[str, Any]] = []
             for iteration in iterations:
-                for line in index.read_lines(iteration):
+                lines = index.read_lines(iteration)
+                if before and before[0]["iteration"] == iteration - 1:
+                    yield from _find_late_begins(before, lines, places)
+                before = lines
+                for line in lines:
                     yield from _read_line(line, places)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise files[0].truncated_error() from None
@@ -97,6 +111,33 @@ def _read_line(
         finished = max(finished, end)
     if (reduction := line.get("reduction")) is not None:
         yield make(REDUCE_SCATTER, finished, finished + float(reduction["waited"]))
+
+
+def _find_late_begins(
+    before: Sequence[dict[str, Any]],
+    lines: Sequence[dict[str, Any]],
+    places: dict[tuple[int, int], tuple[int, int]],
+) -> Iterator[Operation]:
+    """Time of each rank between two steps in excess of that of the quickest rank. ``before``,
+    ``lines``: of both steps."""
+    ends: dict[int, float] = {}
+    for line in before:
+        waited = float((line.get("reduction") or {}).get("waited", 0.0))
+        end = float(line["origin"]) + max(op[3] for op in line["ops"]) + waited
+        ends[line["rank"]] = max(end, ends.get(line["rank"], end))
+    begins = {line["rank"]: float(line["origin"]) for line in lines}
+    # All wait for each other, as for a gradient norm, unless one begins before all have ended.
+    last = max(ends.values())
+    waits = min(begins.values()) >= last
+    spent = {rank: begin - (last if waits else ends[rank]) for rank, begin in begins.items()}
+    for line in {line["rank"]: line for line in lines}.values():
+        rank, replica = line["rank"], line["replica"]
+        late = spent[rank] - min(spent.values())
+        if late > LATE * (last - min(float(each["origin"]) for each in before)):
+            place, _ = places[replica, line["stage"]]
+            yield Operation(
+                line["iteration"], replica, place, rank, DATA, begins[rank] - late, late, -1
+            )
 
 
 class TimelineReader:

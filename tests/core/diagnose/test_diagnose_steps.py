@@ -27,6 +27,18 @@ def test_gaps_between_steps_are_allowed() -> None:
     assert numbers(select(ops)) == [2, 5, 7]
 
 
+def test_reading_a_message_that_had_come_is_no_transfer() -> None:
+    """A worker that computed meanwhile waits for the moment in which it reads the message."""
+    ops = [
+        op._replace(duration=0.0004) if op.optype.endswith("recv") and op.duration < 1e-9 else op
+        for op in PlayedJob(delay=lambda *_: 0.002).operations()
+    ]
+    assert sum(op.duration == 0.0004 for op in ops) > 20
+    for step in select(ops).steps:
+        for message in step.graph.messages:
+            assert step.times[message.receive] == pytest.approx(0.002, abs=1e-6)
+
+
 def drop(condition: Callable[[Operation], bool]) -> list[Operation]:
     return [op for op in PlayedJob(replicas=2, steps=5).operations() if not condition(op)]
 

@@ -80,6 +80,31 @@ def test_a_folder_of_a_run_is_diagnosed(
     assert found.causes[0].cause.startswith("slow link") and found.causes[0].link == 1
 
 
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_rank_that_begins_late_loads_data(barrier: bool, tmp_path: Path) -> None:
+    """Ranks with a barrier after each step begin the next one when the last has ended."""
+    folder = write_run(tmp_path / "out", PlayedJob(tail=()))
+    spent = [0.3, 0.003, 0.0, 0.012]
+    for path in sorted(folder.glob("trace/*.jsonl")):
+        lines, shift, ended = [], 0.0, 0.0
+        for line in map(json.loads, path.read_text().splitlines()):
+            rank = line["rank"]
+            times = line["ops"] + line["waits"]
+            begin = (0.15 * line["iteration"] if barrier else 0.0) + line["iteration"] * 0.44
+            late = spent[rank] if line["iteration"] >= 3 else 0.0
+            # The first rank holds up all of them: their ops follow its own.
+            shift = 0.3 if line["iteration"] >= 3 else 0.0
+            for row in times:
+                row[2:] = [row[2] + shift - late, row[3] + shift - late]
+            ended += shift
+            line["origin"] = 1e6 + begin + ended - shift + late
+            lines.append(json.dumps(line) + "\n")
+        path.write_text("".join(lines))
+    causes = diagnose(load_recording([folder])).causes
+    assert (causes[0].cause, causes[0].where, causes[0].since) == ("slow loader", "dp0-stage0", 3)
+    assert causes[0].seconds == pytest.approx(0.15, rel=0.05)
+
+
 def test_a_repeated_iteration_counts_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out", PlayedJob(delay=slow_link))
     for path in folder.glob("trace/*.jsonl"):
@@ -111,6 +136,12 @@ def test_the_timeline_is_read_where_ranks_wrote_no_traces(tmp_path: Path) -> Non
     for path in folder.glob("trace/*"):
         path.unlink()
     assert load_recording([folder]).format_name == "timelines of pipemorph run"
+
+
+def test_a_report_without_traces_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no traces of its ranks .* PIPEMORPH_TRACE_DIR"):
+        load_recording([tmp_path])
 
 
 def test_damaged_traces_are_refused(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from served import manifest as served_manifest
 from test_served_runs import SCRIPT as SERVED
 from torch import nn
 
+from pipemorph.diagnose.diagnosis import diagnose
+from pipemorph.diagnose.formats.registry import load_recording
 from pipemorph.protocol import IterationSample
 
 pytestmark = pytest.mark.timeout(400)
@@ -227,6 +229,9 @@ def test_the_plan_changes_for_a_slow_link(tmp_path: Path) -> None:
     assert f"plan v{adapted['plan_version']} in force" in marks
     assert (done.out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
+    causes = diagnose(load_recording([done.out])).causes
+    assert ("slow link", 1, SLOW_FROM) in {(c.cause, c.link, c.since) for c in causes}, causes
+
 
 def test_a_killed_rank_comes_back_and_no_loss_changes(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "checkpoints"), "every": 1}
@@ -302,3 +307,5 @@ def test_ranks_of_torchrun_are_served(tmp_path: Path) -> None:
     assert changed, host.output
     versions = [each["plan_version"] for each in report["iterations"]]
     assert {each["plan_version"] for each in changed} <= set(versions)
+    causes = diagnose(load_recording([tmp_path / "out"])).causes
+    assert ("slow link", SLOW_FROM) in {(c.cause, c.since) for c in causes}, causes

@@ -60,9 +60,13 @@ class TraceWriter:
         self._whose = f"rank{coordinate.rank}"
         if coordinate.stage != coordinate.mesh.find_coordinate(coordinate.rank).stage:
             self._whose += f"-stage{coordinate.stage}"
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"ops-{self._whose}.jsonl"
-        self._open_file(self._path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._open_file(self._path)
+        except OSError as error:
+            # Such as a folder of another machine. Training does not need it.
+            log.warning("%s: no traces of ops in %s: %s", coordinate, folder, error.strerror)
 
     def _open_file(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
