@@ -22,11 +22,11 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_420,
-    "product code lines": 79_280,
+    "product lines": 107_550,
+    "product code lines": 79_360,
     "test lines": 103_340,
     "benchmark lines": 7_500,
-    "public classes": 737,
+    "public classes": 739,
     "modules": 421,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,

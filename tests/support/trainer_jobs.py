@@ -138,6 +138,18 @@ def plan_of(
     )
 
 
+def plan_with_shares(*shares: int, stages: int = 2, version: int = 0) -> Plan:
+    """Plan that gives replicas unequal numbers of microbatches."""
+    each = sum(shares) // len(shares)
+    return replace(
+        plan_of("pipemorph", stages, each, version=version),
+        shares=shares,
+        resized=tuple(
+            plan_of("pipemorph", stages, n, version=version) for n in sorted({*shares} - {each})
+        ),
+    )
+
+
 def make_plan(
     job: Job, version: int, policy: str, *, device_limit: int | None = None, **options: Any
 ) -> Plan:

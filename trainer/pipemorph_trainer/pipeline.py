@@ -109,13 +109,15 @@ class CallRunner:
         """Run an iteration with microbatches of ``source``, drawn once the plan is known. Returns
         the loss, and the inputs of the last stage here, with its outputs."""
         inputs: dict[int, MicrobatchInputs] = {}
+        parts = self._parts
 
         def draw(
             plan: RankPlan, first: int
         ) -> tuple[dict[int, MicrobatchInputs], dict[int, Any], Exception | None]:
             given, failure = StepArguments(), None
             try:
-                given = draw_microbatches(source, plan.microbatches, first)
+                shares = parts.iterations.position.list_shares(plan)
+                given = draw_microbatches(source, shares, parts.coordinate.dp_rank, first)
             except Exception as error:  # noqa: BLE001  all ranks get any error
                 failure = error
             prepared = self._prepare_inputs(given, failure=failure, keep=return_outputs)
@@ -123,8 +125,8 @@ class CallRunner:
             return prepared
 
         self._collector.begin_iteration()
-        loss = self._parts.iterations.run_iteration(iteration, {}, {}, draw=draw)
-        return self._end_call(loss), inputs[self._parts.coordinate.held_stages[-1]]
+        loss = parts.iterations.run_iteration(iteration, {}, {}, draw=draw)
+        return self._end_call(loss), inputs[parts.coordinate.held_stages[-1]]
 
     def _end_call(self, loss: float) -> Tensor:
         if self._parts.agent is not None:
@@ -402,10 +404,11 @@ class Pipeline:
         work does not count as a slower stage. Those of other stages are only checked.
 
         ``microbatches``: source of the microbatches instead, on every rank that uses some: an
-        iterator of those of this replica, or a function of the number of a microbatch in the whole
-        run. Each is a :class:`~pipemorph_trainer.Microbatch`, or a pair of input and target. As
-        many are drawn as the plan has for this replica, see :attr:`microbatches_drawn`; also if
-        ``step`` raises :class:`BatchError`.
+        iterator of those of this replica, a function of the number of a microbatch in the whole
+        run, or that of a :class:`~pipemorph_trainer.data.BalancedBatchSampler`. Each is a
+        :class:`~pipemorph_trainer.Microbatch`, or a pair of input and target. As many are drawn as
+        the plan has for this replica, see :attr:`microbatches_drawn`; also if ``step`` raises
+        :class:`BatchError`.
 
         Returns the loss on **every** rank: the mean over microbatches and columns, 0-dim float32.
         Gradients are added to ``.grad``, averaged over the ranks with other data. With

@@ -13,10 +13,12 @@ import torch
 from launch import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from trainer_jobs import plan_with_shares
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import Checkpoint, Options, Pipeline, TrainerContext
+from pipemorph_trainer import Checkpoint, Microbatch, Options, Pipeline, TrainerContext
 from pipemorph_trainer.data import BalancedBatchSampler, pack_samples, pad_microbatches
+from pipemorph_trainer.data.sampler import BalancedSource
 
 SAMPLES, BATCH, REPLICAS, MICROBATCHES = 50, 16, 2, 4
 WIDTH, CAPACITY = 8, 28
@@ -129,6 +131,74 @@ def test_a_loader_with_another_sampler_is_refused() -> None:
         next(sampler.iterate_steps(DataLoader(range(SAMPLES), batch_size=4)))  # type: ignore[arg-type]
 
 
+# --- a source of steps --------------------------------------------------------------------------
+
+SHARES = [(4, 4), (2, 6), (2, 6), (4, 4), (7, 1)]
+
+
+class Broken(list[int]):
+    """Data set whose first sample cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 0:
+            raise OSError("no such sample")
+        return super().__getitem__(index)
+
+
+def make_source(
+    replica: int, workers: int = 0, *, data: list[int] | None = None, **changes: Any
+) -> tuple[BalancedBatchSampler, BalancedSource]:
+    sampler = make_sampler(replica, **changes)
+    loader = DataLoader(
+        list(range(SAMPLES)) if data is None else data,  # type: ignore[arg-type]
+        batch_sampler=sampler, collate_fn=list, num_workers=workers,
+        prefetch_factor=8 if workers else None, persistent_workers=workers > 0,
+    )  # fmt: skip
+    return sampler, sampler.make_source(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_source_deals_to_the_numbers_of_the_plan_and_loses_no_sample(workers: int) -> None:
+    """The loader has drawn ahead for other numbers when they change; then it is resumed."""
+    made = [make_source(r, workers) for r in range(REPLICAS)]
+    lengths = draw_lengths()
+    for step, shares in enumerate(SHARES):
+        if step == 2:
+            states = [sampler.state_dict() for sampler, _ in made]
+            made = [make_source(r, workers) for r in range(REPLICAS)]
+            for (sampler, _), state in zip(made, states, strict=True):
+                sampler.load_state_dict(state)
+        found = [source.draw_step(shares) for _, source in made]
+        assert [len(each.microbatches) for each in found] == list(shares)
+        drawn = [i for each in found for rows in each.microbatches for i in rows]
+        assert sorted(drawn) == sorted(made[0][0].list_samples(step))
+        work = [sum(each.costs) for each in found]
+        assert sum(work) == sum(lengths[i] for i in drawn)
+        # Fewer microbatches are for a slower replica, which gets less work.
+        assert work[0] / sum(work) == pytest.approx(shares[0] / sum(shares), abs=0.04)
+    assert [sampler.step for sampler, _ in made] == [5, 5]
+
+
+def test_a_source_that_cannot_read_a_step_goes_on_after_it() -> None:
+    """Ranks go on with the same step: the others may have read the one before."""
+    sampler, source = make_source(0, data=Broken(range(SAMPLES)), seed=None)
+    other, whole = make_source(1, seed=None)
+    failed = 0
+    for step in range(3):
+        try:
+            source.draw_step((4, 4))
+        except OSError:
+            failed += 1
+        whole.draw_step((4, 4))
+        assert sampler.step == other.step == step + 1
+    assert failed == (0 in {i for each in sampler.deal_samples(0).samples[0] for i in each})
+    sampler.load_state_dict({**sampler.state_dict(), "step": 1})
+    drawn = [i for rows in source.draw_step((4, 4)).microbatches for i in rows]
+    assert sorted(drawn) == sorted(i for each in sampler.deal_samples(1).samples[0] for i in each)
+    with pytest.raises(InputError, match="deals to 2 replicas, and the pipeline has 3"):
+        source.draw_step((4, 4, 4))
+
+
 def test_packed_samples_are_numbered() -> None:
     packed, numbers = pack_samples([torch.tensor([5, 6]), torch.tensor([7])], 4, fill=-1)
     assert packed.tolist() == [5, 6, 7, -1] and numbers.tolist() == [0, 0, 1, -1]
@@ -203,6 +273,51 @@ def train_balanced(
     return losses, gradients, drawn
 
 
+def train_from_source(
+    context: TrainerContext, padded: bool, folder: Path, until: int
+) -> tuple[list[float], list[int], list[list[float]]]:
+    """Train until a step with a source, whose shares change; returns losses, the samples drawn, and
+    the costs of each step."""
+    stage, replica = divmod(context.rank, 2)
+    packed = {"sizes": draw_lengths(), "capacity": CAPACITY}
+    sampler = make_sampler(replica, **({"padded": True} if padded else packed))
+    module, drawn, losses, costs = build_stages()[stage], [], [], []
+
+    def make_microbatch(tokens: Tensor) -> Microbatch:
+        return Microbatch((tokens,), {}, tokens, weight=int((tokens >= 0).sum()))
+
+    def collate(rows: list[tuple[int, Tensor]]) -> Any:
+        nonlocal drawn
+        drawn += [i for i, _ in rows]
+        samples = [each for _, each in rows]
+        if padded:
+            return samples
+        return make_microbatch(pack_samples(samples, CAPACITY, fill=-1)[0][None])
+
+    def pad_step(rows: list[Any]) -> list[Microbatch]:
+        return [make_microbatch(each) for each in pad_microbatches(rows, fill=-1)]
+
+    loader = DataLoader(
+        [(i, make_sample(i)) for i in range(SAMPLES)],  # type: ignore[arg-type]
+        batch_sampler=sampler, collate_fn=collate,
+    )  # fmt: skip
+    source = sampler.make_source(loader, pad_step if padded else None)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    with Pipeline(
+        module, context=context, loss_fn=sum_losses, microbatches=MICROBATCHES, stages=2,
+        optimizer=optimizer, checkpoint=Checkpoint(directory=str(folder), every=1),
+        state={"sampler": sampler}, options=Options(route="direct", rebalance=True),
+    ) as pipe:  # fmt: skip
+        for step in range(pipe.start_iteration, until):
+            if step == 1:
+                pipe.install_plan(plan_with_shares(2, 6, version=5))
+            losses.append(float(pipe.step(microbatches=source)))
+            costs.append([pipe.plan.microbatches, *pipe._parts.iterations.work.costs])
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, drawn, costs
+
+
 PADDED = pytest.param(True, marks=pytest.mark.full)
 
 
@@ -230,6 +345,35 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(padded: bool, tmp_pat
     drawn = Counter(i for rank in (0, 1) for i in first[rank][2] + second[rank][2])
     assert sorted(drawn) == sorted(i for k in range(3) for i in sampler.list_samples(k))
     assert set(drawn.values()) == {1}
+
+
+@pytest.mark.parametrize("padded", [False, PADDED], ids=["packed", "padded"])
+def test_losses_are_those_of_the_whole_batch_when_numbers_change(
+    padded: bool, tmp_path: Path
+) -> None:
+    """Replicas change to 2 and 6 microbatches; the second run resumes with equal numbers."""
+    first = run_ranks(4, train_from_source, padded, tmp_path, 5)
+    second = run_ranks(4, train_from_source, padded, tmp_path, 7)
+    expected = nn.Sequential(*build_stages())
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    losses, sampler = [], make_sampler()
+    for k in range(7):
+        tokens = [make_sample(i) for i in sampler.list_samples(k)]
+        optimizer.zero_grad()
+        total = sum(len(each) for each in tokens)
+        loss = sum(sum_losses(expected(each[None]), each[None]) for each in tokens) / total
+        loss.backward()  # type: ignore[union-attr]
+        losses.append(float(loss.detach()))  # type: ignore[union-attr]
+        optimizer.step()
+    assert first[0][0] + second[0][0] == pytest.approx(losses, rel=1e-6)
+    numbers = [[int(step[0]) for step in first[rank][2]] for rank in range(4)]
+    assert numbers[0] == numbers[2] and numbers[1] == numbers[3]
+    assert set(numbers[0]) == {4, 2} and set(numbers[1]) == {4, 6}
+    assert all(len(step) == 1 + step[0] for rank in range(4) for step in first[rank][2])
+    # Every sample that was used was read once for each step of each stage.
+    wanted = Counter(i for k in range(7) for i in sampler.list_samples(k))
+    for ranks in ((0, 1), (2, 3)):
+        assert Counter(i for rank in ranks for i in first[rank][1] + second[rank][1]) == wanted
 
 
 def run_example(context: TrainerContext, code: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from launch import run_ranks
 from torch import nn
-from trainer_jobs import loss_fn, make_batch, make_stage, plan_of
+from trainer_jobs import loss_fn, make_batch, make_stage, plan_of, plan_with_shares
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
@@ -38,16 +38,6 @@ ROWS = 2
 IN_ALL = REPLICAS * EACH
 TOLERANCE = 1e-5
 """Largest relative difference of float32 losses and gradients: only the order of sums differs."""
-
-
-def plan_with_shares(*shares: int, version: int = 0) -> Plan:
-    first = plan_of("pipemorph", STAGES, EACH, version=version)
-    others = sorted({*shares} - {EACH})
-    return replace(
-        first,
-        shares=shares,
-        resized=tuple(plan_of("pipemorph", STAGES, n, version=version) for n in others),
-    )
 
 
 def train(
@@ -247,6 +237,6 @@ def test_the_position_of_a_run() -> None:
     other.load_state_dict(position.state_dict())
     assert (other.total, other.drawn) == (8, [0, 0, 0])
     with pytest.raises(InputError, match="some microbatches have a weight"):
-        draw_microbatches(iter([Microbatch(weight=1), Microbatch()]), 2, 0)
+        draw_microbatches(iter([Microbatch(weight=1), Microbatch()]), [2], 0, 0)
     with pytest.raises(InputError, match="yields a int"):
-        draw_microbatches(lambda number: number, 1, 0)
+        draw_microbatches(lambda number: number, [1], 0, 0)

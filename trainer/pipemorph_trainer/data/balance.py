@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipemorph.errors import InputError
@@ -45,27 +45,25 @@ class Deal:
 @dataclass(frozen=True)
 class _ReplicaPlan:
     """Plan of a replica for equal microbatches. ``unit``: mean cost, which takes the problem's
-    times. ``pace``: time of the slowest stage per cost."""
+    times. ``pace``: time of the slowest stage per cost. ``slowdown``: factor of the iteration."""
 
     problem: Problem
     plan: Plan
     unit: float
+    pace: float
+    slowdown: float = 1.0
 
     @property
     def microbatches(self) -> int:
         return self.problem.microbatches
-
-    @property
-    def pace(self) -> float:
-        stages = self.problem.stages
-        return max(s.forward + s.least_backward for s in stages) / self.unit
 
     def order_costs(self, costs: Sequence[float]) -> tuple[tuple[int, ...], float]:
         """Best order of microbatches with these costs, and the time of the iteration."""
         factors = tuple(min(cost / self.unit, MOST_COST) for cost in costs)
         order = order_microbatches(self.problem, self.plan, factors, seconds=ORDER_SECONDS)
         varied = self.problem.model_copy(update={"microbatch_costs": (factors,)})
-        return order, predict(self.plan.schedule, varied.with_microbatch_order(order))
+        seconds = predict(self.plan.schedule, varied.with_microbatch_order(order))
+        return order, self.slowdown * seconds
 
 
 @lru_cache(maxsize=256)
@@ -87,6 +85,7 @@ def balance(
     sizes: Sequence[float] | None = None,
     capacity: float | None = None,
     padded: bool = False,
+    in_proportion: bool = False,
 ) -> Deal:
     """Deal samples with these ``costs`` so that the planned iteration is shortest.
 
@@ -109,6 +108,9 @@ def balance(
             as its longest sample, so that each costs as much. Samples of about one length then go
             to one replica, and fewer to one with longer ones. By default samples are packed, and
             their costs add up.
+        in_proportion: replicas with fewer microbatches are slower, so that with equal microbatches
+            all would end at the same time: each gets work in proportion. Not with a list of
+            problems.
 
     Raises :class:`InputError` for costs that are negative or infinite, fewer samples than
     microbatches, or samples that do not fit the capacity.
@@ -124,6 +126,8 @@ def balance(
         raise InputError("capacity is given, and padded; expected one of them")
     mean = base + math.fsum(unit.cost for unit in units) / total
     plans = _make_plans(counts, stages, problem, mean or 1.0)
+    if in_proportion:
+        plans = _slow_down(plans, problem)
     if padded:
         shares = [
             _Share(each, _pad_rows(own, each.microbatches), base)
@@ -245,8 +249,24 @@ def _make_plans(
     for own, count in zip(problems, counts, strict=True):
         equal = {"microbatches": count, "microbatch_costs": None, "warmup": None}
         text = own.model_copy(update=equal).model_dump_json()
-        found.append(_ReplicaPlan(*_plan_schedule(text), unit))
+        pace = max(stage.forward + stage.least_backward for stage in own.stages) / unit
+        found.append(_ReplicaPlan(*_plan_schedule(text), unit, pace))
     return found
+
+
+def _slow_down(
+    plans: list[_ReplicaPlan], problem: Problem | Sequence[Problem] | None
+) -> list[_ReplicaPlan]:
+    """Slow down replicas with fewer microbatches, so that all end at the same time if all
+    microbatches cost as much."""
+    if problem is not None and not isinstance(problem, Problem):
+        raise InputError("in_proportion is given, and a list of problems; expected one of them")
+    times = [predict(each.plan.schedule, each.problem) for each in plans]
+    most = max(each.microbatches for each in plans)
+    return [
+        replace(each, pace=each.pace * most / each.microbatches, slowdown=max(times) / time)
+        for each, time in zip(plans, times, strict=True)
+    ]
 
 
 def _pack_units(units: Sequence[_Unit], groups: int, capacity: float) -> list[_Unit]:

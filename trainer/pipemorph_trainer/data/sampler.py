@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,9 @@ from torch.utils.data import Sampler
 from pipemorph.errors import InputError
 from pipemorph.planning import Problem
 from pipemorph_trainer.data.balance import Deal, balance
+
+PrepareStep = Callable[[list[Any]], Iterable[Any]]
+"""Function that makes the microbatches of a step from those that a loader yielded."""
 
 
 class StepBatch(NamedTuple):
@@ -30,7 +33,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     ranks need not exchange anything: make it with the same arguments, but ``replica``, on each rank
     that reads data. Samples that do not fill the last step of an epoch are left out.
 
-    Give it to a loader as ``batch_sampler``, and draw steps with :meth:`iterate_steps`. As
+    Give it to a loader as ``batch_sampler``, and draw steps with :meth:`iterate_steps`, or let
+    ``step`` of the pipeline draw them from :meth:`make_source`. As
     ``state={"sampler": sampler}`` of :class:`pipemorph_trainer.Pipeline` it resumes after the last
     finished step, also with another number of replicas or microbatches.
 
@@ -76,6 +80,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             "padded": padded,
         }  # fmt: skip
         self._sizes = None if sizes is None else torch.as_tensor(sizes).tolist()
+        self._in_proportion = False
         self._step = 0
         """Next step of a loader, which may draw ahead."""
         self._finished: int | None = None
@@ -122,7 +127,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         found = balance(
             [self._costs[i] for i in samples], self._replicas, self._microbatches,
             sizes=None if self._sizes is None else [self._sizes[i] for i in samples],
-            **self._options,
+            in_proportion=self._in_proportion, **self._options,
         )  # fmt: skip
         named = tuple(
             tuple(tuple(samples[i] for i in each) for each in replica) for replica in found.samples
@@ -166,6 +171,40 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f" step {step}; give it this sampler as batch_sampler"
             )
 
+    def make_source(
+        self, loader: Iterable[Any], prepare: PrepareStep | None = None
+    ) -> BalancedSource:
+        """Make a source for ``step(microbatches=…)``. ``loader`` has this sampler, and yields
+        :class:`~pipemorph_trainer.Microbatch`, or pairs of input and target; ``prepare`` makes them
+        from the list of what it yields for a step, such as padded rows.
+
+        The epochs follow each other. Where a plan gives replicas unequal numbers of microbatches,
+        samples are dealt to as many, and replicas with fewer get less work.
+        """
+        return BalancedSource(self, loader, prepare)
+
+    def set_shares(self, shares: Sequence[int]) -> bool:
+        """Deal the steps from the next one on to these numbers of microbatches of all replicas.
+        True if others were dealt before. Raises :class:`InputError` for another number of
+        replicas."""
+        if len(shares) != self._replicas:
+            raise InputError(
+                f"the sampler deals to {self._replicas} replicas, and the pipeline has"
+                f" {len(shares)}; expected replicas={len(shares)}"
+            )
+        mine = self._microbatches
+        if list(shares) == ([mine] * self._replicas if isinstance(mine, int) else list(mine)):
+            return False
+        self._microbatches = tuple(shares)
+        # A list of problems says itself which replicas are slow.
+        problem = self._options["problem"]
+        self._in_proportion = problem is None or isinstance(problem, Problem)
+        return True
+
+    def finish_step(self, step: int) -> None:
+        """Count all steps up to ``step`` as finished: their samples are not drawn again."""
+        self._finished = step + 1
+
     def state_dict(self) -> dict[str, Any]:
         """State after the last step."""
         return {"step": self.step, **self._describe_order()}
@@ -184,3 +223,43 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _describe_order(self) -> dict[str, Any]:
         return {"samples": len(self._costs), "batch_size": self._batch_size, "seed": self._seed}
+
+
+class BalancedSource:
+    """Source of a pipeline's steps, see :meth:`BalancedBatchSampler.make_source`."""
+
+    def __init__(
+        self, sampler: BalancedBatchSampler, loader: Iterable[Any], prepare: PrepareStep | None
+    ) -> None:
+        self._sampler, self._loader, self._prepare = sampler, loader, prepare
+        self._steps: Iterator[StepBatch] | None = None
+        self._next = 0
+
+    def draw_step(self, shares: Sequence[int]) -> StepBatch:
+        """Draw this replica's microbatches of the next step, and their costs. ``shares``: numbers
+        of microbatches of all replicas. What the loader has drawn ahead for others is dropped, and
+        its samples are dealt again. A step whose samples cannot be read counts as finished, as on
+        other ranks."""
+        step = self._sampler.step
+        if self._sampler.set_shares(shares) or step != self._next:
+            self._steps = None
+        self._next = step + 1
+        try:
+            found = self._draw_next()
+            if self._prepare is not None:
+                found = found._replace(microbatches=list(self._prepare(found.microbatches)))
+            return found
+        except BaseException:
+            self._steps = None
+            self._sampler.finish_step(step)
+            raise
+
+    def _draw_next(self) -> StepBatch:
+        """Draw the next step, in the next epoch if one is over."""
+        for _ in range(2):
+            if self._steps is None:
+                self._steps = self._sampler.iterate_steps(self._loader)
+            for found in self._steps:
+                return found
+            self._steps = None
+        raise InputError("the loader yields no microbatches; give it this sampler")

@@ -11,7 +11,8 @@ used twice when shares change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -41,10 +42,20 @@ class Microbatch(NamedTuple):
     cost: float | Sequence[float] | None = None
 
 
-MicrobatchSource = Iterator[Any] | Callable[[int], Any]
+@runtime_checkable
+class StepSource(Protocol):
+    """Source that deals each step's samples once it gets the numbers of microbatches."""
+
+    def draw_step(self, shares: Sequence[int]) -> tuple[Sequence[Any], Sequence[float]]:
+        """Draw this replica's microbatches of the next step, and their costs. ``shares``: numbers
+        of all replicas."""
+
+
+MicrobatchSource = Iterator[Any] | Callable[[int], Any] | StepSource
 """Source of ``step``. An iterator yields the microbatches of this replica, one after another. A
-function gets the number of a microbatch in the whole run. Each microbatch is a :class:`Microbatch`,
-or a pair of the input (a tuple: several arguments) and the target."""
+function gets the number of a microbatch in the whole run. ``BalancedBatchSampler.make_source``
+makes the third kind. Each microbatch is a :class:`Microbatch`, or a pair of the input (a tuple:
+several arguments) and the target."""
 
 
 class MicrobatchPosition:
@@ -58,12 +69,15 @@ class MicrobatchPosition:
 
     def find_first_number(self, plan: RankPlan, replica: int) -> int:
         """Find the number of a replica's first microbatch of the next iteration under ``plan``."""
-        shares = plan.shares or [plan.microbatches] * len(self.drawn)
-        return self.total + sum(shares[:replica])
+        return self.total + sum(self.list_shares(plan)[:replica])
+
+    def list_shares(self, plan: RankPlan) -> Sequence[int]:
+        """List the numbers of microbatches of all replicas under ``plan``."""
+        return plan.shares or [plan.microbatches] * len(self.drawn)
 
     def advance(self, plan: RankPlan) -> None:
         """Advance by the microbatches of an iteration under ``plan``."""
-        shares = plan.shares or [plan.microbatches] * len(self.drawn)
+        shares = self.list_shares(plan)
         self.drawn = [mine + share for mine, share in zip(self.drawn, shares, strict=True)]
         self.total += sum(shares)
 
@@ -86,33 +100,41 @@ class MicrobatchPosition:
 
 def check_source(source: Any, given: StepArguments) -> None:
     """Raise :class:`InputError` if ``source`` is none, or if a batch was passed besides."""
-    if not isinstance(source, Iterator) and not callable(source):
+    if not isinstance(source, (Iterator, StepSource)) and not callable(source):
         raise InputError(
             f"microbatches is a {type(source).__name__}; expected an iterator, such as"
-            " iter(loader), or a function of the number of a microbatch"
+            " iter(loader), a function of the number of a microbatch, or the source that"
+            " BalancedBatchSampler.make_source(loader) returns"
         )
     if given != StepArguments():
         raise InputError("step() got microbatches=, and a batch or weight besides; give one")
 
 
-def draw_microbatches(source: MicrobatchSource, count: int, first: int) -> StepArguments:
-    """Draw ``count`` microbatches. ``first``: the number of the first one. Raises
-    :class:`ShapeError` if the source ends before, and :class:`InputError` if it yields something
-    else."""
-    found: list[Microbatch] = []
-    for k in range(count):
-        if isinstance(source, Iterator):
-            try:
-                drawn = next(source)
-            except StopIteration:
-                raise ShapeError(
-                    f"the iterator of microbatches ended after {k} of {count}; drop the last,"
-                    " incomplete ones, or begin the next epoch in the iterator"
-                ) from None
-        else:
-            drawn = source(first + k)
-        found.append(_read_microbatch(drawn))
-    weights, costs = [each.weight for each in found], [each.cost for each in found]
+def draw_microbatches(
+    source: MicrobatchSource, shares: Sequence[int], replica: int, first: int
+) -> StepArguments:
+    """Draw the microbatches of ``replica``. ``shares``: numbers of microbatches of all replicas.
+    ``first``: the number of its first one. Raises :class:`ShapeError` if the source ends before,
+    and :class:`InputError` if it yields something else."""
+    count, drawn = shares[replica], list[Any]()
+    dealt: Sequence[float | None] = [None] * count
+    if isinstance(source, StepSource):
+        each_drawn, dealt = source.draw_step(shares)
+        drawn += each_drawn
+    elif isinstance(source, Iterator):
+        drawn += islice(source, count)
+    else:
+        drawn += map(source, range(first, first + count))
+    if len(drawn) != count:
+        raise ShapeError(
+            f"the iterator of microbatches ended after {len(drawn)} of {count}; drop the last,"
+            " incomplete ones, or begin the next epoch in the iterator"
+        )
+    found = [_read_microbatch(each) for each in drawn]
+    weights = [each.weight for each in found]
+    costs = [
+        cost if each.cost is None else each.cost for each, cost in zip(found, dealt, strict=True)
+    ]
     for name, values in (("weight", weights), ("cost", costs)):
         if 0 < sum(value is None for value in values) < count:
             raise InputError(
