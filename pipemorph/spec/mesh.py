@@ -87,6 +87,11 @@ class MeshShape:
         return self.shard * self.context * self.tensor
 
     @property
+    def lockstep_dimensions(self) -> tuple[str, ...]:
+        """Dimensions of more than one rank that run collectives inside ops: ``dp_shard``, …"""
+        return tuple(name for name in LOCKSTEP_DIMENSIONS if self.sizes[name] > 1)
+
+    @property
     def pipeline_block_size(self) -> int:
         """Size of the smallest block of consecutive ranks that consists of whole pipelines; all
         ranks if the dimension ``pp`` is the outermost."""

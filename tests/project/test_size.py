@@ -22,10 +22,10 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_550,
-    "product code lines": 79_360,
+    "product lines": 107_580,
+    "product code lines": 79_390,
     "test lines": 103_340,
-    "benchmark lines": 7_500,
+    "benchmark lines": 7_550,
     "public classes": 739,
     "modules": 421,
     "leaves of spec": 113,

@@ -34,6 +34,7 @@ from pipemorph.spec.job_status import (
     JobStatus,
     TrainingStatus,
 )
+from pipemorph.spec.sections.schedule import ONE_ORDER_IN_LOCKSTEP
 from pipemorph.spec.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
 from pipemorph.views.explanation.explained_job import SlowPeriod
 from pipemorph.views.explanation.job_explanation import LEAST_SPREAD, summarize_spreads
@@ -276,6 +277,7 @@ class RunRecord:
             "relayouts": self.relayouts,
             "predicted": self._compare_prediction(),
             "work": self._measure_work(),
+            "dispatch": self._describe_dispatch(),
             "saved": sum_saved_time(self.adaptations).to_report(
                 self.job.spec.parallelism.mesh.world_size
             ),
@@ -321,6 +323,16 @@ class RunRecord:
         measured = median(ran) if ran else None
         found = {"plan_version": version, "seconds": seconds, "measured": measured}
         return found | ({"reason": reason} if reason else {})
+
+    def _describe_dispatch(self) -> dict[str, str | None] | None:
+        """Dispatch of the plan at the end, and why only static dispatch was possible; None if the
+        plan is unknown."""
+        if self.outlook is None:
+            return None
+        spec, reason = self.job.spec, None
+        if spec.parallelism.mesh.lockstep_dimensions and spec.schedule.dispatch == "auto":
+            reason = ONE_ORDER_IN_LOCKSTEP
+        return {"kind": self.outlook.running_plan.dispatch.value, "reason": reason}
 
     def _measure_work(self) -> dict[str, float | None] | None:
         """Spread of the microbatches' work, what costs do not explain of it, and the predicted gain

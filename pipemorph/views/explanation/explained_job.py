@@ -13,7 +13,7 @@ from pipemorph.protocol import AdaptationRecord, IterationSample
 from pipemorph.spec.job_status import JobStatus
 from pipemorph.spec.sections.parallelism import Parallelism
 from pipemorph.spec.sections.template import count_gpus
-from pipemorph.views.explanation.explanation_text import estimate_seconds_remaining
+from pipemorph.views.explanation.explanation_text import estimate_seconds_remaining, join_few
 
 
 class TolerantModel(BaseModel):
@@ -24,6 +24,11 @@ class TolerantModel(BaseModel):
 
 class _Trainer(TolerantModel):
     iterations: int = 0
+
+
+class _Schedule(TolerantModel):
+    policy: str = "pipemorph"
+    dispatch: str = "auto"
 
 
 class _Adaptation(TolerantModel):
@@ -69,6 +74,7 @@ class _Spec(TolerantModel):
     parallelism: Parallelism
     trainer: _Trainer = Field(default_factory=_Trainer)
     adaptation: _Adaptation = Field(default_factory=_Adaptation)
+    schedule: _Schedule = Field(default_factory=_Schedule)
     emulation: dict[str, Any] | None = None
     faults: list[dict[str, Any]] = Field(default_factory=list)
     template: Any = None
@@ -107,6 +113,16 @@ class ExplainedJob(TolerantModel):
         """Name as ``NAMESPACE/NAME``, or ``NAME`` if the job is on no cluster."""
         namespace, name = self.metadata.namespace, self.metadata.name
         return f"{namespace}/{name}" if namespace else name
+
+    @property
+    def static_reason(self) -> str:
+        """Reason why dispatch is static where ``auto`` could choose; empty if it can."""
+        together, how = self.spec.parallelism.mesh.lockstep_dimensions, self.spec.schedule
+        if not together or how.dispatch != "auto" or how.policy != "pipemorph":
+            return ""
+        return (
+            f"static dispatch, since ranks along {join_few(together, 3)} share collectives in ops"
+        )
 
     @property
     def fraction_done(self) -> float | None:

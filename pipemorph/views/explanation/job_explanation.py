@@ -217,6 +217,7 @@ def _describe_outcome(job: ExplainedJob, status: JobStatus) -> str:
     recovered = status.recoveries is not None and status.recoveries.count > 0
     if status.goodput is not None and (recovered or status.attempts):
         text += f"; goodput {status.goodput:.0%}"
+    text += f"; {job.static_reason}" if job.static_reason else ""
     return text + (" (EMULATED)" if spec.emulation is not None else "")
 
 

@@ -336,6 +336,27 @@ def test_faults_at_the_end_of_a_run_are_reported() -> None:
     assert "clock" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "schedule", "words"),
+    [
+        ({"tensor": 2}, {}, "ranks along tp share"),
+        ({"shard": 2}, {}, "ranks along dp_shard share"),
+        ({"context": 2, "tensor": 2}, {}, "ranks along cp, tp share"),
+        ({"replicas": 2}, {}, ""),
+        ({"tensor": 2}, {"dispatch": "static"}, ""),
+        ({"tensor": 2}, {"policy": "1f1b"}, ""),
+    ],
+)
+def test_static_dispatch_has_its_reason(
+    parallelism: dict[str, int], schedule: dict[str, str], words: str
+) -> None:
+    content = report()
+    content["spec"] |= {"parallelism": {"stages": 4} | parallelism, "schedule": schedule}
+    first = explain(content)[0]
+    assert ("static dispatch, since" in first) is bool(words)
+    assert words in first
+
+
 def test_a_stage_with_more_work_is_named_and_advised_on() -> None:
     unequal = since("StagesEven", "True", "UnequalWork", "stage 3 takes 45 ms of a microbatch")
     lines = explain(report(unequal, links={"slow": []}))

@@ -114,6 +114,12 @@ def test_the_plan_in_effect_is_predicted_next_to_measurements() -> None:
         "plan_version": 1, "seconds": own, "measured": 3.5,
     }  # fmt: skip
     assert run.build_report([], [])["work"] is None
+    assert run.build_report([], [])["dispatch"] == {"kind": plan.dispatch.value, "reason": None}
+    parallel = known.job.spec.parallelism.model_copy(update={"tensor": 2})
+    held = known.job.spec.model_copy(update={"parallelism": parallel})
+    run.job = known.job.model_copy(update={"spec": held})
+    assert "need one order of ops" in run.build_report([], [])["dispatch"]["reason"]
+    run.job = known.job
     run.iterations = [each.model_copy(update=SPREADS) for each in ran]
     work = run.build_report([], [])["work"]
     assert (work["spread"], work["unexplained"]) == (0.4, 0.3)
