@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipemorph.diagnose.analysis.causes import LEAST_SHARE
 from pipemorph.diagnose.analysis.remedies import AT_BEST, Remedy
 from pipemorph.diagnose.diagnosis import Diagnosis
 from pipemorph.terminal import RenderableType, make_table
@@ -21,15 +22,20 @@ def format_diagnosis(diagnosis: Diagnosis) -> list[RenderableType]:
 
 def _format_lines(diagnosis: Diagnosis) -> list[str]:
     slowdown, steps = diagnosis.slowdown, diagnosis.steps
-    lost = max(0.0, 1 - 1 / slowdown.total) if slowdown.total else 0.0
+    count = len(steps.steps)
+    gaps = slowdown.span - slowdown.recorded
+    without = (
+        f", {format_seconds(slowdown.recorded)} of it without gaps between ops"
+        if gaps > LEAST_SHARE * slowdown.span
+        else ""
+    )
     lines = [
-        f"{diagnosis.format_name}: {len(steps.steps)} steps of {steps.replicas} × {steps.stages}"
-        f" workers (replicas × stages), {steps.microbatches} microbatches",
-        f"a step takes {format_seconds(slowdown.span)}; with equal ops of each type it would take"
-        f" {format_seconds(slowdown.ideal)}: slowdown {slowdown.total:.3f}, {lost:.1%} lost",
+        f"{diagnosis.format_name}: {count} step{'s' * (count != 1)} of {steps.replicas} ×"
+        f" {steps.stages} workers (replicas × stages), {steps.microbatches} microbatches",
+        f"a step takes {format_seconds(slowdown.span)}{without}",
+        _format_slowdown(diagnosis),
         f"bubble {diagnosis.bubble_fraction:.1%}; {diagnosis.ideal_bubble_fraction:.1%} with equal"
         " stages and no transfers",
-        _format_shares(diagnosis),
     ]
     causes = diagnosis.causes[:MOST_CAUSES]
     lines += [
@@ -50,16 +56,18 @@ def _format_lines(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _format_shares(diagnosis: Diagnosis) -> str:
+def _format_slowdown(diagnosis: Diagnosis) -> str:
+    """Line on what unequal ops cost, and where, as the study of stragglers defines it."""
     slowdown = diagnosis.slowdown
-    if slowdown.m_s is None or slowdown.m_w is None:
-        return "no time is lost to unequal ops"
+    if slowdown.m_s is None or slowdown.m_w is None or slowdown.total <= 1:
+        return "nothing is lost to unequal ops of one type (slowdown S = 1)"
     slowest = ", ".join(diagnosis.steps.workers[w].key for w in slowdown.slowest[:3])
     # No "-0%".
     of_stage, of_workers = (round(share, 2) + 0.0 for share in (slowdown.m_s, slowdown.m_w))
     return (
-        f"of the lost time the last stage explains {of_stage:.0%} (M_S), the slowest workers"
-        f" ({slowest}) {of_workers:.0%} (M_W)"
+        f"with equal ops of each type {format_seconds(slowdown.ideal)}: slowdown S ="
+        f" {slowdown.total:.3f}; of that the last stage has {of_stage:.0%} (M_S), the slowest"
+        f" workers ({slowest}) {of_workers:.0%} (M_W)"
     )
 
 

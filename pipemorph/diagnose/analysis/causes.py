@@ -495,7 +495,7 @@ class _CauseFinder:
         spent: dict[int, float] = defaultdict(float)
         for step in self.steps:
             graph = step.graph
-            ends = [min(op.start for op in step.ops)]
+            ends = [step.begin]
             for i, a, b in zip(graph.ops, graph.first, graph.second, strict=True):
                 ready = max(ends[a], ends[b])
                 if i >= 0 and step.ops[i].optype in IN_ORDER:

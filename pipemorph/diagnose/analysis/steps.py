@@ -6,6 +6,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from pipemorph.diagnose.analysis.step_graph import (
@@ -53,13 +54,15 @@ class RecordedStep:
     """A step. Lists have an entry per op; ops are sorted by worker, then start.
 
     ``times``: seconds of the op alone, for transfers and collectives without the waiting for other
-    members; then a last entry, 0. ``span``: seconds from the step's first start to its last end.
+    members; then a last entry, 0. ``begin``: first start of an op that is no receive. ``span``:
+    seconds from then to the last end.
     """
 
     step: int
     graph: StepGraph
     ops: Sequence[StepOp]
     times: Sequence[float]
+    begin: float
     span: float
 
 
@@ -101,7 +104,8 @@ def select_steps(table: OperationTable) -> StepSet:
     notes += selector.describe_omitted()
     if not steps:
         raise InputError(
-            "no step is complete: " + (" ".join(notes) or "no worker ran forwards and backwards")
+            "no step is complete; expected files of one job, and of all its ranks: "
+            + (" ".join(notes) or "no worker ran forwards and backwards")
         )
     if len(steps) >= LEAST_STEPS and steps[0].span > SETUP * median(s.span for s in steps[1:]):
         notes.append(
@@ -110,6 +114,11 @@ def select_steps(table: OperationTable) -> StepSet:
         )
         del steps[0]
     _check_clocks(steps, table.workers)
+    _check_streams(steps, table.workers)
+    ranks = table.ranks
+    if len(known := [ranks[number] for number in used if ranks[number] >= 0]) > len({*known}):
+        notes.append("Several workers have one rank in the trace: ranks are not named.")
+        ranks = [-1] * len(ranks)
     if not selector.has_transfers:
         notes.append(
             "The trace has no sends and receives: the time that a worker waited before an op is"
@@ -123,7 +132,7 @@ def select_steps(table: OperationTable) -> StepSet:
     counts = Counter(_count_microbatches(step) for step in steps)
     chunks = selector.chunk_stages
     return StepSet(
-        table.workers, table.ranks, used, steps, tuple(chunks[chunk] for chunk in sorted(chunks)),
+        table.workers, ranks, used, steps, tuple(chunks[chunk] for chunk in sorted(chunks)),
         max(counts, key=lambda count: (counts[count], count)), notes,
     )  # fmt: skip
 
@@ -230,8 +239,10 @@ class _StepSelector:
             except CircularOrderError:
                 self.omitted["whose ops wait for each other in a circle"].append(step)
                 return None
-        begin, end = min(op.start for op in ops), max(op.end for op in ops)
-        return RecordedStep(step, graph, ops, measure_times(ops, graph), end - begin)
+        # A worker waits for its first message while others still have the step before.
+        begin = min(op.start for op in ops if op.optype not in _RECEIVES)
+        end = max(op.end for op in ops)
+        return RecordedStep(step, graph, ops, measure_times(ops, graph), begin, end - begin)
 
     def _number_microbatches(self, rows: Sequence[int]) -> list[StepOp]:
         """Ops whose microbatches are unique: gradient accumulation repeats their numbers, and
@@ -399,6 +410,26 @@ def _list_collective_ends(steps: Sequence[RecordedStep]) -> dict[tuple[int, int]
                 for op in members:
                     found[latest.worker, op.worker].append(op.end - latest.start)
     return found
+
+
+def _check_streams(steps: Sequence[RecordedStep], workers: Sequence[Worker]) -> None:
+    """Raise :class:`InputError` if most compute ops of a worker overlap, or if none takes time."""
+    count: Counter[int] = Counter()
+    overlapping: Counter[int] = Counter()
+    for step in steps:
+        computes = [op for op in step.ops if op.optype in _COMPUTE]
+        for before, op in pairwise(computes):
+            if before.worker == op.worker:
+                count[op.worker] += 1
+                overlapping[op.worker] += before.end - op.start > 0.5 * (op.end - op.start) > 0
+    for worker, number in overlapping.items():
+        if 4 * number > count[worker]:
+            raise InputError(
+                f"compute ops of {workers[worker].key} overlap, {number} of {count[worker]}; give"
+                " the files of one job, each once, with times of one stream"
+            )
+    if not any(time > 0 for step in steps for time in step.times):
+        raise InputError("no op takes any time: all durations are 0")
 
 
 def _check_clocks(steps: Sequence[RecordedStep], workers: Sequence[Worker]) -> None:

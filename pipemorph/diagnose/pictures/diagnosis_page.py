@@ -121,7 +121,7 @@ def _list_stats(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str]]:
     """Value, name and explanation of the figures at the top."""
     slowdown = diagnosis.slowdown
     lost = max(0.0, 1 - 1 / slowdown.total) if slowdown.total else 0.0
-    yield f"{slowdown.total:.3f}", "slowdown S", f"{lost:.1%} of the time is lost to unequal ops"
+    yield f"{slowdown.total:.3f}", "slowdown S", f"{lost:.1%} is lost to unequal ops of one type"
     yield (
         f"{diagnosis.bubble_fraction:.1%}",
         "bubble",

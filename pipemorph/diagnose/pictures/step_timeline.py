@@ -165,7 +165,7 @@ class _TimelineBuilder:
 
     def _build_recorded(self) -> StepTimeline:
         """Timeline of the step as it ran."""
-        zero = min(op.start for op in self.step.ops)
+        zero = self.step.begin
 
         def place(op: StepOp, seconds: float) -> tuple[float, float]:
             # Nested ops count once in ``seconds``, but the outer one lasts to its end.

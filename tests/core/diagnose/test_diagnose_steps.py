@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from op_traces import PlayedJob, make_table
 
+from pipemorph.diagnose.analysis.causes import find_causes
 from pipemorph.diagnose.analysis.slowdown import StepSimulator
 from pipemorph.diagnose.analysis.steps import StepSet, select_steps
 from pipemorph.diagnose.operation import Operation
@@ -37,6 +38,41 @@ def test_reading_a_message_that_had_come_is_no_transfer() -> None:
     for step in select(ops).steps:
         for message in step.graph.messages:
             assert step.times[message.receive] == pytest.approx(0.002, abs=1e-6)
+
+
+def test_waiting_for_the_first_message_is_no_part_of_a_step() -> None:
+    """Other workers may still be in the step before."""
+    ops = [
+        op._replace(start=op.start - 0.2, duration=op.duration + 0.2, waited=op.start - 0.2)
+        if op.optype == "forward-recv" and op.microbatch == 0
+        else op
+        for op in PlayedJob().operations()
+    ]
+    steps = select(ops)
+    assert [step.span for step in steps.steps] == [
+        pytest.approx(step.span) for step in select(PlayedJob().operations()).steps
+    ]
+    assert find_causes(StepSimulator(steps))[0].cause != "gaps between ops"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda ops: ops + [op._replace(start=op.start + 1e-4) for op in ops], "overlap, 80 of"),
+        (lambda ops: [op._replace(start=1e5 * op.step) for op in ops], "overlap, "),
+        (lambda ops: [op._replace(duration=0.0) for op in ops], "no op takes any time"),
+    ],
+)
+def test_files_of_several_jobs_and_times_that_mean_nothing_are_refused(
+    change: Callable[[list[Operation]], list[Operation]], expected: str
+) -> None:
+    with pytest.raises(InputError, match=expected):
+        select(change(list(PlayedJob(steps=5).operations())))
+
+
+def test_ranks_that_are_not_unique_are_not_named() -> None:
+    steps = select(op._replace(rank=3) for op in PlayedJob().operations())
+    assert {*steps.ranks} == {-1} and any("one rank" in note for note in steps.notes)
 
 
 def drop(condition: Callable[[Operation], bool]) -> list[Operation]:

@@ -347,3 +347,12 @@ def test_reductions_data_and_pauses_are_found(tmp_path: Path, replicas: int) -> 
         assert any("100.000 s apart" in note for note in notes), notes
         firsts = [min(op.start for op in ops if op.dp_rank == dp_rank) for dp_rank in range(2)]
         assert firsts[0] == pytest.approx(firsts[1], abs=1e-3)
+
+
+def test_a_trace_without_receives_is_read(tmp_path: Path) -> None:
+    traces = HandMadePipeline(range(2), 2).make_traces()
+    for trace in traces:
+        trace.events = [event for event in trace.events if "recv" not in event["name"]]
+    ops, _ = read(write(tmp_path, traces))
+    assert any(op.optype == "forward-send" for op in ops)
+    assert not any(op.optype.endswith("recv") for op in ops)

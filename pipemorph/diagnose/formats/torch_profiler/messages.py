@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from pipemorph.diagnose.formats.torch_profiler.compute_ops import (
     MESSAGES,
@@ -175,7 +176,7 @@ def _match_transfers(trace: RankTrace) -> list[tuple[TraceEvent, float]]:
         mine = [event for event in events if event.kind is kind]
         spans = trace.transfers.get(name, [])
         place = 0
-        for event, following in zip(mine, [*mine[1:], None], strict=True):
+        for event, following in zip_longest(mine, mine[1:]):
             limit = following.begin if following is not None else float("inf")
             while place < len(spans) and spans[place].begin < event.begin:
                 place += 1
