@@ -22,8 +22,8 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_620,
-    "product code lines": 79_420,
+    "product lines": 107_630,
+    "product code lines": 79_430,
     "test lines": 103_340,
     "benchmark lines": 7_550,
     "public classes": 739,

@@ -67,11 +67,12 @@ def test_the_collector_moves_if_pauses_exceed_half_a_percent(
     pass_iterations(pauses, clock, LEAST_ITERATIONS, paused)
     assert not pauses.exceeds_limit, "the first iteration does not count"
     pass_iterations(pauses, clock, 2, paused)
-    assert gc.isenabled() is not moves
+    assert gc.isenabled() and gc.get_threshold() == (0 if moves else 700, 10, 10)
     assert collector == ([2, 1] if moves else [])
     pauses.close()
     pauses.close()
-    assert gc.isenabled() and gc.get_freeze_count() == collector_pauses._inherited_frozen
+    assert gc.isenabled() and gc.get_threshold() == (700, 10, 10)
+    assert gc.get_freeze_count() == collector_pauses._inherited_frozen
     assert not [each for each in gc.callbacks if "CollectorPauses" in str(each)]
 
 
@@ -131,16 +132,55 @@ def test_a_scripts_own_handling_wins(
         undo()
 
 
-def test_a_script_that_enables_it_again_has_it_back(collector: list[int]) -> None:
+def test_a_script_that_sets_thresholds_again_has_it_back(collector: list[int]) -> None:
     clock = Clock()
     pauses = CollectorPauses("auto", "rank 0", clock=clock)
     pass_iterations(pauses, clock, LEAST_ITERATIONS + 2, 0.1)
-    assert not gc.isenabled()
-    gc.enable()
+    gc.set_threshold(800, 10, 10)
     collector.clear()
     pass_iterations(pauses, clock, LEAST_ITERATIONS + 3, 0.1)
-    assert gc.isenabled() and not collector
+    assert gc.get_threshold() == (800, 10, 10) and not collector
     pauses.close()
+    assert gc.get_threshold() == (800, 10, 10) and gc.get_freeze_count() == 0
+
+
+def set_other_thresholds() -> None:
+    gc.set_threshold(900, 10, 10)
+
+
+@pytest.mark.parametrize("handle", [gc.disable, set_other_thresholds])
+def test_what_a_script_sets_while_it_is_moved_stays_at_the_end(
+    collector: list[int], handle: Callable[[], None]
+) -> None:
+    clock = Clock()
+    pauses = CollectorPauses("auto", "rank 0", clock=clock)
+    pass_iterations(pauses, clock, LEAST_ITERATIONS + 2, 0.1)
+    assert gc.get_threshold() == (0, 10, 10)
+    handle()
+    pauses.close()
+    disabled = handle is gc.disable
+    assert (gc.isenabled(), gc.get_threshold()[0]) == (not disabled, 700 if disabled else 900)
+
+
+def test_objects_that_a_parent_froze_stay_frozen(
+    collector: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.freeze()
+    try:
+        monkeypatch.setattr(collector_pauses, "_inherited_frozen", gc.get_freeze_count())
+        clock = Clock()
+        pauses = CollectorPauses("auto", "rank 0", clock=clock)
+        pass_iterations(pauses, clock, LEAST_ITERATIONS + 2, 0.1)
+        assert gc.get_threshold() == (0, 10, 10)
+        pauses.close()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+
+
+def test_a_pipeline_that_never_begins_leaves_nothing(collector: list[int]) -> None:
+    CollectorPauses("auto", "rank 0")
+    assert not [each for each in gc.callbacks if "CollectorPauses" in str(each)]
 
 
 def test_off_only_measures(collector: list[int]) -> None:
@@ -166,7 +206,7 @@ def train_with_garbage(
     context: TrainerContext, choice: Literal["auto", "off"]
 ) -> tuple[list[bool], list[PauseTimes], tuple[bool, bool]]:
     """Train two stages, of which the first makes garbage. Returns for each iteration whether the
-    collector was enabled in it, and its pauses; and whether it is as it was at the end."""
+    collector ran in it, and its pauses; and whether it is as it was at the end."""
     collector_pauses.MOST_SHARE = 1e-9
     gc.set_threshold(700, 10, 10)
     frozen = gc.get_freeze_count()
@@ -185,10 +225,11 @@ def train_with_garbage(
         pipe._collector.end_iteration = lambda: found.append(each := ending()) or each  # type: ignore[method-assign, func-returns-value]
         for _ in range(LEAST_ITERATIONS + 6):
             pipe.step(torch.ones(2, 3), target=torch.zeros(2, 3))
-            enabled.append(gc.isenabled())
+            enabled.append(gc.get_threshold()[0] > 0)
             if len(enabled) == 2:
                 pipe.evaluate(torch.ones(2, 3), target=torch.zeros(2, 3))
-    return enabled, found, (gc.isenabled(), gc.get_freeze_count() == frozen)
+    as_before = gc.get_threshold() == (700, 10, 10), gc.get_freeze_count() == frozen
+    return enabled, found, as_before
 
 
 def test_all_ranks_collect_between_the_same_iterations() -> None:

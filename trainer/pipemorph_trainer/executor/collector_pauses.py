@@ -65,10 +65,11 @@ class PauseTimes(NamedTuple):
 class CollectorPauses:
     """Collector of this process, during a pipeline. Main thread only.
 
-    ``auto``: if a rank's pauses take more than :data:`MOST_SHARE` of its time, all ranks disable
-    the collector at the same iteration boundary, freeze what is alive, and collect at every
-    boundary. A script's own handling wins, also later. ``off``: pauses are only measured. ``place``
-    begins log lines.
+    ``auto``: if a rank's pauses take more than :data:`MOST_SHARE` of its time, all ranks stop the
+    collector at the same iteration boundary, by its first threshold, freeze what is alive, and
+    collect at every boundary. A script's own handling wins, also later: unlike the switch of
+    ``gc.disable``, a threshold shows whether somebody else has changed it. ``off``: pauses are only
+    measured. ``place`` begins log lines.
     """
 
     def __init__(
@@ -86,7 +87,11 @@ class CollectorPauses:
         self._unread: deque[tuple[float, float]] = deque(maxlen=MOST_UNREAD)
         """Start and end of the newest pauses, wall clock."""
         self._boundaries = self._frozen = 0
-        gc.callbacks.append(self._measure_pause)
+        self._thresholds = gc.get_threshold()
+
+    @property
+    def _stopped_thresholds(self) -> tuple[int, int, int]:
+        return (0, *self._thresholds[1:])
 
     @property
     def exceeds_limit(self) -> bool:
@@ -102,6 +107,9 @@ class CollectorPauses:
 
     def begin_iteration(self) -> None:
         """Begin an iteration: pauses so far, as in an evaluation, do not count."""
+        if self._measure_pause not in gc.callbacks:
+            # Not earlier: a pipeline that does not begin is not closed.
+            gc.callbacks.append(self._measure_pause)
         self._inside = self._between = 0.0
         self._began = self._clock()
 
@@ -110,8 +118,8 @@ class CollectorPauses:
 
         ``requested``: pauses of a rank were too long; equal on all ranks.
         """
-        if self._moved and gc.isenabled():
-            log.info("%s: garbage collection: the script has enabled it again", self._place)
+        if self._moved and gc.get_threshold() != self._stopped_thresholds:
+            log.info("%s: garbage collection: the script has set its thresholds", self._place)
             self._may_move = self._moved = False
         if not self._moved and not (requested and self._may_move and self._begin_moving()):
             return
@@ -137,7 +145,8 @@ class CollectorPauses:
             # Else the script has frozen more, and that stays.
             gc.unfreeze()
         if self._moved:
-            gc.enable()
+            if gc.get_threshold() == self._stopped_thresholds:
+                gc.set_threshold(*self._thresholds)
             log.info(
                 "%s: garbage collection took %.2f %% of the time, between iterations",
                 self._place, 100 * self._compute_share(),
@@ -145,7 +154,7 @@ class CollectorPauses:
         self._moved = False
 
     def _begin_moving(self) -> bool:
-        """Disable and freeze. False if the script handles the collector itself."""
+        """Stop and freeze. False if the script handles the collector itself."""
         if why := find_own_handling():
             log.info("%s: garbage collection stays as it is: %s", self._place, why)
             self._may_move = False
@@ -155,12 +164,15 @@ class CollectorPauses:
             " iterations from now on",
             self._place, 100 * self._compute_share(),
         )  # fmt: skip
-        gc.disable()
+        self._thresholds = gc.get_threshold()
+        gc.set_threshold(*self._stopped_thresholds)
         self._at_boundary = True
         gc.collect()
         self._at_boundary = False
-        gc.freeze()
-        self._frozen = gc.get_freeze_count()
+        if not gc.get_freeze_count():
+            # Else a parent process has frozen objects, and nothing unfreezes only the others.
+            gc.freeze()
+            self._frozen = gc.get_freeze_count()
         self._newest.clear()
         self._moved = True
         return True
