@@ -11,7 +11,6 @@ import pytest
 from pods import DEADLINE, Job
 
 from pipemorph.exits import TRIAL_ITERATIONS
-from pipemorph.spec.layout import RankLayout
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -23,30 +22,10 @@ import json, os, signal, time
 from pathlib import Path
 import torch
 from torch import nn
-from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.checkpoint.memory import resume_agreement
-from pipemorph_trainer.checkpoint.memory.checkpointer import InMemoryCheckpointer
 
 context = TrainerContext.from_env()
 here, generation, rank = Path(__file__).parent, context.generation, context.rank
-how = context.args["how"]
-
-def killed(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if generation == 0 and rank == 3 and how == "copying":
-    InMemoryCheckpointer.seal_for_layout = killed
-if generation == 1 and rank == 3 and how == "lending":
-    resume_agreement.copy_lent_layers = killed
-if generation == 1 and rank == 1 and how == "borrowing":
-    resume_agreement.receive_copy = killed
-if generation == 1 and rank == 2 and how == "sending":
-    resume_agreement.send_copy = killed
-if generation == 1 and rank == 3 and how == "composing":
-    resume_agreement.compose_state = killed
-if generation == 1 and rank == 3 and how == "keeping the new part":
-    InMemoryCheckpointer._copy_new_shard = killed
 
 class Stage(nn.Module):
     def __init__(self, part):
@@ -63,8 +42,6 @@ class Stage(nn.Module):
         return x
 
 def build(part):
-    if generation == 1 and how == "refusing to build":
-        raise InputError("this builder takes no other split")
     stage = Stage(part)
     (here / f"pod-{generation}-{rank}").write_text(os.environ["PIPEMORPH_POD_INDEX"])
     held = here / f"held-{generation}-{rank}"
@@ -101,20 +78,17 @@ with Pipeline(build, context=context, optimizer=optimizer, loss_fn=loss_fn) as p
 
 
 class LayersJob(Job):
-    """Job of two pods with a stage each, of two replicas, unless a pod has a whole ``replica``.
-    ``how``: where a rank is killed, see the script."""
+    """Job of two pods with a stage each, of two replicas."""
 
-    def __init__(self, folder: Path, *, replica: bool = False, how: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         cut = {"stages": 2, "replicas": 2, "ranksPerPod": 2, "layers": TOTAL}
-        self.order = ["dp_replicate", "pp"] if replica else ["pp", "dp_replicate"]
         spec = {
-            "parallelism": {**cut, "order": self.order},
-            "recovery": {"neighbour": not replica},
+            "parallelism": {**cut, "order": ["pp", "dp_replicate"]},
+            "recovery": {"neighbour": True},
             "adaptation": {"relayout": True},
         }
-        args = {"layers": TOTAL, "how": how}
         super().__init__(
-            folder, iterations=ITERATIONS, restarts=5, spec=spec, script=SCRIPT, **args
+            folder, iterations=ITERATIONS, restarts=5, spec=spec, script=SCRIPT, layers=TOTAL
         )
 
     def at(self, what: str, generation: int, done: int) -> Path:
@@ -128,9 +102,9 @@ class LayersJob(Job):
         """True if the ranks of a generation have been built, and with these layers."""
         for rank in range(4):
             file = self.folder / f"held-{generation}-{rank}"
-            stage = rank // 2 if self.order[0] == "pp" else rank % 2
             if not file.exists():
                 return False
+            stage = rank // 2
             first = sum(layers[:stage])
             assert json.loads(file.read_text()) == [*range(first, first + layers[stage])]
         return True
@@ -169,8 +143,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 def started(tmp_path: Path) -> Iterator[Any]:
     made: list[LayersJob] = []
 
-    def start(**args: Any) -> LayersJob:
-        made.append(LayersJob(tmp_path / "job", **args))
+    def start() -> LayersJob:
+        made.append(LayersJob(tmp_path / "job"))
         return made[-1]
 
     yield start
@@ -292,65 +266,3 @@ def test_a_loss_on_trial_goes_back_to_the_layers_before(
     ended(job, undisturbed)
     found = job.recoveries()
     assert (found.layers, found.layout_before, found.count, found.counted) == ([1, 5], None, 2, 0)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("requested", "how", "built"),
-    [
-        ("layers", "copying", [OLD, OLD]),
-        ("layers", "lending", [OLD, NEW, OLD]),
-        ("layers", "borrowing", [OLD, NEW, OLD]),
-        ("layers", "composing", [OLD, NEW, OLD]),
-        ("layers", "keeping the new part", [OLD, NEW, OLD]),
-        ("layers", "refusing to build", [OLD, None, OLD]),
-        ("places", "copying", [OLD, OLD]),
-        ("places", "sending", [OLD, OLD, OLD]),
-        ("places", "borrowing", [OLD, OLD, OLD]),
-    ],
-)
-def test_wherever_a_rank_fails_the_old_layout_goes_on(
-    started: Any,
-    undisturbed: dict[int, float],
-    requested: str,
-    how: str,
-    built: list[list[int] | None],
-) -> None:
-    job, layout = started(how=how), {requested: NEW if requested == "layers" else [0, 2, 1, 3]}
-    job.ask(layout, after=3)
-    last = len(built) - 1
-    job.wait("the ranks go on", lambda: job.recovered(last))
-    for generation, layers in enumerate(built):
-        assert job.has(generation, layers or NEW) is (layers is not None)
-    assert job.pods_of(last) == [0, 0, 1, 1]
-    found = job.recoveries()
-    assert (found.layers, found.places, found.layout_before, found.count) == ([], [], None, 1)
-    assert found.last[-1].state == "kept", found
-    # One that had begun is not tried again.
-    failed = RankLayout.model_validate({"layers": OLD, "places": [0, 1, 2, 3], **layout})
-    assert found.layouts_refused == ([failed] if last > 1 else []), found
-    ended(job, undisturbed)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("pod", [0, 1])
-@pytest.mark.parametrize("trial", [False, True])
-def test_a_pod_that_is_lost_has_its_state_from_a_replica(
-    started: Any, undisturbed: dict[int, float], pod: int, trial: bool
-) -> None:
-    """The state on trial is that of before, and that with the new layers when they count."""
-    job = started(replica=True)
-    hold = job.at("hold", 1, done=1 if trial else TRIAL_ITERATIONS + 2)
-    job.ask(NEW, after=3)
-    if trial:
-        job.on_trial(1, NEW)
-    else:
-        job.wait("the ranks are held", (job.folder / "holds-1-0").exists)
-        job.wait("the new layers count", lambda: job.recoveries().layout_before is None)
-    job.lose(pod)
-    hold.unlink()
-    job.wait("the ranks go on", lambda: job.recovered(2))
-    found = job.recoveries()
-    assert found.last[-1].state == "replica", f"{found}\n{job}"
-    assert found.layers == ([] if trial else NEW) and job.has(2, OLD if trial else NEW)
-    ended(job, undisturbed)

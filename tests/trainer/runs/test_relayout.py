@@ -38,7 +38,7 @@ from pipemorph_trainer.checkpoint.memory.copy_slots import CopySlots
 
 context = TrainerContext.from_env()
 asks_in = context.memory_dir
-if context.args["how"] in ("pods", "borrowing") and context.rank > 1:
+if context.args["how"] in ("pods", "borrowing", "lending", "sending") and context.rank > 1:
     # The second stage is in another pod, whose host requests no rank to depart.
     own = context.memory_dir / "pod"
     own.mkdir(exist_ok=True)
@@ -65,6 +65,10 @@ if victim and generation == 1 and how == "resuming":
     InMemoryCheckpointer.resume = killed
 if victim and generation == 1 and how == "borrowing":
     resume_agreement.receive_copy = killed
+if context.rank == 3 and generation == 1 and how == "lending":
+    resume_agreement.copy_lent_layers = killed
+if context.rank == 2 and generation == 1 and how == "sending":
+    resume_agreement.send_copy = killed
 if victim and generation == 1 and how == "composing":
     resume_agreement.compose_state = killed
 if victim and generation == 1 and how == "keeping the new part":
@@ -240,6 +244,7 @@ def began(folder: Path, what: str, generation: int, layout: list[int]) -> bool:
         soak("layers", "copying", [OLD, OLD]),
         ("layers", "refusing to build", [OLD, None, OLD]),
         soak("layers", "borrowing", [OLD, NEW, OLD]),
+        soak("layers", "lending", [OLD, NEW, OLD]),
         soak("layers", "composing", [OLD, NEW, OLD]),
         soak("layers", "keeping the new part", [OLD, NEW, OLD]),
         ("layers", "held the new part", [OLD, NEW, OLD]),
@@ -253,6 +258,7 @@ def began(folder: Path, what: str, generation: int, layout: list[int]) -> bool:
         ("places", "refusing", [AT]),
         ("places", "meeting", [AT, TO, AT]),
         soak("places", "resuming", [AT, TO, AT]),
+        soak("places", "sending", [AT, TO, AT]),
         ("places", "after", [AT, TO, TO]),
     ],
 )
