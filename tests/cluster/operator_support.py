@@ -12,9 +12,7 @@ import re
 import socket
 import ssl
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,26 +208,6 @@ class Installation:
             return answer.status, json.loads(answer.read() or b"{}")
         finally:
             connection.close()
-
-
-@contextmanager
-def own_installation() -> Iterator[tuple[Cluster, Installation]]:
-    """A cluster of its own with the chart installed and both processes running, for benchmarks."""
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        Cluster.own(Path(folder) / "cluster") as cluster,
-    ):
-        cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
-        cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
-        (Path(folder) / "operator").mkdir()
-        installation = Installation(cluster, Path(folder) / "operator")
-        installation.operator.start()
-        installation.ingest.start()
-        try:
-            yield cluster, installation
-        finally:
-            installation.operator.process.stop()
-            installation.ingest.process.stop()
 
 
 class _Tunnel(http.client.HTTPSConnection):
