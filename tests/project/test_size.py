@@ -24,8 +24,8 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 107_630,
     "product code lines": 79_430,
-    "test lines": 103_340,
-    "benchmark lines": 7_550,
+    "test lines": 102_960,
+    "benchmark lines": 6_830,
     "public classes": 739,
     "modules": 421,
     "leaves of spec": 113,
