@@ -20,6 +20,7 @@ NAMES = (
     "planner",
     "balance",
     "gpt_lengths",
+    "idle",
     "detector",
     "diagnose_emulated",
     "engine",

@@ -32,9 +32,10 @@ class RankTimes(ProtocolModel):
     norm: Seconds | None = None
     """In the gradient norm of all stages, with the waiting for other ranks; None without it."""
     checkpoint: Seconds = 0.0
+    """In saving the state, with the waiting for other ranks."""
     data: Seconds = 0.0
-    """In the script's own code between two steps, without the optimizer. It is mostly the loading
-    of data."""
+    """In the script's own code between two steps, without the optimizer, which is mostly the
+    loading of data, and in splitting the batch."""
     drawn: Seconds = 0.0
     """In drawing microbatches in the step."""
     gc: Seconds = 0.0

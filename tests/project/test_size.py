@@ -22,10 +22,10 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_630,
+    "product lines": 107_640,
     "product code lines": 79_430,
-    "test lines": 102_960,
-    "benchmark lines": 6_830,
+    "test lines": 103_100,
+    "benchmark lines": 7_060,
     "public classes": 739,
     "modules": 421,
     "leaves of spec": 113,

@@ -97,9 +97,10 @@ class CallRunner:
         here, with its outputs."""
         if not given.evaluation:
             self._collector.begin_iteration()
-        inputs, shapes, refusal = self._prepare_inputs(
-            given, needs_target=needs_target, keep=return_outputs
-        )
+        with self._parts.iterations.ops.window.measure_part("data"):
+            inputs, shapes, refusal = self._prepare_inputs(
+                given, needs_target=needs_target, keep=return_outputs
+            )
         final = inputs[self._parts.coordinate.held_stages[-1]]
         return self._end_call(run(iteration, inputs, shapes, refusal)), final
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from time import sleep
+
 import pytest
 import torch
+from launch import run_ranks
+from torch import nn
 
+from pipemorph.diagnose.analysis.idle_time import attribute_idle_time
+from pipemorph.protocol import OpsTrace
 from pipemorph.protocol.op_traces import RankTimes
+from pipemorph_trainer import Checkpoint, Options, Pipeline, TrainerContext
+from pipemorph_trainer.agent.messages import NullControlClient, RankTelemetry
 from pipemorph_trainer.telemetry.window_clock import WindowClock
 
 
@@ -54,3 +65,82 @@ def test_each_second_is_in_one_part() -> None:
     window.close()
     optimizer.step()
     assert window.end_window().optimizer == 0.0
+
+
+class OpsRecorder(NullControlClient):
+    """Agent that requests the ops of every iteration from the second on."""
+
+    requested_ops_iteration = 1
+
+    def __init__(self) -> None:
+        self.ops: list[OpsTrace] = []
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        if telemetry.report is not None and (found := telemetry.report.ops) is not None:
+            self.ops.append(found)
+            self.requested_ops_iteration = found.iteration + 1
+
+
+LOADING, PAUSING = 0.05, 0.03
+
+
+def train(context: TrainerContext, folder: str, norm: bool) -> list[OpsTrace]:
+    """Train two stages. Rank 0 loads data, and garbage is collected in its third iteration."""
+    recorder, stage = OpsRecorder(), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+
+    def draw() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            sleep(LOADING / 4 if context.rank == 0 else 0.0)
+            yield torch.ones(2, 4), torch.zeros(2, 4)
+
+    def pause(*_: object) -> None:
+        if context.rank == 0 and pipe.iteration == 3:
+            gc.callbacks.append(slow)
+            gc.collect()
+            gc.callbacks.remove(slow)
+
+    def slow(phase: str, _: object) -> None:
+        sleep(PAUSING / 4 if phase == "stop" else 0.0)
+
+    stage.register_forward_hook(pause)
+    source = draw()
+    with Pipeline(
+        stage, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
+        optimizer=optimizer, options=Options(control=recorder, gc="off"),
+        checkpoint=Checkpoint(directory=folder, every=5),
+    ) as pipe:  # fmt: skip
+        for _ in range(6):
+            pipe.step(microbatches=source)
+            if norm:
+                pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            sleep(LOADING if context.rank == 0 else 0.0)
+    return recorder.ops
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_rank_measures_its_time_outside_ops(tmp_path: Path, norm: bool) -> None:
+    ranks = run_ranks(2, train, str(tmp_path), norm)
+    for traces in ranks:
+        assert [each.iteration for each in traces] == [1, 2, 3, 4, 5]
+        for trace in traces:
+            times = trace.rank_times
+            assert times is not None and (times.norm is not None) is norm
+            parts = times.optimizer + times.data + times.drawn + times.checkpoint + times.gc
+            parts += (times.norm or 0.0) + sum(trace.durations) / 1e6
+            assert parts <= times.window + 1e-3 and times.optimizer > 0
+            assert (times.checkpoint > 1e-3) is (trace.iteration == 5)
+            assert all(wait <= gap for wait, gap in zip(trace.waits, trace.gaps, strict=False))
+    first = [each.rank_times for each in ranks[0]]
+    assert all(each is not None and each.data >= LOADING <= each.drawn + 1e-3 for each in first)
+    paused = sum(first[2].pauses[0][1:]) / 1e6 if first[2] is not None else 0.0
+    assert paused > 0
+    # The second rank waits for the loader of the first one.
+    for pair in zip(*ranks, strict=True):
+        found = attribute_idle_time(pair)
+        assert found is not None
+        # Ranks wait for each other in a checkpoint, too.
+        assert found["data"] >= 1.6 * LOADING or pair[0].iteration == 5
+        assert (found["gc"] > 0.8 * PAUSING / 2) is (pair[0].iteration == 3)
+        assert (found["checkpoint"] > 1e-3) is (pair[0].iteration == 5)
