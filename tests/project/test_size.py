@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_640,
-    "product code lines": 79_430,
-    "test lines": 103_100,
+    "product lines": 107_650,
+    "product code lines": 79_440,
+    "test lines": 103_120,
     "benchmark lines": 7_060,
     "public classes": 739,
     "modules": 421,

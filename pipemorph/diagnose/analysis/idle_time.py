@@ -224,24 +224,38 @@ class _IterationModel:
         return sum(times[i] for i in (*self.kinds, *self.optimizers))
 
     def _equalize_microbatches(self, times: list[float]) -> None:
-        """Divide each op by the length of its microbatch: the median of its ops over the means of
-        their types and stages."""
-        by_type: dict[tuple[int, OpKind], list[int]] = defaultdict(list)
+        """Divide each op by the length of its microbatch. That is the median of its ops over the
+        means of their types in the replica, times the length of the replica's microbatches: by how
+        much the means of all its types are above those of the job, or below."""
+        by_replica: dict[tuple[int, OpKind], dict[int, list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for i, kind in self.kinds.items():
-            by_type[self.ops[i].chunk, kind].append(i)
+            by_replica[self.ops[i].chunk, kind][self._get_microbatch(i)[0]].append(i)
         ratios: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for members in by_type.values():
-            mean = fmean(times[i] for i in members)
-            for i in members:
-                if mean > 0:
-                    ratios[self._get_microbatch(i)].append(times[i] / mean)
+        replica_ratios: dict[int, list[float]] = defaultdict(list)
+        for members in by_replica.values():
+            means = {replica: fmean(times[i] for i in mine) for replica, mine in members.items()}
+            usual = fmean(means.values())
+            for replica, mine in members.items():
+                if (mean := means[replica]) > 0:
+                    replica_ratios[replica].append(mean / usual)
+                    for i in mine:
+                        ratios[self._get_microbatch(i)].append(times[i] / mean)
         lengths = {key: median_low(found) for key, found in ratios.items()}
-        usual = fmean(lengths.values()) if lengths else 1.0
+        of_replica: dict[int, float] = {}
+        for replica, found in replica_ratios.items():
+            usual = fmean(each for key, each in lengths.items() if key[0] == replica)
+            # A device that is slow alone changes the ops of its stage alone.
+            common = max(1.0, min(found)) * min(1.0, max(found))
+            of_replica[replica] = common / usual if usual > 0 else 1.0
         for i in self.kinds:
-            if (length := lengths.get(self._get_microbatch(i), 0.0)) > 0:
-                times[i] *= usual / length
+            key = self._get_microbatch(i)
+            if (length := lengths.get(key, 0.0) * of_replica.get(key[0], 1.0)) > 0:
+                times[i] /= length
 
     def _get_microbatch(self, i: int) -> tuple[int, int]:
+        """Replica and number of an op's microbatch."""
         return self.workers[self.ops[i].worker].dp_rank, self.ops[i].microbatch
 
     def _equalize_stages(self, times: list[float]) -> None:

@@ -81,6 +81,7 @@ def test_without_causes_all_idle_time_is_the_bubble() -> None:
     assert sum(abs(v) for k, v in found.items() if k != "bubble") < 1e-4
 
 
+SLOW_UNIT = StageTimes(forward=0.03, backward_input=0.03, backward_weight=0.03)
 LATE = CALM.model_copy(update={"links": (Link(), Link(delay=0.03), Link())})
 VARYING = CALM.model_copy(update={"microbatch_costs": ((0.5, 1.6, 0.9, 1.5, 0.4, 1.7, 0.8, 0.6),)})
 
@@ -134,6 +135,17 @@ def test_a_slow_device_of_one_replica_delays_all_of_them() -> None:
     idle, usual = count_idle(trace_ranks([calm, slow])), count_idle(trace_ranks([calm, calm]))
     found = attribute_idle_time(trace_ranks([calm, slow]))
     assert found is not None and found["stage"] == pytest.approx(idle - usual, rel=0.02)
+
+
+@pytest.mark.parametrize(("cause", "slow_stages"), [("stage", [1, 2]), ("work", [0, 1, 2, 3])])
+def test_a_replica_with_more_work_is_no_slow_device(cause: str, slow_stages: list[int]) -> None:
+    stages = tuple(SLOW_UNIT if i in slow_stages else UNIT for i in range(STAGES))
+    calm, slow = simulate(SCHEDULE, CALM), CALM.model_copy(update={"stages": stages})
+    traces = trace_ranks([calm, calm, simulate(SCHEDULE, slow)])
+    added = count_idle(traces) - count_idle(trace_ranks([calm] * 3))
+    found = attribute_idle_time(traces)
+    assert found is not None and found[cause] == pytest.approx(added, rel=0.1)  # type: ignore[index]
+    assert found["work" if cause == "stage" else "stage"] < 0.01 * added
 
 
 def test_reductions_count_from_the_last_rank_on() -> None:
