@@ -2,7 +2,7 @@
 
 One command: ``python benchmarks/diagnose_emulated.py [--case NAME] [--json FILE]``. Each case is a
 run of ``pipemorph run`` whose stages are emulated. In its second half a fault is there: a slow
-worker, a slow link, varying lengths, a slow loader; a stage is long from the
+worker, a slow link, varying lengths, garbage collections, a slow loader; a stage is long from the
 beginning. The cost of the fault is the difference between the mean iterations of both halves, for
 the long stage between those of two runs, as rank 0 measured them. The first cause that is named
 must be the fault, its cost within 5 %, and since the right step.
@@ -10,6 +10,7 @@ must be the fault, its cost within 5 %, and since the right step.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -28,7 +29,7 @@ HALF = ITERATIONS // 2
 OP_MS = 40.0
 TOLERANCE = 0.05
 SLOW_STAGE, FACTOR, DELAY_MS, SPREAD = 2, 1.5, 60.0, 0.4
-LOAD_SECONDS = 0.4
+LOAD_SECONDS, PAUSE_SECONDS = 0.4, 0.3
 DEADLINE_SECONDS = 400
 
 
@@ -59,6 +60,7 @@ CASES = (
         "varying lengths", "varying lengths", "microbatches take",
         since=(None, HALF, HALF + 1, HALF + 2),
     ),
+    Case("gc", "gc", "dp0-stage1"),
     Case("slow loader", "slow loader", "dp0-stage0"),
 )  # fmt: skip
 
@@ -86,12 +88,15 @@ def make_manifest(case: Case) -> dict[str, Any]:
 
 def rank_main(case: str) -> None:
     """Program of a rank."""
-    from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+    from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 
     context = TrainerContext.from_env()
     assert context.job is not None
     stage = context.coordinate().stage
-    with Pipeline(EmulatedStage.from_spec(context.job.spec, stage=stage), context=context) as pipe:
+    garbage = make_garbage() if case == "gc" and stage == 1 else []
+    emulated = EmulatedStage.from_spec(context.job.spec, stage=stage)
+    # With "auto" the trainer would freeze the objects, and collections cost nothing.
+    with Pipeline(emulated, context=context, options=Options(gc="off")) as pipe:
         for number in range(pipe.start_iteration, ITERATIONS):
             faulty = number >= HALF
             work = [1.0] * MICROBATCHES
@@ -101,8 +106,21 @@ def rank_main(case: str) -> None:
                 work = [FACTOR] * MICROBATCHES
             elif faulty and case == "slow loader" and not stage:
                 time.sleep(LOAD_SECONDS)
+            elif faulty and garbage:
+                gc.collect()
             pipe.step(work=work)
             pipe.clip_grad_norm_(1.0)
+
+
+def make_garbage() -> list[Any]:
+    """Make so many objects that a collection takes ``PAUSE_SECONDS``."""
+    found: list[Any] = []
+    while True:
+        found += [[] for _ in range(200_000)]
+        began = time.perf_counter()
+        gc.collect()
+        if time.perf_counter() - began > PAUSE_SECONDS:
+            return found
 
 
 def draw_work(iteration: int) -> list[float]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 FORWARD, BACKWARD, WEIGHT = "forward-compute", "backward-compute", "backward-weight"
 """Compute ops. ``backward-compute`` is the whole backward, or, in a step whose trace has
 ``backward-weight`` for the same microbatch and chunk, the gradient of the input alone."""
-LOSS, DATA, GC = "loss", "data", "gc"
+LOSS, DATA, GC, CHECKPOINT = "loss", "data", "gc", "checkpoint"
 FORWARD_SEND, FORWARD_RECV = "forward-send", "forward-recv"
 BACKWARD_SEND, BACKWARD_RECV = "backward-send", "backward-recv"
 ALL_GATHER, REDUCE_SCATTER = "params-all-gather", "grads-reduce-scatter"
@@ -22,7 +22,7 @@ COMPUTE = (FORWARD, BACKWARD, WEIGHT)
 TRANSFERS = (FORWARD_SEND, FORWARD_RECV, BACKWARD_SEND, BACKWARD_RECV)
 OPTYPES = (
     *COMPUTE, LOSS, DATA, GC, *TRANSFERS, ALL_GATHER, REDUCE_SCATTER, EMBEDDING_REDUCE,
-    NORM_REDUCE, CLIP, OPTIMIZER,
+    NORM_REDUCE, CLIP, OPTIMIZER, CHECKPOINT,
 )  # fmt: skip
 """All op types, by which rows store them."""
 

@@ -17,6 +17,7 @@ from pipemorph.diagnose.analysis.step_graph import COLLECTIVES, IN_ORDER, Paired
 from pipemorph.diagnose.analysis.steps import RecordedStep, join_named
 from pipemorph.diagnose.operation import (
     BACKWARD,
+    CHECKPOINT,
     CLIP,
     COMPUTE,
     DATA,
@@ -45,6 +46,8 @@ PAUSE = 2.0
 """Ratio to the usual time of an op from which it is taken for a pause, with ``LONGEST_PAUSES`` as
 their largest share of all ops."""
 LONGEST_PAUSES = 0.05
+LEAST_AFTER = 3
+"""Steps with a cause from which on it has a beginning; one or two are noise."""
 JOINT = 1.2
 """Causes of one kind in several places are one cause if together they cost so many times more than
 one by one: replicas wait for each other."""
@@ -465,6 +468,7 @@ class _CauseFinder:
             "transfers": frozenset(CODE_OF_OPTYPE[name] for name in TRANSFERS),
             "gc": frozenset((CODE_OF_OPTYPE[GC],)),
             "slow loader": frozenset((CODE_OF_OPTYPE[DATA],)),
+            "checkpoints": frozenset((CODE_OF_OPTYPE[CHECKPOINT],)),
             "gradient reduction": COLLECTIVES - {norm, clip},
             "gradient norm": frozenset((norm, clip)),
             "optimizer": frozenset((CODE_OF_OPTYPE[OPTIMIZER],)),
@@ -530,6 +534,8 @@ def find_beginning(costs: Sequence[float]) -> int:
     if high <= 0 or not at or fmean(costs[:at]) > 0.25 * high:
         return 0
     after = costs[at:]
+    if len(after) < LEAST_AFTER:
+        return 0
     return at if 2 * sum(cost >= 0.5 * high for cost in after) > len(after) else 0
 
 

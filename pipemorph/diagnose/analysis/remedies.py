@@ -44,6 +44,7 @@ _SPLIT = frozenset((_F, _B, _W))
 AT_BEST = "at best"
 HALF = "half of a backward computes gradients of weights"
 ACTIONS: dict[str, tuple[str, str]] = {
+    "checkpoints": ("save less often, or while training goes on", ""),
     "gc": ("collect garbage between steps, on all ranks at once", ""),
     "slow loader": ("load data ahead of their step: more loader workers, a longer queue", ""),
     "varying lengths": ("balance the microbatches: equal work in each, on each replica", ""),

@@ -9,7 +9,7 @@ Transfers and collectives begin when all their members have.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
     BACKWARD_SEND,
+    CHECKPOINT,
     CLIP,
     DATA,
     EMBEDDING_REDUCE,
@@ -34,7 +35,8 @@ from pipemorph.diagnose.operation import (
 from pipemorph.diagnose.operation_table import CODE_OF_OPTYPE, Worker
 
 IN_ORDER = frozenset(
-    CODE_OF_OPTYPE[name] for name in (FORWARD, BACKWARD, WEIGHT, LOSS, DATA, GC, OPTIMIZER)
+    CODE_OF_OPTYPE[name]
+    for name in (FORWARD, BACKWARD, WEIGHT, LOSS, DATA, GC, CHECKPOINT, OPTIMIZER)
 )
 """Ops of the compute stream, codes."""
 COLLECTIVES = frozenset(
@@ -42,6 +44,7 @@ COLLECTIVES = frozenset(
     for name in (ALL_GATHER, REDUCE_SCATTER, EMBEDDING_REDUCE, NORM_REDUCE, CLIP)
 )
 _F, _B = CODE_OF_OPTYPE[FORWARD], CODE_OF_OPTYPE[BACKWARD]
+_KINDS = (_F, _B, CODE_OF_OPTYPE[WEIGHT])
 _OPTIMIZER, _ALL_GATHER = CODE_OF_OPTYPE[OPTIMIZER], CODE_OF_OPTYPE[ALL_GATHER]
 _BY_REPLICA = CODE_OF_OPTYPE[EMBEDDING_REDUCE]
 _BY_STAGE = (CODE_OF_OPTYPE[REDUCE_SCATTER], _ALL_GATHER)
@@ -137,10 +140,14 @@ class _GraphBuilder:
     """Nodes that a node depends on. Nodes below ``len(ops)`` are ops, the others groups."""
     groups: list[tuple[int, ...]] = field(default_factory=list)
     messages: list[PairedTransfer] = field(default_factory=list)
+    nested: dict[int, int] = field(default_factory=dict)
+    """Last op within another one, such as gc, by that one. What follows the outer op waits for
+    both."""
     unmatched: int = 0
 
     def build(self) -> StepGraph:
         self.before = {i: [] for i in range(len(self.ops))}
+        self.nested = {outer: i for i, outer in find_nested(self.ops)}
         by_worker: dict[int, list[int]] = defaultdict(list)
         for i, op in enumerate(self.ops):
             by_worker[op.worker].append(i)
@@ -258,12 +265,13 @@ class _GraphBuilder:
 
     def _link_message(self, message: PairedTransfer) -> None:
         members = [i for i in (message.send, message.receive) if i >= 0]
+        end = self.nested.get(message.producer, message.producer)
         if not members:
-            self.before[message.consumer].append(message.producer)
+            self.before[message.consumer].append(end)
             return
         self.groups.append(tuple(members))
         node = len(self.before)
-        self.before[node] = [message.producer]
+        self.before[node] = [end]
         for i in members:
             self.before[i] = [node]
         self.before[message.consumer].append(members[-1])
@@ -329,6 +337,19 @@ class _GraphBuilder:
         return self.ops[i].optype not in IN_ORDER and self.ops[i].optype not in COLLECTIVES
 
 
-def sign_structure(ops: Iterable[StepOp]) -> int:
+def find_nested(ops: Sequence[StepOp]) -> Iterator[tuple[int, int]]:
+    """Numbers of ops within another one of their worker's compute stream, each with that of the
+    outer one. ``ops`` are sorted by worker, then start."""
+    outer = -1
+    for i, op in enumerate(ops):
+        if op.optype in IN_ORDER:
+            inside = outer >= 0 and ops[outer].worker == op.worker and op.end <= ops[outer].end
+            if inside and op.optype not in _KINDS:
+                yield i, outer
+            else:
+                outer = i
+
+
+def sign_structure(ops: Sequence[StepOp]) -> int:
     """Hash of what :func:`build_graph` depends on: equal for steps with the same structure."""
-    return hash(tuple([op[:5] for op in ops]))
+    return hash((tuple([op[:5] for op in ops]), *find_nested(ops)))

@@ -16,6 +16,7 @@ from pipemorph.diagnose.analysis.step_graph import (
     StepGraph,
     StepOp,
     build_graph,
+    find_nested,
     sign_structure,
 )
 from pipemorph.diagnose.operation import (
@@ -347,7 +348,8 @@ def measure_times(ops: Sequence[StepOp], graph: StepGraph) -> array[float]:
     """Time of each op alone, then 0. A receive that was not waited for gets the median of those
     from the same worker."""
     times = array("d", [max(0.0, op.end - op.start) for op in ops])
-    _subtract_nested(ops, times)
+    for i, outer in find_nested(ops):
+        times[outer] = max(0.0, times[outer] - times[i])
     for group in graph.groups:
         latest = max(ops[i].begin for i in group)
         for i in group:
@@ -378,18 +380,6 @@ def _is_awaited(receive: StepOp, producer: StepOp, consumer: StepOp) -> bool:
     if receive.waited is None or receive.waited <= producer.end:
         return True
     return receive.end - receive.waited > OVERHEAD * (consumer.end - consumer.start)
-
-
-def _subtract_nested(ops: Sequence[StepOp], times: array[float]) -> None:
-    """Count the time of an op within another of its worker, such as gc, once."""
-    outer = -1
-    for i, op in enumerate(ops):
-        if op.optype not in IN_ORDER:
-            continue
-        if outer >= 0 and ops[outer].worker == op.worker and op.end <= ops[outer].end:
-            times[outer] = max(0.0, times[outer] - times[i])
-        else:
-            outer = i
 
 
 def _count_microbatches(step: RecordedStep) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipemorph.diagnose.formats.chrome_trace import iterate_events, peek_events
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
+    CHECKPOINT,
     DATA,
     FORWARD,
     FORWARD_RECV,
+    GC,
+    OPTIMIZER,
     REDUCE_SCATTER,
     WEIGHT,
     Operation,
@@ -24,10 +27,6 @@ from pipemorph.errors import InputError
 OPTYPES = {"F": FORWARD, "B": BACKWARD, "BW": BACKWARD, "W": WEIGHT}
 """Op types by the kinds of a plan."""
 RECEIVES = {"F": FORWARD_RECV, "B": BACKWARD_RECV, "BW": BACKWARD_RECV}
-
-
-LATE = 0.02
-"""Share of a step from which a rank begins the next one late."""
 
 
 class RankTraceReader:
@@ -52,19 +51,10 @@ class RankTraceReader:
         iterations = index.list_iterations()
         if not iterations:
             raise InputError(f"{files[0].name}: no iteration is in the traces of all ranks")
-        notes.append(
-            "What a rank does between two steps is not recorded: where it begins its step later"
-            " than other ranks do, that time counts as the loading of its data."
-        )
         try:
             places = _place_stages(index.read_lines(iterations[-1]))
-            before: list[dict[str, Any]] = []
             for iteration in iterations:
-                lines = index.read_lines(iteration)
-                if before and before[0]["iteration"] == iteration - 1:
-                    yield from _find_late_begins(before, lines, places)
-                before = lines
-                for line in lines:
+                for line in index.read_lines(iteration):
                     yield from _read_line(line, places)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise files[0].truncated_error() from None
@@ -96,6 +86,7 @@ def _read_line(
             -1, **more,
         )  # fmt: skip
 
+    yield from _list_times_before(line.get("times") or {}, make)
     waits: dict[tuple[str, int], tuple[float, float]] = {}
     for kind, microbatch, start, end in line.get("waits", []):
         before = waits.get((kind, microbatch), (start, end))
@@ -113,31 +104,24 @@ def _read_line(
         yield make(REDUCE_SCATTER, finished, finished + float(reduction["waited"]))
 
 
-def _find_late_begins(
-    before: Sequence[dict[str, Any]],
-    lines: Sequence[dict[str, Any]],
-    places: dict[tuple[int, int], tuple[int, int]],
+def _list_times_before(
+    times: Mapping[str, Any], make: Callable[[str, float, float], Operation]
 ) -> Iterator[Operation]:
-    """Time of each rank between two steps in excess of that of the quickest rank. ``before``,
-    ``lines``: of both steps."""
-    ends: dict[int, float] = {}
-    for line in before:
-        waited = float((line.get("reduction") or {}).get("waited", 0.0))
-        end = float(line["origin"]) + max(op[3] for op in line["ops"]) + waited
-        ends[line["rank"]] = max(end, ends.get(line["rank"], end))
-    begins = {line["rank"]: float(line["origin"]) for line in lines}
-    # All wait for each other, as for a gradient norm, unless one begins before all have ended.
-    last = max(ends.values())
-    waits = min(begins.values()) >= last
-    spent = {rank: begin - (last if waits else ends[rank]) for rank, begin in begins.items()}
-    for line in {line["rank"]: line for line in lines}.values():
-        rank, replica = line["rank"], line["replica"]
-        late = spent[rank] - min(spent.values())
-        if late > LATE * (last - min(float(each["origin"]) for each in before)):
-            place, _ = places[replica, line["stage"]]
-            yield Operation(
-                line["iteration"], replica, place, rank, DATA, begins[rank] - late, late, -1
-            )
+    """Ops of what a rank did since the step before, and its pauses in the step. ``times``: fields
+    of :class:`~pipemorph.protocol.op_traces.RankTimes` that are not zero."""
+    end = 0.0
+    for optype, names in (
+        (GC, ("gc",)),
+        (DATA, ("data", "drawn")),
+        (CHECKPOINT, ("checkpoint",)),
+        (OPTIMIZER, ("optimizer",)),
+    ):
+        seconds = sum(float(times.get(name, 0.0)) for name in names)
+        if seconds > 0:
+            yield make(optype, end - seconds, end)
+            end -= seconds
+    for start, duration in times.get("pauses", ()):
+        yield make(GC, start / 1e6, (start + duration) / 1e6)
 
 
 class TimelineReader:

@@ -25,6 +25,7 @@ from pipemorph.diagnose.diagnosis_text import (
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
+    CHECKPOINT,
     DATA,
     FORWARD,
     FORWARD_RECV,
@@ -53,7 +54,7 @@ MOST_STEPS = 2000
 MOST_SPOKEN = 16
 """Workers that the text of a timeline names."""
 _KINDS = {
-    FORWARD: "F", WEIGHT: "W", LOSS: "L", DATA: "D", GC: "G", OPTIMIZER: "O",
+    FORWARD: "F", WEIGHT: "W", LOSS: "L", DATA: "D", GC: "G", OPTIMIZER: "O", CHECKPOINT: "K",
     FORWARD_RECV: "T", BACKWARD_RECV: "T",
     **{OPTYPES[code]: "C" for code in COLLECTIVES},
 }  # fmt: skip
@@ -62,6 +63,7 @@ _OTHER_KINDS: dict[str, dict[str, str]] = {
     "L": {"name": "loss", "fill": "#7a4fa3", "ink": "white", "text": "loss"},
     "D": {"name": "data loader", "fill": "#e3c84b", "ink": "black", "text": "data"},
     "G": {"name": "gc: garbage collection", "fill": "#8a5a32", "ink": "white", "text": "gc"},
+    "K": {"name": "checkpoint", "fill": "#3c6e63", "ink": "white", "text": "save"},
     "O": {"name": "optimizer", "fill": "#7d8794", "ink": "black", "text": "opt"},
     "T": {"name": "transfer between stages, without waiting", "shape": "line"},
     "C": {"name": "collective, without waiting", "shape": "hatch"},

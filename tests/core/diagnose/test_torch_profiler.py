@@ -356,3 +356,9 @@ def test_a_trace_without_receives_is_read(tmp_path: Path) -> None:
     ops, _ = read(write(tmp_path, traces))
     assert any(op.optype == "forward-send" for op in ops)
     assert not any(op.optype.endswith("recv") for op in ops)
+
+
+def test_joint_labels_are_refused_in_a_line(tmp_path: Path) -> None:
+    traces = HandMadePipeline(range(2), 2).make_traces()
+    traces[1].annotate("PP:[0F1;1B0]OVERLAP_F_B", 1.0, 2.0)
+    assert refused(write(tmp_path, traces)).startswith("rank1.json: is of a schedule that runs a")

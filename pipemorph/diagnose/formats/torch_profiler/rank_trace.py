@@ -96,6 +96,8 @@ class RankTrace:
     ``send``, ``recv``, ``coalesced``, and those of collectives."""
     pauses: list[Span] = field(default_factory=list)
     """Garbage collections and waits for data."""
+    has_joint_ops: bool = False
+    """Whether its schedule runs a forward and a backward under one label, as DualPipeV does."""
     kernels: RowColumns[Kernel] = field(default_factory=_make_kernels)
     """In order of their launches."""
 
@@ -116,6 +118,7 @@ class RankTrace:
 
 
 LABEL = re.compile(r"PP:\d+[A-Z_]+\d*$|(?:Forward|Backward) \d+$")
+JOINT_LABEL = "OVERLAP_F_B"
 PAUSE = re.compile(r"enumerate\(DataLoader\)#|(?:gc|garbage)[\s._-]*collect", re.IGNORECASE)
 TRANSFER = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):(\w+)")
 BACKWARD = "autograd::engine::evaluate_function"
@@ -219,6 +222,8 @@ def _add_annotation(trace: RankTrace, span: Span, thread: int | str) -> None:
     begin, end, name = span
     if LABEL.match(name):
         trace.labels.append(span)
+    elif name.endswith(JOINT_LABEL):
+        trace.has_joint_ops = True
     elif name.startswith("ProfilerStep#"):
         trace.steps.append(span)
     elif name.startswith("Optimizer.step"):

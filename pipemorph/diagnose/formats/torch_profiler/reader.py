@@ -118,6 +118,13 @@ class TorchProfilerReader:
         """Operations of all complete pipelines."""
         traces = _read_traces(files)
         _require_messages(traces)
+        for trace in traces.values():
+            if trace.has_joint_ops:
+                raise InputError(
+                    f"{trace.name}: is of a schedule that runs a forward and a backward under one "
+                    "label (OVERLAP_F_B, as DualPipeV): when one ends and the other begins is not "
+                    "recorded"
+                )
         places = place_ranks(list(traces.values()), notes)
         has_replicas = len({place.dp_rank for place in places.values()}) > 1
         ranks = [
