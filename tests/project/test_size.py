@@ -22,10 +22,10 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_650,
-    "product code lines": 79_440,
-    "test lines": 103_120,
-    "benchmark lines": 7_060,
+    "product lines": 107_670,
+    "product code lines": 79_450,
+    "test lines": 103_130,
+    "benchmark lines": 7_080,
     "public classes": 739,
     "modules": 421,
     "leaves of spec": 113,
