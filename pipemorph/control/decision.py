@@ -85,7 +85,7 @@ DIFFERING_READINGS = 5
 """Comparisons in a row that must differ. On a busy machine op times change for a short time, and a
 plan for them is wrong by the time it is in force."""
 
-SETTLING_ITERATIONS = 3
+LEAST_PLAN_ITERATIONS = 3
 """Iterations under a plan before a change that is not urgent: enough to measure the plan."""
 FIRST_HOLD_ITERATIONS, HOLD_ITERATIONS, HOLD_BACKOFF, MOST_FLAPS = 1, 2, 4, 4
 """Iterations for which a link must be healthy before its old plan returns: FIRST_HOLD_ITERATIONS,
@@ -272,7 +272,10 @@ def _is_decision_allowed(state: DecisionState, cause: Cause, links: Sequence[Lin
     newest, wanted = state.history.get_newest(), state.plans.wanted_plan.version
     if wanted and (newest is None or newest.plan_version < wanted):
         return False  # The wanted plan has not run yet.
-    if state.issued_at is not None and state.last_iteration - state.issued_at < SETTLING_ITERATIONS:
+    if (
+        state.issued_at is not None
+        and state.last_iteration - state.issued_at < LEAST_PLAN_ITERATIONS
+    ):
         return False
     return cause != "recovered" or may_restore_plan(state, links)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 import time
 from collections import deque
@@ -39,6 +40,8 @@ PLAIN_INTERVAL_SECONDS = 0.5
 """Minimum time between two plain lines, so that the log of a fast job stays readable."""
 LONGEST_MESSAGE = 2000
 """Longest line of text from ranks and their reports, in characters."""
+MEASURED_FIGURE = re.compile(r"\d[\d.,]*(?= ?(?:ms\b|s\b|%|iteration|remaining))")
+"""Figures that differ between equal reasons."""
 MOST_ERRORS = 100
 """Most different errors that are printed."""
 NEWEST = 5
@@ -186,6 +189,8 @@ class ProgressDisplay:
         self._held: IterationSample | None = None
         self._printed_at = -PLAIN_INTERVAL_SECONDS
         self._decided: set[tuple[float, str]] = set()
+        self._keep_reasons: set[str] = set()
+        """Reasons, without figures, for which the present plan was kept and that were printed."""
         self._in_force: set[int] = set()
         self._newest: deque[IterationSample] = deque(maxlen=NEWEST)
         self._happened = -1
@@ -267,9 +272,17 @@ class ProgressDisplay:
         self._write_guarded(self._live.stop)
 
     def _show_decision(self, decision: DecisionRecord) -> None:
-        if (decision.at, decision.reason) not in self._decided:
-            self._decided.add((decision.at, decision.reason))
-            self.print_note(one_line(decision.line, LONGEST_MESSAGE))
+        if (decision.at, decision.reason) in self._decided:
+            return
+        self._decided.add((decision.at, decision.reason))
+        if decision.kind in ("adapt", "return", "revert"):
+            self._keep_reasons.clear()
+        elif decision.kind == "keep":
+            reason = MEASURED_FIGURE.sub("#", decision.reason)
+            if reason in self._keep_reasons:
+                return
+            self._keep_reasons.add(reason)
+        self.print_note(one_line(decision.line, LONGEST_MESSAGE))
 
     def _show_applied_plan(self, record: AdaptationRecord) -> None:
         first = record.applied_at_iteration

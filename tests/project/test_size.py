@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_670,
-    "product code lines": 79_450,
-    "test lines": 103_130,
+    "product lines": 107_680,
+    "product code lines": 79_470,
+    "test lines": 103_150,
     "benchmark lines": 7_080,
     "public classes": 739,
     "modules": 421,

@@ -339,7 +339,7 @@ class Pipeline:
             lambda: self._collector.exceeds_limit, self._collector.drain_pauses
         )
         self._window = self._parts.iterations.ops.window
-        self._calls = CallRunner(self._parts, self.iteration, self._collector)
+        self._call_runner = CallRunner(self._parts, self.iteration, self._collector)
         self._saving = StateSaver(self._parts, resumed)
         self._leaving = GracefulShutdown(
             self._parts, self._saving, context,
@@ -439,7 +439,7 @@ class Pipeline:
                 with self._window.measure_part("checkpoint"):
                     self._copy_state()
             self._collector.pass_boundary(requested=self._parts.iterations.moves_collector)
-            self._calls.end_iteration(self.iteration, monotonic())
+            self._call_runner.end_iteration(self.iteration, monotonic())
             if self._saves:
                 with self._window.measure_part("checkpoint"):
                     self._saving.save_if_due(self.iteration)
@@ -448,12 +448,12 @@ class Pipeline:
                 self._exit_if_planned(leaving.save_before_end(self.iteration))
                 self._exit_if_planned(leaving.seal_before_layout_change(self.iteration))
             if microbatches is None:
-                loss, inputs = self._calls.run_call(
+                loss, inputs = self._call_runner.run_call(
                     self._parts.iterations.run_iteration, self.iteration, given,
                     return_outputs=return_outputs,
                 )  # fmt: skip
             else:
-                loss, inputs = self._calls.run_drawn_step(
+                loss, inputs = self._call_runner.run_drawn_step(
                     self.iteration, microbatches, return_outputs=return_outputs
                 )
             self.iteration += 1
@@ -504,8 +504,8 @@ class Pipeline:
         )
         with self._ending.fail_on_error():
             self._collector.pass_boundary(requested=self._parts.iterations.moves_collector)
-            self._calls.end_iteration(self.iteration, monotonic())
-            loss, inputs = self._calls.run_call(
+            self._call_runner.end_iteration(self.iteration, monotonic())
+            loss, inputs = self._call_runner.run_call(
                 self._parts.iterations.run_evaluation, self.iteration, given,
                 return_outputs=return_outputs, needs_target=not return_outputs,
             )  # fmt: skip
@@ -539,8 +539,8 @@ class Pipeline:
             )  # fmt: skip
             parts.iterations.ops.add_norm(began)
             parts.waiting.end_wait()
-        self._calls.stages_synchronized = True
-        self._calls.last_activity = monotonic()
+        self._call_runner.stages_synchronized = True
+        self._call_runner.last_activity = monotonic()
         return norm
 
     @contextmanager
@@ -574,7 +574,7 @@ class Pipeline:
                 "differ between replicas; call it after a step outside"
             )
         with self._ending.fail_on_error():
-            self._calls.end_iteration(self.iteration, monotonic())
+            self._call_runner.end_iteration(self.iteration, monotonic())
             with self._window.measure_part("checkpoint"):
                 return self._saving.save_checkpoint(self._parts.checkpoints, self.iteration)
 
@@ -678,7 +678,7 @@ class Pipeline:
             return
         with self._ending.fail_on_error():
             self._copy_state()
-            self._calls.end_iteration(self.iteration, self._calls.last_activity)
+            self._call_runner.end_iteration(self.iteration, self._call_runner.last_activity)
             self._saving.save_if_due(self.iteration)
             self._exit_if_planned(self._leaving.save_before_end(self.iteration))
             self._saving.finish_writing()

@@ -24,7 +24,7 @@ from pipemorph.planning.validator import check_rank_memory, validate, validate_w
 
 Runner = Callable[[Costs, DelayAt | None, DelayAt | None], Execution]
 """Executes one schedule under costs, and under delays and transfers if they vary."""
-SETTLING_ITERATIONS = 4
+TRANSIENT_ITERATIONS = 4
 """Iterations after which their times hardly change."""
 
 
@@ -187,13 +187,13 @@ def predict_period(
     costs = Costs.from_problem(problem, schedule.placement)
     run = _make_runner(schedule, problem, dispatch_mode, waits)
     steps: list[float] = []
-    while len(steps) < 2 * SETTLING_ITERATIONS:
+    while len(steps) < 2 * TRANSIENT_ITERATIONS:
         took, before = compute_next_starts(run(costs, None, None).free_at, costs.rank_tails)
         if before == costs.rank_starts:
             return took
         steps.append(took)
         costs = costs._replace(rank_starts=before)
-    return sum(steps[SETTLING_ITERATIONS:]) / SETTLING_ITERATIONS
+    return sum(steps[TRANSIENT_ITERATIONS:]) / TRANSIENT_ITERATIONS
 
 
 def predict_changing(

@@ -143,6 +143,27 @@ def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
     assert "\r\x1b[2Kplan v1: link" in shown, "the live line is erased before an event"
 
 
+def test_a_reason_to_keep_a_plan_is_printed_once_for_each_plan() -> None:
+    """Figures do not count; after a change of the plan it is printed again."""
+
+    def keep(at: float, link: int, saved: str) -> DecisionRecord:
+        reason = f"link {link} is late; the best other plan saves {saved}, less than minGain 5%"
+        return DecisionRecord(
+            at=at, iteration=int(at), kind="keep", reason=reason, line=f"no change: {reason}"
+        )
+
+    changed = DecisionRecord(
+        at=4.0, iteration=4, kind="adapt", reason="x", line="plan v1: x", plan_version=1
+    )
+    decisions = (
+        keep(1.0, 2, "1.3%"), keep(2.0, 2, "2%"), keep(3.0, 1, "1.3%"), changed,
+        keep(5.0, 2, "1.5%"), keep(6.0, 2, "1.5%"),
+    )  # fmt: skip
+    shown = show(io.StringIO(), RunView(decisions=decisions), []).splitlines()
+    wanted = [decisions[i].line for i in (0, 2, 3, 4)]
+    assert shown == wanted
+
+
 def test_a_fallback_is_reported_once_and_stays_on_the_line() -> None:
     view = RunView(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
     stream = io.StringIO()

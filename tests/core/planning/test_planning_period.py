@@ -25,7 +25,7 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning.advice import compare_changes
-from pipemorph.planning.simulation.simulator import SETTLING_ITERATIONS
+from pipemorph.planning.simulation.simulator import TRANSIENT_ITERATIONS
 from pipemorph.planning.validator import ScheduleError
 
 KINDS = (OpKind.F, OpKind.B, OpKind.W)
@@ -130,7 +130,7 @@ def test_the_predicted_period_is_that_of_one_long_iteration(seed: int) -> None:
     given = drawn(rng, rng.choice([2, 3]))
     stages = [stage.model_copy(update={"in_flight_limit": None}) for stage in given.stages]
     given = given.model_copy(update={"stages": tuple(stages)})
-    n, count = given.microbatches, 2 * SETTLING_ITERATIONS
+    n, count = given.microbatches, 2 * TRANSIENT_ITERATIONS
     made = plan(given, rng.choice([Policy.PIPEMORPH, Policy.GPIPE, Policy.ONE_F_ONE_B])).schedule
     if rng.random() < 0.5:
         half = [link.model_copy(update={"queues": 1, "half_duplex": True}) for link in given.links]
@@ -145,7 +145,7 @@ def test_the_predicted_period_is_that_of_one_long_iteration(seed: int) -> None:
     whole = simulate(repeated, given.model_copy(update={"microbatches": n * count}))
     each = len(made.stages[0])
     ends = [whole.stages[0][each * (k + 1) - 1].end for k in range(count)]
-    settled = (ends[-1] - ends[SETTLING_ITERATIONS - 1]) / SETTLING_ITERATIONS
+    settled = (ends[-1] - ends[TRANSIENT_ITERATIONS - 1]) / TRANSIENT_ITERATIONS
     assert predict_period(made, given) == pytest.approx(settled)
     assert predict_period(made, given) <= simulate(made, given).period * (1 + 1e-9)
 

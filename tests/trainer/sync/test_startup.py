@@ -34,12 +34,15 @@ from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph_trainer import EmulatedStage, Options, Pipeline, TrainerContext
 from pipemorph_trainer.errors import PipelineError, SplitError
 from pipemorph_trainer.executor.module_runner import ModuleRunner
-from pipemorph_trainer.schedule.rank_preparation import RankPreparation, prepare_rank
+from pipemorph_trainer.schedule.rank_preparation import (
+    RankPreparation,
+    check_stage_module,
+    prepare_rank,
+)
 from pipemorph_trainer.settings import MANIFEST_FIELDS, SCRIPT_SETTINGS, Settings
 from pipemorph_trainer.startup import StartupInfo, check_startup_info, list_warnings
 from pipemorph_trainer.sync.fingerprints import (
     Dtype,
-    check_stage_module,
     compute_fingerprint,
     describe_tensors,
 )

@@ -143,7 +143,7 @@ def train_stage(
         )
         if adapts:
             seen.plans.append(schedule.pipeline.plan.version)
-            assert schedule.pipeline._calls.had_barrier() is None, (
+            assert schedule.pipeline._call_runner.had_barrier() is None, (
                 "what follows a step is the script's"
             )
         optimizer.step()

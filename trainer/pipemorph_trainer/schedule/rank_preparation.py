@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from pipemorph.control.first_plan import build_initial_problem, initial_plan
 from pipemorph.errors import InputError
@@ -36,12 +37,13 @@ from pipemorph_trainer.schedule.microbatch_source import explain_no_rebalance
 from pipemorph_trainer.schedule.plan_store import check_offload, check_recompute, check_shares
 from pipemorph_trainer.settings import Settings, choose_engine_options
 from pipemorph_trainer.startup import StartupInfo, hash_plan
-from pipemorph_trainer.sync.fingerprints import check_stage_module, describe_tensors
+from pipemorph_trainer.sync.fingerprints import describe_tensors
 from pipemorph_trainer.sync.scaler import GradScaler
 from pipemorph_trainer.sync.tied_weights import describe_tied as tied_forms
 from pipemorph_trainer.sync.tied_weights import parse_ties as parse_tied
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.model_shard import ModelShard
+from pipemorph_trainer.topology.placement import get_loaded_class
 from pipemorph_trainer.transport.engine_setup import EngineOptions
 
 
@@ -281,6 +283,41 @@ def _check_stage_count(stages: Sequence[Stage], coordinate: Coordinate) -> None:
         )
     if len({isinstance(stage, nn.Module) for stage in stages}) > 1:
         raise InputError("some stages of a rank are modules and others not; give all as modules")
+
+
+def check_stage_module(stage: object) -> None:
+    """Raise :class:`InputError` if ``stage`` is no module, or a wrapper that distributes work
+    itself. The pipeline already averages gradients over replicas and schedules microbatches: such a
+    wrapper would do it twice, or wait for ranks that do not take part.
+    """
+    if not isinstance(stage, nn.Module):
+        kind = type(stage).__name__
+        if hasattr(stage, "submod"):
+            raise InputError(
+                f"the stage is a {kind} of torch.distributed.pipelining; give Pipeline the module "
+                "in it (stage.submod), which it schedules itself"
+            )
+        raise InputError(f"the stage is a {kind}; expected an nn.Module or an EmulatedStage")
+    for name, module in stage.named_modules():
+        where = f"module {name!r} of the stage" if name else "the stage"
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise InputError(
+                f"{where} is wrapped in {type(module).__name__}; give Pipeline the module in it "
+                "(.module): step() averages gradients over the replicas itself"
+            )
+        if isinstance(
+            module, get_loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+        ):
+            raise InputError(
+                f"{where} is wrapped in FullyShardedDataParallel; shard the module before it with "
+                "fully_shard (FSDP2)"
+            )
+    for name, parameter in stage.named_parameters():
+        if is_lazy(parameter):
+            raise InputError(
+                f"parameter {name!r} of the stage has no shape yet; run the lazy module once "
+                "before it is given to Pipeline"
+            )
 
 
 def _check_shared_parameters(modules: Mapping[int, nn.Module]) -> None:

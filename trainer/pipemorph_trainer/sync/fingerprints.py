@@ -1,7 +1,4 @@
-"""Descriptions and fingerprints of a stage's parameters and buffers, by which ranks compare them.
-
-Before they are described, :func:`check_stage_module` refuses modules that a pipeline cannot train.
-"""
+"""Descriptions and fingerprints of parameters and buffers, by which ranks compare stages."""
 
 from __future__ import annotations
 
@@ -10,15 +7,12 @@ from typing import Annotated, NamedTuple
 import torch
 from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from pipemorph.errors import InputError
 from pipemorph.spec.mesh import Coordinate
 from pipemorph_trainer.backward.gradient_form import describe_grad_dtype
 from pipemorph_trainer.topology.placement import (
     TensorPlacement,
     find_placement,
-    get_loaded_class,
     to_local,
 )
 
@@ -72,41 +66,6 @@ class TensorDescription(NamedTuple):
         sharded = ", ".join(self.placement.sharded)
         over = f" sharded over {sharded}" if sharded else ""
         return f"{dtype}{list(self.shape)}{frozen}{over}{self.gradients}"
-
-
-def check_stage_module(stage: object) -> None:
-    """Raise :class:`InputError` if ``stage`` is no module, or a wrapper that distributes work
-    itself. The pipeline already averages gradients over replicas and schedules microbatches: such a
-    wrapper would do it twice, or wait for ranks that do not take part.
-    """
-    if not isinstance(stage, nn.Module):
-        kind = type(stage).__name__
-        if hasattr(stage, "submod"):
-            raise InputError(
-                f"the stage is a {kind} of torch.distributed.pipelining; give Pipeline the module "
-                "in it (stage.submod), which it schedules itself"
-            )
-        raise InputError(f"the stage is a {kind}; expected an nn.Module or an EmulatedStage")
-    for name, module in stage.named_modules():
-        where = f"module {name!r} of the stage" if name else "the stage"
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise InputError(
-                f"{where} is wrapped in {type(module).__name__}; give Pipeline the module in it "
-                "(.module): step() averages gradients over the replicas itself"
-            )
-        if isinstance(
-            module, get_loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-        ):
-            raise InputError(
-                f"{where} is wrapped in FullyShardedDataParallel; shard the module before it with "
-                "fully_shard (FSDP2)"
-            )
-    for name, parameter in stage.named_parameters():
-        if is_lazy(parameter):
-            raise InputError(
-                f"parameter {name!r} of the stage has no shape yet; run the lazy module once "
-                "before it is given to Pipeline"
-            )
 
 
 def describe_tensors(module: nn.Module, coordinate: Coordinate) -> tuple[TensorDescription, ...]:
