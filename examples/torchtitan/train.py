@@ -119,11 +119,12 @@ def make_config(steps):
     )
 
 
-if not torch.cuda.is_available():
-    run_on_cpu()
-config = make_config(TrainerContext.from_env().iterations)
-config.model_spec.pipelining_fn = pipelining_fn
-trainer = config.build()
-trainer.train()
-trainer.pp_schedule.close()
-trainer.close()
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        run_on_cpu()
+    config = make_config(TrainerContext.from_env().iterations)
+    config.model_spec.pipelining_fn = pipelining_fn
+    trainer = config.build()
+    trainer.train()
+    trainer.pp_schedule.close()
+    trainer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import indent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,4 +24,4 @@ def test_torchtitan_page_shows_lines_of_its_example() -> None:
     imported, used = shown.split("\n\n", 1)
     example = (ROOT / "examples/torchtitan/train.py").read_text()
     assert imported in example
-    assert example.endswith(used)
+    assert example.endswith(indent(used, " " * 4))

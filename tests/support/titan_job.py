@@ -1,18 +1,14 @@
-"""torchtitan's own trainer, for its debug Llama on CPU and gloo, on ranks of :mod:`launch`.
-
-What torchtitan 0.3 lacks for a CPU is replaced here, and nothing else: its model, its loss, its
-wrappers, its optimizer and its training loop are what runs.
-"""
+"""torchtitan's own trainer, configured as in ``examples/torchtitan``, on ranks of :mod:`launch`."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
-import torch
 import trainer_jobs
 
 from pipemorph.planning import Plan
@@ -23,6 +19,7 @@ from pipemorph_trainer.agent.messages import NullControlClient
 from pipemorph_trainer.agent.rank_plan import RankPlan
 
 STEPS = 4
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/torchtitan/train.py"
 
 
 @dataclass(frozen=True)
@@ -98,81 +95,24 @@ def train(context: TrainerContext, job: TitanJob) -> TitanRun:
     return run
 
 
+def load_example() -> Any:
+    spec = spec_from_file_location("torchtitan_example", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def configure(job: TitanJob, plan: RankPlan | None) -> tuple[Any, list[tuple[int, float, float]]]:
     """torchtitan's config, and the list that gets what it logs. ``plan``: arrives on this rank."""
-    # Before torchtitan's modules read it.
-    torch._utils._get_available_device_type = lambda: "cpu"
-    import torchtitan.components.metrics as metrics
-    import torchtitan.distributed.utils as distributed
-
-    class NoMemory:
-        device_name, device_capacity_gib = "cpu", 0.0
-
-        def get_peak_stats(self) -> Any:
-            return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
-
-        def reset_peak_stats(self) -> None: ...
-
-    metrics.build_device_memory_monitor = NoMemory
-    distributed.set_pg_timeouts = lambda **_: None
-
-    from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    example = load_example()
+    example.run_on_cpu()  # before torchtitan's modules are imported
+    from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-    from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.components.validate import Validator
-    from torchtitan.config import ParallelismConfig, TrainingConfig
-    from torchtitan.config.configs import CommConfig, DebugConfig
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
-    from torchtitan.models.common import ScaledDotProductAttention
-    from torchtitan.models.common.config_utils import decoder_vocab_size
-    from torchtitan.models.llama3 import model_registry
-    from torchtitan.trainer import Trainer
 
-    from pipemorph_trainer.torch.titan import pipelining_fn
-
-    class RandomData(BaseDataLoader):
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseDataLoader.Config):
-            pass
-
-        def __init__(self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int,
-                     **_: Any) -> None:  # fmt: skip
-            self.generator = torch.Generator().manual_seed(1234 + dp_rank)
-            self.shape = (local_batch_size, seq_len + 1)
-
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                tokens = torch.randint(0, 2048, self.shape, generator=self.generator)
-                positions = torch.arange(self.shape[1] - 1).expand(self.shape[0], -1).contiguous()
-                inputs = {"input": tokens[:, :-1].contiguous(), "positions": positions}
-                yield inputs, tokens[:, 1:].contiguous()
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    class NoTokens(BaseTokenizer):
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseTokenizer.Config):
-            pass
-
-        def __init__(self, config: Any, *, tokenizer_path: str) -> None:
-            super().__init__()
-
-        def encode(self, *_: Any, **__: Any) -> list[int]:
-            return []
-
-        def decode(self, *_: Any, **__: Any) -> str:
-            return ""
-
-        def get_vocab_size(self) -> int:
-            return 2048
-
+    config = example.make_config(STEPS)
     seen: list[tuple[int, float, float]] = []
     own_log = MetricsProcessor.log
 
@@ -183,10 +123,7 @@ def configure(job: TitanJob, plan: RankPlan | None) -> tuple[Any, list[tuple[int
         own_log(self, step, loss, _most, norm, *more, **k)
 
     MetricsProcessor.log = log
-    spec = model_registry("debugmodel", attn_backend="varlen")
-    for layer in spec.model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    make = pipelining_fn if job.adaptive else pipeline_llm
+    make = example.pipelining_fn if job.adaptive else pipeline_llm
     options = {"adaptive": {"options": Options(control=Arriving(plan))}} if job.adaptive else {}
 
     def sums_on_gloo(model: Any, **given: Any) -> Any:
@@ -198,32 +135,16 @@ def configure(job: TitanJob, plan: RankPlan | None) -> tuple[Any, list[tuple[int
                     module.set_force_sum_reduction_for_comms(True)
         return built
 
-    spec.pipelining_fn = sums_on_gloo
-    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
-    recompute = {"": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
-    config = Trainer.Config(
-        model_spec=spec,
-        loss=ChunkedLossWrapper.Config(loss_fn=loss) if job.chunked_loss else loss,
-        tokenizer=NoTokens.Config(),
-        dataloader=RandomData.Config(),
-        optimizer=default_adamw(lr=8e-4),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
-        training=TrainingConfig(
-            local_batch_size=4, seq_len=64, steps=STEPS, disable_cuda_graphs=True,
-            mixed_precision_param="float32",
-        ),
-        parallelism=ParallelismConfig(
-            pipeline_parallel_degree=job.pipeline, data_parallel_shard_degree=job.shard,
-            data_parallel_replicate_degree=job.replicate, tensor_parallel_degree=job.tensor,
-            pipeline_parallel_schedule=job.schedule,
-            spmd_backend="spmd_types",
-        ),
-        metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
-        checkpoint=CheckpointManager.Config(enable=False),
-        activation_checkpoint=recompute[job.recompute],
-        validator=Validator.Config(enable=False),
-        debug=DebugConfig(seed=7),
-        comm=CommConfig(trace_buf_size=0),
-        dump_folder="",
+    config.model_spec.pipelining_fn = sums_on_gloo
+    if job.chunked_loss:
+        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
+    config.training = replace(config.training, local_batch_size=4, seq_len=64)
+    config.parallelism = replace(
+        config.parallelism,
+        pipeline_parallel_degree=job.pipeline, data_parallel_shard_degree=job.shard,
+        data_parallel_replicate_degree=job.replicate, tensor_parallel_degree=job.tensor,
+        pipeline_parallel_schedule=job.schedule,
     )  # fmt: skip
+    recompute = {"": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
+    config.activation_checkpoint = recompute[job.recompute]
     return config, seen
