@@ -87,8 +87,9 @@ def show(plan: int, recoveries: int) -> None:
     narrow = LinkState(3, Health.SLOW, delay=0.06, transfer=0.05)
     silent = LinkState(4, Health.HEALTHY if plan == 1 else Health.UNKNOWN)
     job_metrics.update_job_metrics(
-        JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9, links=[narrow, silent]
-    )
+        JOB, training, [], time.time(), recoveries=recoveries, goodput=0.9, links=[narrow, silent],
+        idle={"link": float(plan), "bubble": 0.5 * plan},
+    )  # fmt: skip
     values = (("faulty_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
     metrics.set_job_gauges(*JOB, values)
 
