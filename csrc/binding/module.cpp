@@ -126,13 +126,6 @@ std::vector<std::tuple<uintptr_t, size_t>> places(
     return out;
 }
 
-std::vector<std::tuple<KeyTuple, uint64_t, double, double>> drain_telemetry(const PyLink& self) {
-    std::vector<std::tuple<KeyTuple, uint64_t, double, double>> out;
-    for (const SentRecord& r : self.use().drain_telemetry())
-        out.emplace_back(to_tuple(r.key), r.bytes, to_seconds(r.queue_ns), to_seconds(r.wire_ns));
-    return out;
-}
-
 Transport to_transport(const std::string& name) {
     if (name == "auto") return Transport::any;
     if (name == "tcp") return Transport::tcp;
@@ -262,8 +255,6 @@ NB_MODULE(_engine, m) {
     // Copying or registering memory may take long.
     Calls::register_atexit(10 * kSecond);
 
-    m.def("crypto_library", [] { return crypto().version; });
-
     nb::class_<SlotView>(m, "_SlotView", nb::type_slots(slot_view_slots));
 
     nb::class_<PyMessage>(m, "Message", nb::is_final(), nb::type_slots(message_slots),
@@ -330,9 +321,7 @@ NB_MODULE(_engine, m) {
         .def_ro("clock_offset", &LinkStats::clock_offset)
         .def_ro("sends_in_flight", &LinkStats::sends_in_flight)
         .def_ro("slots_granted", &LinkStats::slots_granted)
-        .def_ro("slots_in_use", &LinkStats::slots_in_use)
-        .def_ro("slots_added", &LinkStats::slots_added)
-        .def_ro("late_messages", &LinkStats::late_messages);
+        .def_ro("slots_in_use", &LinkStats::slots_in_use);
 
     nb::class_<PyLink>(m, "Link", nb::is_final())
         .def_prop_ro("peer_rank",
@@ -370,7 +359,6 @@ NB_MODULE(_engine, m) {
             "direction"_a)
         .def("slot_memory", [](const PyLink& self) { return places(self.use().slot_memory()); })
         .def("lease_memory", [](const PyLink& self) { return places(self.use().lease_memory()); })
-        .def("drain_telemetry", &drain_telemetry)
         .def("stats", [](const PyLink& self) { return self.use().stats(); })
         .def(
             "sever_data_path",

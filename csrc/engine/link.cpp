@@ -324,7 +324,7 @@ uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void>
         const int64_t now = steady_ns();
         std::shared_ptr<OutMessage> message;
         try {
-            message = core_.enqueue(std::move(info), data, std::move(hold), now, leased);
+            message = core_.enqueue(std::move(info), data, std::move(hold), leased);
         } catch (const EngineError& e) {
             throw EngineError(describe() + ": " + e.what());
         }
@@ -539,13 +539,6 @@ void Link::release_slot(uint32_t slot, uint64_t serial, bool at_once) {
 
 // --- Statistics ---------------------------------------------------------------------------------
 
-std::vector<SentRecord> Link::drain_telemetry() {
-    const Lock lock(mu_);
-    control_.drain_telemetry();
-    paths_.drain_telemetry();
-    return core_.drain_telemetry();
-}
-
 LinkStats Link::stats() const {
     const Lock lock(mu_);
     LinkStats s;
@@ -584,8 +577,6 @@ LinkStats Link::stats() const {
     s.duplicate_chunks = counters.duplicate_chunks;
     s.stale_chunks = counters.stale_chunks;
     s.reconnects = counters.paths_remade;
-    s.slots_added = counters.slots_added;
-    s.late_messages = counters.late_messages;
     s.last_error = last_error_;
     control_.count(s);
     s.sends_in_flight = core_.out().in_flight();

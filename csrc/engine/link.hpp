@@ -64,8 +64,6 @@ struct LinkStats {
     uint64_t sends_in_flight = 0;
     uint64_t slots_granted = 0;
     uint64_t slots_in_use = 0;
-    uint64_t slots_added = 0;    // by the engine itself; part of the granted ones
-    uint64_t late_messages = 0;  // each ended a path
 };
 
 class Link final : public std::enable_shared_from_this<Link> {
@@ -115,7 +113,6 @@ class Link final : public std::enable_shared_from_this<Link> {
     // grants wait.
     void release(uint32_t slot, uint64_t serial, bool at_once = true);
     uint64_t send_slots(int direction) const;
-    std::vector<SentRecord> drain_telemetry();
     LinkStats stats() const;
     void sever_data_path(uint32_t index) { paths_.sever(index); }
     void sever_control() { control_.sever(); }

@@ -9,6 +9,7 @@
 #include "engine/dial.hpp"
 #include "protocol/link_core.hpp"
 #include "protocol/peer_watch.hpp"
+#include "protocol/telemetry.hpp"
 
 namespace pipemorph {
 
@@ -46,7 +47,6 @@ class LinkControl {
     void start_to_close();
     void drop() { connection_.reset(); }
     void count(LinkStats& stats) const;
-    void drain_telemetry() { echo_.drain(); }
     void refused() { ++frames_refused_; }
     Hello hello(Purpose purpose) const;
 

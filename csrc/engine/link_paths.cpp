@@ -667,10 +667,6 @@ void LinkPaths::count(LinkStats& s) const {
     s.bytes_copied_in = bytes_copied_in_.load(std::memory_order_relaxed);
 }
 
-void LinkPaths::drain_telemetry() {
-    for (PathConnections& each : connections_by_path_) each.rtt.drain();
-}
-
 std::string LinkPaths::text() const {
     std::string down;
     size_t up = 0;

@@ -80,7 +80,6 @@ class LinkPaths final : public PathHost {
     // Text for a link that only rails may carry and that has none; else empty.
     std::string missing_rail(int64_t now_ns) const;
     void count(LinkStats& stats) const;
-    void drain_telemetry();
 
     // --- PathHost. Any thread. ---
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override;

@@ -179,7 +179,7 @@ std::string LinkCore::handle(Frame& frame, int64_t now_wall, int64_t now) {
                        ", which has not been sent";
             for (const OutMessage::Carrier& c : message->carriers) paths_.proved(c);
             watchdog_.acknowledged(message->info.bytes);
-            out_.acknowledged(id, now);
+            out_.acknowledged(id);
         }
         send_empty_messages(now_wall, now);
         changed();
@@ -569,7 +569,6 @@ void LinkCore::grow_slots(int direction, int64_t now) {
 
 void LinkCore::grown(int direction, bool there) {
     Turnover& t = turnover_[static_cast<size_t>(direction)];
-    if (there) counters_.slots_added += t.growing;
     t.growing = 0;
     t.full = !there;
 }

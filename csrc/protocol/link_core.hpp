@@ -68,7 +68,6 @@ class LinkCore {
         uint64_t stale_chunks = 0;
         uint64_t paths_remade = 0;
         uint64_t late_messages = 0;  // each ended a path
-        uint64_t slots_added = 0;    // in addition to the reserved ones
     };
 
     explicit LinkCore(const Settings& settings);
@@ -82,7 +81,6 @@ class LinkCore {
     // The control connection writes and acknowledges its frames.
     ReliableStream& stream() { return stream_; }
     const ReliableStream& stream() const { return stream_; }
-    std::vector<SentRecord> drain_telemetry() { return out_.telemetry.drain(); }
 
     // --- Setting up ---
     void assign_paths(const std::vector<std::pair<uint32_t, uint32_t>>& rails, Transport others,
@@ -99,9 +97,9 @@ class LinkCore {
     // --- The application ---
     // Queues a message; `posted` must follow. If it throws, nothing was queued.
     std::shared_ptr<OutMessage> enqueue(MessageInfo info, const uint8_t* data,
-                                        std::shared_ptr<void> hold, int64_t now_ns,
+                                        std::shared_ptr<void> hold,
                                         const std::optional<SlotGrant>& leased = std::nullopt) {
-        return out_.post(std::move(info), data, std::move(hold), now_ns, leased);
+        return out_.post(std::move(info), data, std::move(hold), leased);
     }
     void posted(const OutMessage& message, int64_t now_wall_ns, int64_t now_ns);
     // Calls enqueue(), then posted().
@@ -109,7 +107,7 @@ class LinkCore {
                                      std::shared_ptr<void> hold, int64_t now_wall_ns,
                                      int64_t now_ns,
                                      const std::optional<SlotGrant>& leased = std::nullopt) {
-        auto message = enqueue(std::move(info), data, std::move(hold), now_ns, leased);
+        auto message = enqueue(std::move(info), data, std::move(hold), leased);
         posted(*message, now_wall_ns, now_ns);
         return message;
     }

@@ -23,7 +23,7 @@ std::string Outbox::too_large(const MessageInfo& info, uint64_t largest) {
 }
 
 std::shared_ptr<OutMessage> Outbox::post(MessageInfo info, const uint8_t* data,
-                                         std::shared_ptr<void> hold, int64_t now_steady_ns,
+                                         std::shared_ptr<void> hold,
                                          const std::optional<SlotGrant>& leased) {
     const auto direction = static_cast<size_t>(info.key.direction);
     if (keys_.contains(info.key))
@@ -40,7 +40,6 @@ std::shared_ptr<OutMessage> Outbox::post(MessageInfo info, const uint8_t* data,
     m->info.id = next_id_;
     m->data = data;
     m->hold = std::move(hold);
-    m->posted_steady_ns = now_steady_ns;
     m->chunks = static_cast<uint32_t>((m->info.bytes + chunk_bytes_ - 1) / chunk_bytes_);
     m->carriers.resize(m->chunks);
     m->queue = direction * queues_ + turn_[direction];
@@ -233,7 +232,7 @@ void Outbox::fail(const Pointer& m, std::string why) {
     forget(m);
 }
 
-bool Outbox::acknowledged(uint64_t id, int64_t now_steady_ns) {
+bool Outbox::acknowledged(uint64_t id) {
     const auto it = by_id_.find(id);
     if (it == by_id_.end()) return false;
     const Pointer m = it->second;
@@ -243,8 +242,6 @@ bool Outbox::acknowledged(uint64_t id, int64_t now_steady_ns) {
         under_way_ -= m->info.bytes;
     ++messages_sent;
     bytes_sent += m->info.bytes;
-    telemetry.push({m->info.key, m->info.bytes, m->started_steady_ns - m->posted_steady_ns,
-                    now_steady_ns - m->started_steady_ns});
     forget(m);
     return true;
 }

@@ -14,7 +14,6 @@
 #include <unordered_set>
 
 #include "base/error.hpp"
-#include "protocol/telemetry.hpp"
 #include "wire/chunk.hpp"
 #include "wire/frames.hpp"
 
@@ -24,7 +23,6 @@ struct OutMessage {
     MessageInfo info;
     const uint8_t* data = nullptr;
     std::shared_ptr<void> hold;  // keeps `data` alive
-    int64_t posted_steady_ns = 0;
     int64_t started_steady_ns = 0;
     size_t queue = 0;
     uint64_t promised = 0;  // bytes of the slot reserved for it; 0: it waits for one
@@ -67,7 +65,7 @@ class Outbox {
     // Posts a message. Throws EngineError for a key in flight or a message larger than any slot;
     // then nothing is posted. `leased`: slot that already has the payload.
     std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
-                                     std::shared_ptr<void> hold, int64_t now_steady_ns,
+                                     std::shared_ptr<void> hold,
                                      const std::optional<SlotGrant>& leased = std::nullopt);
     // Smallest free slot of at least `bytes`, to be filled before its message is posted. Never the
     // last one of its size: messages that are posted meanwhile need another slot.
@@ -90,7 +88,7 @@ class Outbox {
         return it == by_id_.end() ? nullptr : it->second;
     }
     // Completes a message. False: no such message is in flight.
-    bool acknowledged(uint64_t message, int64_t now_steady_ns);
+    bool acknowledged(uint64_t message);
 
     // Messages with chunks assigned to a path's epoch, for a fence.
     std::vector<uint64_t> assigned_to(uint32_t path, uint32_t epoch) const;
@@ -125,7 +123,6 @@ class Outbox {
     uint64_t chunks_resent = 0;
     uint64_t messages_sent = 0;
     uint64_t bytes_sent = 0;
-    SentRing telemetry;
 
   private:
     using Pointer = std::shared_ptr<OutMessage>;

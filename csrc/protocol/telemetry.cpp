@@ -2,26 +2,10 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include "os/clock.hpp"
 
 namespace pipemorph {
-
-void SentRing::push(const SentRecord& record) {
-    if (ring_.size() < kCapacity) {
-        ring_.push_back(record);
-        return;
-    }
-    ring_[next_] = record;
-    next_ = (next_ + 1) % kCapacity;
-}
-
-std::vector<SentRecord> SentRing::drain() {
-    std::rotate(ring_.begin(), ring_.begin() + static_cast<std::ptrdiff_t>(next_), ring_.end());
-    next_ = 0;
-    return std::exchange(ring_, {});
-}
 
 std::optional<Echo> echo_of(const PongFrame& pong, int64_t now_wall, int64_t now_steady) {
     constexpr int64_t kLongest = 60 * kSecond;

@@ -1,4 +1,4 @@
-// In-band telemetry: times of each message, and round trips of echoes.
+// In-band telemetry: round trips of echoes, and the difference of the two clocks.
 #pragma once
 
 #include <optional>
@@ -7,25 +7,6 @@
 #include "wire/frames.hpp"
 
 namespace pipemorph {
-
-struct SentRecord {
-    Key key;
-    uint64_t bytes = 0;
-    int64_t queue_ns = 0;
-    int64_t wire_ns = 0;
-};
-
-// Ring of records: without a reader, new records replace the oldest.
-class SentRing {
-  public:
-    void push(const SentRecord& record);
-    std::vector<SentRecord> drain();  // oldest first
-
-  private:
-    static constexpr size_t kCapacity = 4096;
-    std::vector<SentRecord> ring_;
-    size_t next_ = 0;
-};
 
 struct Echo {
     int64_t rtt_ns = 0;  // at most a minute
@@ -39,7 +20,6 @@ std::optional<Echo> echo_of(const PongFrame& pong, int64_t now_wall_ns, int64_t 
 class EchoMeter {
   public:
     void add(int64_t rtt_ns, int64_t peer_minus_ours_ns);
-    void drain() { samples_.clear(); }
 
     struct Summary {
         int64_t min_ns = 0;

@@ -8,6 +8,7 @@
 #include "protocol/inbox.hpp"
 #include "protocol/outbox.hpp"
 #include "protocol/reliable.hpp"
+#include "protocol/telemetry.hpp"
 
 using namespace pipemorph;
 
@@ -26,7 +27,7 @@ struct Pair {
             in.add_segment(direction, {0, slots, bytes}, Memory::anonymous(slots * bytes));
         for (const auto& grant : in.grant_segment(segment)) out.granted(grant);
     }
-    uint64_t post(const MessageInfo& m) { return out.post(m, source.data(), nullptr, 1)->info.id; }
+    uint64_t post(const MessageInfo& m) { return out.post(m, source.data(), nullptr)->info.id; }
     std::optional<ChunkTask> next(uint32_t path = 0, uint32_t epoch = 1) {
         return out.next_chunk(path, epoch, 2, 2);
     }
@@ -35,7 +36,7 @@ struct Pair {
         const ChunkSink sink = in.begin_chunk(task.header);
         if (sink.verdict != ChunkSink::Verdict::take) return false;
         const auto done = in.finish_chunk(sink, true, 3);
-        if (done.message_complete) CHECK(out.acknowledged(done.message, 3));
+        if (done.message_complete) CHECK(out.acknowledged(done.message));
         return done.message_complete;
     }
     void finish_with(const Key& key) {
@@ -274,7 +275,7 @@ TEST(abandoned_tickets_are_told_from_finished_ones) {
     CHECK(p.carry(*p.next()));
     const uint64_t lost = p.post(message(1, kChunk));
     auto hold = std::make_shared<int>(1);
-    p.out.post(message(2, kChunk), p.source.data(), hold, 1);
+    p.out.post(message(2, kChunk), p.source.data(), hold);
     CHECK(hold.use_count() == 2);
     {
         const NoMemory none;  // it needs none
@@ -292,7 +293,7 @@ TEST(empty_messages_need_no_slot) {
     const auto m = p.out.next_inline(1, 1);
     CHECK(m && m->id == id && !p.out.next_inline(1, 1));
     p.in.deliver_empty(*m, 2);
-    CHECK(p.out.acknowledged(id, 3) && !p.out.acknowledged(id, 3));
+    CHECK(p.out.acknowledged(id) && !p.out.acknowledged(id));
     const auto arrived = p.in.take(message(0, 0).key);
     CHECK(arrived && !arrived->slot);
 }
@@ -420,14 +421,4 @@ TEST(echo_summary_and_offset) {
     const auto s = *meter.summary();
     CHECK(s.min_ns == 500 && s.p99_ns == 99'000);
     CHECK(*meter.clock_offset_ns() == -42);
-    meter.drain();
-    CHECK(!meter.summary() && *meter.clock_offset_ns() == -42);
-}
-
-TEST(telemetry_ring_keeps_the_newest) {
-    SentRing ring;
-    for (int i = 0; i < 5000; ++i) ring.push({message(i, 0).key, 0, 0, 0});
-    const auto all = ring.drain();
-    CHECK(all.size() == 4096 && all.front().key.microbatch == 904);
-    CHECK(all.back().key.microbatch == 4999 && ring.drain().empty());
 }

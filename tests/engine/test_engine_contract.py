@@ -323,25 +323,16 @@ def test_telemetry():
         assert 0 < s.rtt_min <= s.rtt_mean <= s.rtt_p99 < pairs.TIMEOUT
         assert abs(s.clock_offset) <= s.rtt_p99 + 1e-4  # one machine, one clock
         assert (s.messages_sent, s.bytes_sent, s.state) == (5, 5 * MIB, "up")
-        records = p.dialled.drain_telemetry()
-        assert [r[0] for r in records] == [(0, 0, i, 0, 0) for i in range(5)]
-        assert all(size == MIB and queue >= 0 and wire > 0 for _, size, queue, wire in records)
-        assert p.dialled.drain_telemetry() == []
         assert p.accepted.stats().messages_received == 5
 
 
-def test_waiting_for_a_slot_counts_as_queueing_and_not_as_wire_time():
+def test_a_message_starts_when_there_is_a_slot():
     with pairs.in_process() as p:
         ticket = p.dialled.send((0, 0, 0, 0, 0), b"x")
         with contextlib.suppress(EngineTimeout):
             p.dialled.wait_sent(ticket, 0.5)
-        began = time.monotonic()
         p.accepted.reserve(0, 1, 100)
         p.dialled.wait_sent(ticket, pairs.TIMEOUT)
-        since_there_was_a_slot = time.monotonic() - began
-        [(_, _, queue, wire)] = p.dialled.drain_telemetry()
-        assert queue > 0.45
-        assert wire <= since_there_was_a_slot
         m = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
         assert m.started_at - m.posted_at > 0.45
 

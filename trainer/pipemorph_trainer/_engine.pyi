@@ -14,12 +14,6 @@ class EngineError(RuntimeError):
 class EngineTimeout(EngineError):
     """Passed deadline. The message names the link, the key and the missing item."""
 
-def crypto_library() -> str:
-    """Version of the OpenSSL in use, such as ``OpenSSL 3.0.17 1 Jul 2025``.
-
-    Raises :class:`EngineError` without one, as :class:`Engine` does; it names what to install.
-    """
-
 @final
 class Message(Buffer):
     """Complete message that has arrived. It occupies a slot until it is released.
@@ -98,14 +92,13 @@ class PathStats:
     """Bytes that may be under way: twice the measured bandwidth × delay. 0 if the kernel
     decides."""
     rtt_min: float | None
-    """Round trip of probes without other traffic on this path, since the last
-    ``drain_telemetry``."""
+    """Round trip of the newest 1,024 probes without other traffic on this path."""
     rtt_mean: float | None
     rtt_p99: float | None
 
 @final
 class LinkStats:
-    """Counters since the link was made; telemetry since the last ``drain_telemetry``."""
+    """Counters since the link was made; round trips of the newest 1,024 echoes."""
 
     state: str
     transport: Literal["tcp", "shm", "rdma"]
@@ -146,12 +139,6 @@ class LinkStats:
     sends_in_flight: int
     slots_granted: int
     slots_in_use: int
-    slots_added: int
-    """Granted slots that the engine added to the reserved ones, because a long link received
-    messages faster than slots returned."""
-    late_messages: int
-    """Messages that were not acknowledged in time although all paths seemed alive. Each ended a
-    path."""
 
 @final
 class Link:
@@ -219,10 +206,6 @@ class Link:
         """Address and bytes of each memory block with leases. Over shared memory these are the
         peer's slots, and the list grows some time after the peer has reserved slots. Over RDMA it
         is memory of the link, and the list grows some time after a lease found none free."""
-    def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
-        """Take (key, bytes, queue_seconds, wire_seconds) of each message acknowledged since the
-        last call. Wire time is from the first byte out to the acknowledgement in, without the
-        queue."""
     def stats(self) -> LinkStats: ...
     def sever_data_path(self, index: int = 0) -> None:
         """Fault injection: cut one data connection (TCP) as a broken cable would."""
