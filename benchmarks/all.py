@@ -24,6 +24,7 @@ NAMES = (
     "detector",
     "diagnose_emulated",
     "engine",
+    "observe",
     "op_cost",
     "pauses",
     "profiler_traces",

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 107_680,
-    "product code lines": 79_470,
-    "test lines": 103_150,
-    "benchmark lines": 7_080,
-    "public classes": 739,
-    "modules": 421,
+    "product lines": 108_830,
+    "product code lines": 80_270,
+    "test lines": 103_790,
+    "benchmark lines": 7_240,
+    "public classes": 746,
+    "modules": 429,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -27,6 +27,7 @@ from pipemorph.diagnose.formats.torch_profiler.reader import TorchProfilerReader
 from pipemorph.diagnose.operation import BACKWARD, COMPUTE, FORWARD, WEIGHT, Operation
 from pipemorph.diagnose.trace_file import TraceFile
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.observe import observe
 
 SCHEDULES = {
     "GPipe": (schedules.ScheduleGPipe, 1),
@@ -59,7 +60,9 @@ class PipelineRun(NamedTuple):
     accumulate: int = 1
     """Schedule steps for each step of the optimizer."""
     rounds: int = 0
-    """Steps to time with and without the profiler, in turn."""
+    """Steps to time with and without the profiler, in turn; with ``observed`` the observation."""
+    observed: bool = False
+    """Whether the run is observed as well, into the folder ``ops``."""
 
 
 class RecordedOp(NamedTuple):
@@ -167,7 +170,8 @@ def place_stages(name: str, rank: int, ranks: int) -> tuple[list[int], int]:
 
 class ProfiledRank(NamedTuple):
     """Result of a rank. ``ops``: those of the profiled steps, step by step. ``with_profiler``,
-    ``without``: mean seconds of an op in the steps that were timed in turn."""
+    ``without``: mean seconds of an op in the steps that were timed in turn; with ``observed`` those
+    of the step."""
 
     ops: list[list[RecordedOp]]
     with_profiler: list[float]
@@ -220,6 +224,7 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
         optimizer.step()
         optimizer.zero_grad()
 
+    observation = observe(f"{folder}/ops") if run.observed else None
     skipped = 0 if run.whole else 2
     timed: dict[bool, list[float]] = {True: [], False: []}
     with recorder.installed():
@@ -236,6 +241,13 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
         profiled = steps[skipped : run.steps + skipped]
         for turn in range(2 * run.rounds):
             dist.barrier()
+            if observation is not None:
+                # Its hooks stay where they are, and do nothing.
+                observation.active = bool(turn % 2)
+                began = time.perf_counter()
+                train()
+                timed[bool(turn % 2)].append(time.perf_counter() - began)
+                continue
             if turn % 2:
                 with profile(activities=[ProfilerActivity.CPU], record_shapes=run.record_shapes):
                     train()
@@ -243,6 +255,9 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
                 train()
             lasted = [op.end - op.start for op in steps[-1] if op.kind != "L"]
             timed[bool(turn % 2)].append(statistics.fmean(lasted))
+    if observation is not None:
+        observation.active = True
+        observation.stop()
     dist.barrier()
     dist.destroy_process_group()
     return ProfiledRank(profiled, timed[True], timed[False])

@@ -54,4 +54,6 @@ def test_plain_inputs_are_cut_as_torch_cuts_them(kwargs: dict[str, object], leaf
 
 def test_every_name_that_is_offered_is_there() -> None:
     for name in pipemorph_trainer.__all__:
-        assert getattr(pipemorph_trainer, name).__name__ == name
+        found = getattr(pipemorph_trainer, name).__name__
+        # ``observe`` is a module that can be called, since ``python -m`` runs it.
+        assert found.rpartition(".")[2] == name

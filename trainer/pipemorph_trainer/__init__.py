@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipemorph_trainer.backward.custom_linear import register_function
     from pipemorph_trainer.context import TrainerContext
     from pipemorph_trainer.executor.emulated_stage import EmulatedStage
+    from pipemorph_trainer.observe import observe
     from pipemorph_trainer.pipeline import Pipeline
     from pipemorph_trainer.schedule.microbatch_source import Microbatch
     from pipemorph_trainer.settings import Options
@@ -47,6 +48,7 @@ __all__ = [
     "UnwrittenError",
     "WaitTimeoutError",
     "make_mesh",
+    "observe",
     "register_function",
 ]
 
@@ -58,6 +60,7 @@ _LATE = {
     "Microbatch": ".schedule.microbatch_source",
     "ModelShard": ".topology.model_shard",
     "Pipeline": ".pipeline",
+    "observe": ".observe",
     "TrainerContext": ".context",
     "make_mesh": ".topology.mesh",
     "register_function": ".backward.custom_linear",

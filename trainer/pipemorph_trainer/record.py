@@ -15,38 +15,54 @@ Needs nothing but the standard library.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from pipemorph.diagnose.operation import OPTYPES
 
-__all__ = ["OpRecorder", "open_table"]
+__all__ = ["OpRecorder", "RecordedOp", "open_table"]
 
 _log = logging.getLogger(__name__)
 
 
-def open_table(path: str | Path, *, stage: int, dp_rank: int = 0, rank: int = -1) -> OpRecorder:
+def open_table(
+    path: str | Path, *, stage: int, dp_rank: int = 0, rank: int = -1, most_bytes: int = 0
+) -> OpRecorder:
     """Open the op table of a rank for appending; its folder is made if it is missing.
 
     ``stage``: rank in the pipeline. ``dp_rank``: replica. ``rank``: global rank. Each rank has a
     file of its own, with a name that ends in ``.jsonl``. A line that an earlier process left
-    unfinished is removed. Raises OSError if the file cannot be opened, ValueError for a negative
-    stage or replica.
+    unfinished is removed. ``most_bytes``: limit of the recording on disk, 0 for none. A file that
+    has grown to half of it is renamed to ``….earlier.jsonl`` at the next step, in place of the one
+    before. Raises OSError if the file cannot be opened, ValueError for a negative stage or replica.
     """
     for name, value in (("stage", stage), ("dp_rank", dp_rank)):
         if value < 0:
             raise ValueError(f"{name}: is {value}; expected 0 or more")
-    return OpRecorder(Path(path), stage, dp_rank, rank)
+    return OpRecorder(Path(path), stage, dp_rank, rank, most_bytes)
+
+
+class RecordedOp(NamedTuple):
+    """Op of a rank; see :meth:`OpRecorder.add_op`. Times in seconds."""
+
+    optype: str
+    start: float
+    duration: float
+    microbatch: int = -1
+    chunk: int = -1
+    global_chunk: int = -1
+    posted: float | None = None
+    waited: float | None = None
+    completed: float | None = None
 
 
 class OpRecorder:
@@ -56,16 +72,19 @@ class OpRecorder:
     the disk is full, a warning is logged and recording ends; training goes on.
     """
 
-    def __init__(self, path: Path, stage: int, dp_rank: int, rank: int) -> None:
+    def __init__(
+        self, path: Path, stage: int, dp_rank: int, rank: int, most_bytes: int = 0
+    ) -> None:
         self.path = path
         self.step = -1
-        self._place = {"dp_rank": dp_rank, "stage": stage, "rank": rank}
+        self._most_bytes = most_bytes
+        self._place = f'"dp_rank": {dp_rank}, "stage": {stage}, "rank": {rank}'
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         # One clock that does not jump, near that of other hosts.
         self._epoch = time.time() - time.perf_counter()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file: int | None = _open_file(path)
         _remove_unfinished_line(self._file)
 
     def __enter__(self) -> Self:
@@ -95,6 +114,7 @@ class OpRecorder:
         with self._lock:
             self.step = step
             self._counts.clear()
+            self._begin_file()
 
     @contextmanager
     def time_op(
@@ -153,41 +173,67 @@ class OpRecorder:
         for name, value in times.items():
             if value is not None and (not isfinite(value) or (name == "duration" and value < 0)):
                 raise ValueError(f"{name}: is {value}; expected seconds")
+        within = (None if each is None else float(each) for each in (posted, waited, completed))
+        numbers = int(microbatch), int(chunk), int(global_chunk)
+        self.add_ops([RecordedOp(optype, float(start), float(duration), *numbers, *within)])
+
+    def add_ops(self, ops: Iterable[RecordedOp]) -> None:
+        """Add ops of one step by one write. Unlike :meth:`add_op` it does not check them."""
         with self._lock:
             if self._file is None:
                 return
             if self.step < 0:
                 raise ValueError("step: is not begun; call begin_step before the first op")
-            row = {
-                "step": self.step,
-                **self._place,
-                "optype": optype,
-                "start_ts": start,
-                "duration": duration,
-                "seq_id": self._counts[optype],
-                "mc": chunk,
-                "gmc": global_chunk,
-                "mb_id": microbatch,
-                "posted": posted,
-                "waited": waited,
-                "completed": completed,
-            }
-            self._counts[optype] += 1
-            line = json.dumps({name: value for name, value in row.items() if value is not None})
-            self._write_line(line.encode() + b"\n")
+            self._write_lines("".join(map(self._format_line, ops)).encode())
 
-    def _write_line(self, line: bytes) -> None:
+    def _format_line(self, op: RecordedOp) -> str:
+        seq_id = self._counts[op.optype]
+        self._counts[op.optype] += 1
+        line = (
+            f'{{"step": {self.step}, {self._place}, "optype": "{op.optype}", '
+            f'"start_ts": {op.start!r}, "duration": {op.duration!r}, "seq_id": {seq_id}, '
+            f'"mc": {op.chunk}, "gmc": {op.global_chunk}, "mb_id": {op.microbatch}'
+        )
+        for name in ("posted", "waited", "completed"):
+            if (value := getattr(op, name)) is not None:
+                line += f', "{name}": {value!r}'
+        return line + "}\n"
+
+    def _write_lines(self, lines: bytes) -> None:
         assert self._file is not None
         try:
-            written = os.write(self._file, line)
-            if written < len(line):
-                raise OSError(f"{written} of {len(line)} bytes were written")
+            written = os.write(self._file, lines)
+            if written < len(lines):
+                raise OSError(f"{written} of {len(lines)} bytes were written")
         except OSError as error:
-            _log.warning("recording of ops to %s ends: %s", self.path, error)
-            with suppress(OSError):
-                _remove_unfinished_line(self._file)
-            os.close(self._file)
-            self._file = None
+            self._end_recording(error)
+
+    def _begin_file(self) -> None:
+        """Begin another file if this one has half of the bytes that the recording may take."""
+        if not self._most_bytes or self._file is None:
+            return
+        try:
+            if 2 * os.fstat(self._file).st_size < self._most_bytes:
+                return
+            self.path.replace(self.path.with_suffix(f".earlier{self.path.suffix}"))
+            file = _open_file(self.path)
+        except OSError as error:
+            self._end_recording(error)
+            return
+        os.close(self._file)
+        self._file = file
+
+    def _end_recording(self, error: OSError) -> None:
+        assert self._file is not None
+        _log.warning("recording of ops to %s ends: %s", self.path, error)
+        with suppress(OSError):
+            _remove_unfinished_line(self._file)
+        os.close(self._file)
+        self._file = None
+
+
+def _open_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
 
 def _check_optype(optype: str) -> None:

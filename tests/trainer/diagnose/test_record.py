@@ -149,3 +149,19 @@ def test_the_recorder_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_bounded_recording_keeps_the_newest_steps(tmp_path: Path) -> None:
+    path, most = tmp_path / "rank0.jsonl", 8192
+    with record.open_table(path, stage=0, most_bytes=most) as table:
+        for step in range(200):
+            table.begin_step(step)
+            for microbatch in range(4):
+                table.add_op("forward-compute", 0.0, 1.0, microbatch=microbatch)
+    files = sorted(tmp_path.iterdir())
+    assert [each.name for each in files] == ["rank0.earlier.jsonl", "rank0.jsonl"]
+    # A file may end within a step more than its half.
+    assert sum(each.stat().st_size for each in files) <= 1.2 * most
+    steps = [op.step for op in read(*files)]
+    assert steps == [step for step in range(steps[0], 200) for _ in range(4)]
+    assert steps[0] > 100

@@ -1,0 +1,76 @@
+"""Parts of an observation alone: modules that are imported later, marks of a device."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipemorph_trainer.observe.device_marks import ANCHOR_READS, DeviceMarks
+from pipemorph_trainer.observe.import_hooks import call_after_import
+
+
+def test_a_module_is_hooked_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_later.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders, found = list(sys.meta_path), list[int]()
+    call_after_import("imported_later", lambda: found.append(1))
+    call_after_import("json", lambda: found.append(2))
+    assert found == [2], "json is imported already"
+    importlib.import_module("imported_later")
+    assert found == [2, 1]
+    assert sys.meta_path == finders
+    module = sys.modules.pop("imported_later")
+    assert module.VALUE == 1
+    assert module.__spec__ is not None
+    assert module.__spec__.loader is module.__loader__
+
+
+class FakeEvent:
+    """An event of a device whose clock is ``now`` milliseconds, by the rules of torch.cuda.Event:
+    its time counts from another event, once it has passed."""
+
+    now = 0.0
+    synchronized = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = -1.0
+        self.passed = False
+
+    def record(self, stream: object) -> None:
+        assert stream == "stream of cuda:1"
+        self.at = FakeEvent.now
+
+    def synchronize(self) -> None:
+        FakeEvent.synchronized += 1
+        self.passed = True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.passed and other.passed
+        return other.at - self.at
+
+
+def test_marks_of_a_device_are_read_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(Event=FakeEvent, current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr("pipemorph_trainer.observe.device_marks.time", lambda: 1000.0)
+    marks = DeviceMarks("cuda:1")
+    early = marks.record()
+    FakeEvent.now = 500.0
+    read = marks.read_times()
+    FakeEvent.now = 750.0
+    late = marks.record()
+    # The anchor was recorded at 500 ms of the device, which are 1000 s here.
+    assert (read(early), read(late)) == (999.5, 1000.25)
+    # The anchor is renewed now and then, since both clocks drift.
+    monkeypatch.setattr("pipemorph_trainer.observe.device_marks.time", lambda: 1000.3)
+    for _ in range(ANCHOR_READS - 1):
+        assert marks.read_times()(late) == 1000.25
+    assert marks.read_times()(late) == pytest.approx(1000.3)

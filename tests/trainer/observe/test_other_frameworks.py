@@ -1,0 +1,80 @@
+"""Megatron-Core, DeepSpeed and torchtitan train under observation as without it. Their packages are
+those of ``make soak``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+from observed_pipelines import read_rows
+from other_frameworks import MICROBATCHES, FrameworkRun, train_framework
+from titan_job import TitanJob, TitanRun, train
+
+from pipemorph.diagnose.diagnosis import diagnose
+from pipemorph.diagnose.formats.registry import load_recording
+from pipemorph_trainer import TrainerContext, observe
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks"),
+    [
+        (FrameworkRun("megatron"), 2),
+        (FrameworkRun("megatron"), 3),
+        (FrameworkRun("megatron", chunks=2), 3),
+        (FrameworkRun("megatron", chunks=2, overlap=True), 2),
+        (FrameworkRun("deepspeed"), 2),
+    ],
+    ids=["megatron-2", "megatron-3", "megatron-virtual", "megatron-overlap", "deepspeed"],
+)
+def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
+    tmp_path: Path, run: FrameworkRun, ranks: int
+) -> None:
+    package = {"megatron": "megatron.core", "deepspeed": "deepspeed"}[run.framework]
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed: it is not checked")
+    observed = run_ranks(ranks, train_framework, run, str(tmp_path))
+    plain = run_ranks(ranks, train_framework, run._replace(observed=False), str(tmp_path))
+    assert observed == plain
+    assert any(rank["losses"] for rank in observed)
+    rows = read_rows(tmp_path)
+    for optype in ("forward-compute", "backward-compute"):
+        ops = [(r["step"], r["gmc"], r["mb_id"]) for r in rows if r["optype"] == optype]
+        assert sorted(ops) == [
+            (step, chunk, microbatch)
+            for step in (1, 2)
+            for chunk in range(ranks * run.chunks)
+            for microbatch in range(MICROBATCHES)
+        ]
+    assert sum(row["optype"] == "optimizer" for row in rows) == 2 * ranks
+    messages = sum("recv" in row["optype"] for row in rows)
+    assert messages == (2 * 2 * (ranks - 1) * MICROBATCHES if run.chunks == 1 else 0)
+    found = diagnose(load_recording([tmp_path]))
+    assert found.steps.stages == ranks
+
+
+def train_titan(context: TrainerContext, job: TitanJob, folder: str) -> TitanRun:
+    """Train on this rank, observed if there is a folder."""
+    observation = observe(folder) if folder else None
+    run = train(context, job)
+    if observation is not None:
+        assert observation.active
+        observation.stop()
+    return run
+
+
+@pytest.mark.timeout(600)
+def test_torchtitan_is_equal_to_the_bit(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed: it is not checked")
+    job = TitanJob(adaptive=False, shard=2)
+    observed = run_ranks(4, train_titan, job, str(tmp_path), timeout=280)
+    assert observed == run_ranks(4, train_titan, job, "", timeout=280)
+    rows = read_rows(tmp_path)
+    places = {(row["stage"], row["dp_rank"]) for row in rows}
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    found = diagnose(load_recording([tmp_path]))
+    assert (found.steps.stages, found.steps.replicas) == (2, 2)
+    assert any(row["optype"] == "grads-reduce-scatter" for row in rows)

@@ -1,0 +1,298 @@
+"""Ops of one rank, in steps, from the hooks into the op table."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter, time
+from typing import Any, NamedTuple
+
+from pipemorph.diagnose.operation import DATA, GC, OPTIMIZER
+from pipemorph_trainer.observe.device_marks import DeviceMarks
+from pipemorph_trainer.record import OpRecorder, RecordedOp, open_table
+
+_log = logging.getLogger("pipemorph_trainer.observe")
+
+
+class ObservedRank(NamedTuple):
+    """Place of this rank in the job. ``stage``: its rank in the pipeline. ``chunks``: global
+    numbers of its model chunks, in its order. ``records``: False for a rank whose ops are those of
+    another one, such as tensor rank 1."""
+
+    rank: int
+    stage: int
+    dp_rank: int
+    chunks: tuple[int, ...]
+    records: bool = True
+
+
+class MarkedOp(NamedTuple):
+    """An op with marks instead of times. ``posted``, ``waited``: of a receive."""
+
+    optype: str
+    start: Any
+    end: Any
+    microbatch: int = -1
+    stage: int = -1
+    posted: Any = None
+    waited: Any = None
+
+
+class TimedCall(NamedTuple):
+    """Call of a hooked function that has returned ``result``, between two marks."""
+
+    start: Any
+    end: Any
+    result: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument, which was passed by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+class Observation:
+    """Observation of this process. Its hooks call it; no error of it leaves :meth:`guard`.
+
+    ``active`` is False after :meth:`stop`, or after an error.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self.active = True
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._place: ObservedRank | None = None
+        self._table: OpRecorder | None = None
+        self._device: DeviceMarks | None = None
+        self._undo: list[Callable[[], object]] = []
+        self._ops: list[MarkedOp] = []
+        self._earlier: tuple[int, list[MarkedOp]] = (-1, [])
+        """Step before: on a device its times are read while the next one runs."""
+        self._epoch = time() - perf_counter()
+        self._thread = threading.get_ident()
+        self._step = 0
+        self._calls = 0
+        """Calls of the schedule in this step."""
+        self._microbatches = 0
+        """Microbatches of the calls before the last one, in this step."""
+        self._next_microbatches = self._version = 0
+        self._has_setup = self._has_optimizer = self._optimizer_ended = False
+        self._optimizers: list[Any] = []
+        """Marks at the starts of the optimizers that run: one may call another."""
+        self._pause: Any = None
+        self._omits = 0
+        """Above 0 in a call of the schedule that is not recorded."""
+
+    # Hooks
+
+    def guard(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function of the observation. An error is logged, and ends the observation."""
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
+            name = getattr(function, "__name__", "a hook")
+            kind = type(error).__name__
+            _log.warning("observing ends, training goes on: %s: %s: %s", name, kind, error)
+            self.stop()
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
+        """Replace an attribute by what ``make`` makes of it. Returns False if there is none."""
+        original = getattr(owner, name, None)
+        if original is None:
+            return False
+        replaced = functools.wraps(original)(make(original))
+        setattr(owner, name, replaced)
+
+        def restore() -> None:
+            # Another tool may have wrapped it since; its wrapper stays.
+            if getattr(owner, name) is replaced:
+                setattr(owner, name, original)
+
+        self._undo.append(restore)
+        return True
+
+    def time_calls(self, owner: Any, name: str, add: Callable[[TimedCall], object]) -> bool:
+        """Time the calls of a function, and pass each to ``add``. Returns False if there is no such
+        function."""
+
+        return self.replace(owner, name, lambda original: self.make_timed(original, add))
+
+    def make_timed(self, original: Any, add: Callable[[TimedCall], object]) -> Any:
+        """Return a function that calls ``original``, and passes the call to ``add``."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.active or self._omits:
+                return original(*args, **kwargs)
+            start = self.mark()
+            result = original(*args, **kwargs)
+            self.guard(add, TimedCall(start, self.mark(), result, args, kwargs))
+            return result
+
+        return timed
+
+    def warn_lacks(self, package: str, lacks: Sequence[str]) -> None:
+        """Log what is not recorded, since the installed package has no such functions."""
+        if lacks:
+            _log.warning("%s has no %s: not recorded", package, ", ".join(lacks))
+
+    def call_at_stop(self, function: Callable[[], object]) -> None:
+        """Call ``function`` when the observation ends."""
+        self._undo.append(function)
+
+    def hook_process(self) -> None:
+        """Hook Python's garbage collector and the end of the process."""
+        gc.callbacks.append(self._note_collection)
+        self._undo.append(lambda: gc.callbacks.remove(self._note_collection))
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Write what was recorded, and put all hooks back. Again: nothing."""
+        if not self.active:
+            return
+        self.active = False
+        atexit.unregister(self.stop)
+        for undo in reversed(self._undo):
+            with suppress(ValueError, AttributeError):
+                undo()
+        self._undo.clear()
+        try:
+            self._write_step(*self._earlier)
+            self._write_step(self._step, [] if self._has_setup else self._ops)
+        except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
+            _log.warning("the last step was not recorded: %s", error)
+        if self._table is not None:
+            self._table.close()
+
+    # Times
+
+    def use_device(self, device: Any) -> None:
+        """Take times from events on a CUDA device from now on."""
+        if self._device is None:
+            self._device = DeviceMarks(device)
+
+    def mark(self) -> Any:
+        """Mark of now: seconds of ``perf_counter``, or an event in the device's stream."""
+        return perf_counter() if self._device is None else self._device.record()
+
+    # Steps
+
+    def set_place(self, place: ObservedRank) -> None:
+        """Set the place of this rank, once it is known."""
+        if self._place is None:
+            self._place = place
+            if place.records:
+                self._table = open_table(
+                    self._folder / f"rank{place.rank}.jsonl",
+                    stage=place.stage,
+                    dp_rank=place.dp_rank,
+                    rank=place.rank,
+                    most_bytes=self._most_bytes,
+                )
+
+    def begin_call(self, microbatches: int, version: int, *, has_setup: bool = False) -> None:
+        """Begin a call of the schedule that trains ``microbatches``.
+
+        Calls without an optimizer's step between them are one training step, which accumulates
+        gradients. ``version`` is another one after a parameter has changed: it ends the steps of
+        jobs without an optimizer of torch. A step with a call that has set-up is not recorded.
+        """
+        if self._optimizer_ended or (not self._has_optimizer and version != self._version):
+            self._begin_step()
+        self._version = version
+        self._optimizers.clear()
+        self._microbatches += self._next_microbatches
+        self._next_microbatches = microbatches
+        self._calls += 1
+        self._has_setup |= has_setup
+
+    def _begin_step(self) -> None:
+        if not self._calls:
+            return
+        ops, self._ops = [] if self._has_setup else self._ops, []
+        if self._device is None:
+            self._write_step(self._step, ops)
+        else:
+            earlier, self._earlier = self._earlier, (self._step, ops)
+            self._write_step(*earlier)
+        self._step += 1
+        self._calls = self._microbatches = self._next_microbatches = 0
+        self._optimizer_ended = self._has_setup = False
+
+    def omit_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``original`` without recording what it runs."""
+        self._omits += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._omits -= 1
+
+    def add(self, op: MarkedOp) -> None:
+        """Add an op of this step. Its microbatch is numbered within this call of the schedule."""
+        if op.microbatch >= 0 and self._microbatches:
+            op = op._replace(microbatch=op.microbatch + self._microbatches)
+        self._ops.append(op)
+
+    # Between calls of the schedule
+
+    def begin_optimizer(self) -> None:
+        """Begin the step of an optimizer, perhaps within another one's."""
+        self._optimizers.append(self.mark())
+
+    def end_optimizer(self) -> None:
+        """End it; the outermost one is recorded, and ends the training step."""
+        if not self._optimizers:
+            return
+        start = self._optimizers.pop()
+        if not self._optimizers:
+            self._has_optimizer = True
+            if self._calls:
+                self._optimizer_ended = True
+                self.add(MarkedOp(OPTIMIZER, start, self.mark()))
+
+    def add_loading(self, call: TimedCall) -> None:
+        """Add the time that the training thread waited for its data; it is the next step's if the
+        optimizer has ended this one."""
+        if threading.get_ident() != self._thread:
+            return
+        if self._optimizer_ended:
+            self._begin_step()
+        self.add(MarkedOp(DATA, call.start, call.end))
+
+    def _note_collection(self, phase: str, _: object) -> None:
+        if not self.active or self._device is not None or self._omits:
+            return
+        if phase == "start":
+            self._pause = perf_counter()
+        elif self._pause is not None:
+            if self._calls:
+                self._ops.append(MarkedOp(GC, self._pause, perf_counter()))
+            self._pause = None
+
+    # Files
+
+    def _write_step(self, step: int, ops: list[MarkedOp]) -> None:
+        if self._table is None or not ops:
+            return
+        seconds = self._read_host if self._device is None else self._device.read_times()
+        chunks = self._place.chunks if self._place is not None else ()
+        self._table.begin_step(step)
+        rows = []
+        for op in ops:
+            start, end = seconds(op.start), seconds(op.end)
+            within = (None if each is None else seconds(each) for each in op[5:])
+            chunk = chunks.index(op.stage) if op.stage in chunks else -1
+            ids = op.microbatch, chunk, op.stage
+            rows.append(RecordedOp(op.optype, start, max(0.0, end - start), *ids, *within))
+        self._table.add_ops(rows)
+
+    def _read_host(self, mark: float) -> float:
+        return mark + self._epoch
