@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 
 from pipemorph_trainer.observe.device_marks import ANCHOR_READS, DeviceMarks
 from pipemorph_trainer.observe.import_hooks import call_after_import
+from pipemorph_trainer.observe.observation import Observation, ObservedRank, TimedCall
 
 
 def test_a_module_is_hooked_when_it_is_imported(
@@ -74,3 +76,39 @@ def test_marks_of_a_device_are_read_as_seconds(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(ANCHOR_READS - 1):
         assert marks.read_times()(late) == 1000.25
     assert marks.read_times()(late) == pytest.approx(1000.3)
+
+
+def test_data_of_evaluations_are_no_data_of_a_step(tmp_path: Path) -> None:
+    observation = Observation(tmp_path, 0)
+    observation.set_place(ObservedRank(0, 0, 0, (0,)))
+    loaded = TimedCall(1.0, 2.0, None, (), {})
+
+    def train(*, evaluations: int) -> None:
+        for _ in range(evaluations):
+            observation.add_loading(loaded)
+            observation.omit_call(lambda: None)
+        observation.add_loading(loaded)
+        observation.begin_call(4, 0)
+        observation.begin_optimizer()
+        observation.end_optimizer()
+
+    for evaluations in (0, 3, 1):
+        train(evaluations=evaluations)
+    observation.stop()
+    rows = (tmp_path / "rank0.jsonl").read_text().splitlines()
+    assert [sum(f'"step": {step},' in row for row in rows) for step in range(3)] == [2, 2, 2]
+
+
+def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
+    observation = Observation(tmp_path, 0)
+    observation.hook_process()
+    observation.set_place(ObservedRank(0, 0, 0, (0,)))
+    observation.add_loading(TimedCall(1.0, 2.0, None, (), {}))
+    child = os.fork()
+    if not child:
+        observation.stop()
+        os._exit(observation.active)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not (tmp_path / "rank0.jsonl").read_text()
+    observation.stop()
+    assert (tmp_path / "rank0.jsonl").read_text().count("\n") == 1

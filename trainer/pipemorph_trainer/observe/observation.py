@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +19,9 @@ from pipemorph_trainer.observe.device_marks import DeviceMarks
 from pipemorph_trainer.record import OpRecorder, RecordedOp, open_table
 
 _log = logging.getLogger("pipemorph_trainer.observe")
+
+MOST_OPS = 1 << 20
+"""Most ops of a step that are recorded: memory stays bounded where steps never end."""
 
 
 class ObservedRank(NamedTuple):
@@ -153,6 +157,12 @@ class Observation:
         gc.callbacks.append(self._note_collection)
         self._undo.append(lambda: gc.callbacks.remove(self._note_collection))
         atexit.register(self.stop)
+        # A child, such as a loader's worker, has none of the ops.
+        os.register_at_fork(after_in_child=self._forget_process)
+
+    def _forget_process(self) -> None:
+        self.active = False
+        self._ops.clear()
 
     def stop(self) -> None:
         """Write what was recorded, and put all hooks back. Again: nothing."""
@@ -228,7 +238,10 @@ class Observation:
         self._optimizer_ended = self._has_setup = False
 
     def omit_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``original`` without recording what it runs."""
+        """Call ``original`` without recording what it runs, nor the data that were loaded for it,
+        if no call of this step has begun."""
+        if not self._calls:
+            self._ops.clear()
         self._omits += 1
         try:
             return original(*args, **kwargs)
@@ -239,7 +252,8 @@ class Observation:
         """Add an op of this step. Its microbatch is numbered within this call of the schedule."""
         if op.microbatch >= 0 and self._microbatches:
             op = op._replace(microbatch=op.microbatch + self._microbatches)
-        self._ops.append(op)
+        if len(self._ops) < MOST_OPS:
+            self._ops.append(op)
 
     # Between calls of the schedule
 
@@ -274,7 +288,7 @@ class Observation:
             self._pause = perf_counter()
         elif self._pause is not None:
             if self._calls:
-                self._ops.append(MarkedOp(GC, self._pause, perf_counter()))
+                self.add(MarkedOp(GC, self._pause, perf_counter()))
             self._pause = None
 
     # Files
