@@ -14,6 +14,12 @@ class EngineError(RuntimeError):
 class EngineTimeout(EngineError):
     """Passed deadline. The message names the link, the key and the missing item."""
 
+def crypto_library() -> str:
+    """Version of the OpenSSL in use, such as ``OpenSSL 3.0.17 1 Jul 2025``.
+
+    Raises :class:`EngineError` without one, as :class:`Engine` does; it names what to install.
+    """
+
 @final
 class Message(Buffer):
     """Complete message that has arrived. It occupies a slot until it is released.
