@@ -1,12 +1,13 @@
 """Tokens per second of a real GPT whose samples have 64 to 1,024 tokens, balanced or not.
 
-One command: ``python benchmarks/gpt_lengths.py [--json FILE]``. The model of
+One command: ``python benchmarks/gpt_lengths.py [--wall] [--json FILE]``. The model of
 :mod:`pipemorph_trainer.examples.gpt`, two replicas of two stages, trains on the same samples
 twice: dealt in the order of the permutation, four per microbatch, and by ``BalancedBatchSampler``
 with costs that are fitted to the ops of the first run. Both run three times, in turn. Ranks measure
 the processor time of each op, and the median of the three counts; the iteration is simulated from
 these times, as if each rank had a processor of its own. The wall-clock figures are true only where
-that is so.
+that is so: with ``--wall`` two replicas of one stage run, which two processors suffice for, and the
+goal is for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ranks import run_ranks
 from pipemorph.planning import Link, Problem, StageTimes, plan, predict
 from pipemorph_trainer.data import BalancedBatchSampler, CostModel, fit_costs
 
-REPLICAS, STAGES, MICROBATCHES, EACH = 2, 2, 4, 4
+WALL = "--wall" in sys.argv
+REPLICAS, STAGES, MICROBATCHES, EACH = (2, 1, 2, 4) if WALL else (2, 2, 4, 4)
 SAMPLES, WARM_UP, STEPS, ROUNDS = 512, 2, 12, 3
 CAPACITY = 4096
 """Tokens of a microbatch's tensors, most of which hold none."""
@@ -175,7 +177,8 @@ def read_totals(every: Any, step: int) -> list[list[list[float]]]:
 
 def run_job(model: CostModel | None) -> Any:
     values = [] if model is None else [model.base, model.per_token, model.per_square]
-    printed = run_ranks(__file__, STAGES * REPLICAS, [json.dumps(values)], DEADLINE_SECONDS)
+    arguments = [json.dumps(values), *(["--wall"] if WALL else [])]
+    printed = run_ranks(__file__, STAGES * REPLICAS, arguments, DEADLINE_SECONDS)
     return json.loads(printed.splitlines()[-1])
 
 
@@ -190,7 +193,9 @@ def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2])
         return 0
-    args = make_parser(__doc__).parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--wall", action="store_true", help="a rank per processor, on two")
+    args = parser.parse_args()
     lengths = draw_lengths()
     counted = range(WARM_UP, WARM_UP + STEPS)
     runs = {"in order": (run_job(None), list(deal_steps(None)))}
@@ -250,13 +255,16 @@ def main() -> int:
     for name, row in figures.items():
         print(f"| {name} | {row['measured']:,.0f} | {row['expected']:,.0f} | {row['wall']:,.0f} |")
     print(f"| gain | {gain['measured']:.2f}× | {gain['expected']:.2f}× | {gain['wall']:.2f}× |")
-    share = (gain["measured"] - 1) / (gain["expected"] - 1)
+    found, bound, name = gain["measured"], gain["expected"], "fitted costs"
+    if WALL:
+        found, bound, name = gain["wall"], gain["measured"], "measured ops, by the wall clock"
+    share = (found - 1) / (bound - 1)
     goals = [
-        (f"share of the gain from fitted costs: {share:.2f}; goal {GOAL}", share >= GOAL),
+        (f"share of the gain from {name}: {share:.2f}; goal {GOAL}", share >= GOAL),
         (f"losses per token differ by at most {apart:.1e}; goal 1e-4", apart <= 1e-4),
     ]
-    found = {"figures": figures, "gain": gain, "losses_apart": apart}
-    return 0 if finish_benchmark(goals, args.json, found) else 1
+    result = {"figures": figures, "gain": gain, "losses_apart": apart}
+    return 0 if finish_benchmark(goals, args.json, result) else 1
 
 
 if __name__ == "__main__":

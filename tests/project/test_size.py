@@ -25,7 +25,7 @@ LIMITS: Mapping[str, float] = {
     "product lines": 108_830,
     "product code lines": 80_270,
     "test lines": 104_000,
-    "benchmark lines": 7_240,
+    "benchmark lines": 7_250,
     "public classes": 746,
     "modules": 429,
     "leaves of spec": 113,
