@@ -275,7 +275,7 @@ class IterationSample(ProtocolModel):
     """Standard deviation of the microbatches' work over its mean, by their op times on all stages;
     None if unknown."""
     unexplained_spread: WorkSpread | None = None
-    """That of the work per cost; equal to ``work_spread`` without costs."""
+    """Standard deviation of the work per cost, over its mean; ``work_spread`` without costs."""
     fitted_costs: FittedCosts | None = None
     """Costs that the trainer has fitted with the op times of this iteration, for later ones."""
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from profiled_pipelines import SCHEDULES, place_stages
+from profiled_pipelines import make_schedule, place_stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import DataLoader
 
 from pipemorph_trainer.context import TrainerContext
@@ -67,15 +66,7 @@ def train_pipeline(run: ObservedRun) -> dict[str, Any]:
     for index in mine:
         torch.manual_seed(index)
         modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
-    pieces = [
-        PipelineStage(module, index, stages, torch.device("cpu"), group=group)
-        for module, index in zip(modules, mine, strict=True)
-    ]
-    kind, chunks = SCHEDULES[run.schedule]
-    make: Any = kind
-    pipeline = make(
-        pieces[0] if chunks == 1 else pieces, run.microbatches, loss_fn=nn.functional.mse_loss
-    )
+    pipeline = make_schedule(run.schedule, modules, group, run.microbatches)
     parameters = [p for module in modules for p in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, 1e-2)
     hashed = hashlib.sha256()

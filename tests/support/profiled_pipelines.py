@@ -168,6 +168,21 @@ def place_stages(name: str, rank: int, ranks: int) -> tuple[list[int], int]:
     return [rank + chunk * ranks for chunk in range(chunks)], chunks * ranks
 
 
+def make_schedule(
+    name: str, modules: Sequence[nn.Module], group: dist.ProcessGroup, microbatches: int
+) -> Any:
+    """Make torch's schedule of a rank. ``modules``: its stages."""
+    mine, stages = place_stages(name, group.rank(), group.size())
+    pieces = [
+        PipelineStage(module, index, stages, torch.device("cpu"), group=group)
+        for module, index in zip(modules, mine, strict=True)
+    ]
+    kind, chunks = SCHEDULES[name]
+    # Stages' classes differ between schedules of one and of several stages per rank.
+    make: Any = kind
+    return make(pieces[0] if chunks == 1 else pieces, microbatches, loss_fn=nn.functional.mse_loss)
+
+
 class ProfiledRank(NamedTuple):
     """Result of a rank. ``ops``: those of the profiled steps, step by step. ``with_profiler``,
     ``without``: mean seconds of an op in the steps that were timed in turn; with ``observed`` those
@@ -190,16 +205,7 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
     group = mesh.get_group("pp")
     mine, stages = place_stages(run.schedule, group.rank(), ranks)
     modules = [TimedStage(run) for _ in mine]
-    pieces = [
-        PipelineStage(module, index, stages, torch.device("cpu"), group=group)
-        for module, index in zip(modules, mine, strict=True)
-    ]
-    kind, chunks = SCHEDULES[run.schedule]
-    # Stages' classes differ between schedules of one and of several stages per rank.
-    make: Any = kind
-    pipeline = make(
-        pieces[0] if chunks == 1 else pieces, run.microbatches, loss_fn=nn.functional.mse_loss
-    )
+    pipeline = make_schedule(run.schedule, modules, group, run.microbatches)
     parameters = [p for module in modules for p in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, 1e-3)
     x = torch.randn(4 * run.microbatches, WIDTH)

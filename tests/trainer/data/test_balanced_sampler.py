@@ -321,16 +321,13 @@ def train_from_source(
 PADDED = pytest.param(True, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("padded", [False, PADDED], ids=["packed", "padded"])
-def test_losses_and_gradients_are_those_of_the_whole_batch(padded: bool, tmp_path: Path) -> None:
-    """Replicas and microbatches have other numbers of samples and tokens; the mean is over all
-    tokens of the batch. The second run resumes from the first one's checkpoint."""
-    first = run_ranks(4, train_balanced, padded, tmp_path, 1)
-    second = run_ranks(4, train_balanced, padded, tmp_path, 3)
+def train_whole_batches(steps: int) -> tuple[nn.Sequential, list[float]]:
+    """Train one process on whole batches. Returns the model, with its last gradients, and the
+    losses."""
     expected = nn.Sequential(*build_stages())
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
     losses, sampler = [], make_sampler()
-    for k in range(3):
+    for k in range(steps):
         tokens = [make_sample(i) for i in sampler.list_samples(k)]
         optimizer.zero_grad()
         total = sum(len(each) for each in tokens)
@@ -338,6 +335,17 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(padded: bool, tmp_pat
         loss.backward()  # type: ignore[union-attr]
         losses.append(float(loss.detach()))  # type: ignore[union-attr]
         optimizer.step()
+    return expected, losses
+
+
+@pytest.mark.parametrize("padded", [False, PADDED], ids=["packed", "padded"])
+def test_losses_and_gradients_are_those_of_the_whole_batch(padded: bool, tmp_path: Path) -> None:
+    """Replicas and microbatches have other numbers of samples and tokens; the mean is over all
+    tokens of the batch. The second run resumes from the first one's checkpoint."""
+    first = run_ranks(4, train_balanced, padded, tmp_path, 1)
+    second = run_ranks(4, train_balanced, padded, tmp_path, 3)
+    expected, losses = train_whole_batches(3)
+    sampler = make_sampler()
     assert first[0][0] + second[0][0] == pytest.approx(losses, rel=1e-6)
     for rank in range(4):
         for name, parameter in expected[rank // 2].named_parameters():
@@ -354,17 +362,8 @@ def test_losses_are_those_of_the_whole_batch_when_numbers_change(
     """Replicas change to 2 and 6 microbatches; the second run resumes with equal numbers."""
     first = run_ranks(4, train_from_source, padded, tmp_path, 5)
     second = run_ranks(4, train_from_source, padded, tmp_path, 7)
-    expected = nn.Sequential(*build_stages())
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    losses, sampler = [], make_sampler()
-    for k in range(7):
-        tokens = [make_sample(i) for i in sampler.list_samples(k)]
-        optimizer.zero_grad()
-        total = sum(len(each) for each in tokens)
-        loss = sum(sum_losses(expected(each[None]), each[None]) for each in tokens) / total
-        loss.backward()  # type: ignore[union-attr]
-        losses.append(float(loss.detach()))  # type: ignore[union-attr]
-        optimizer.step()
+    _, losses = train_whole_batches(7)
+    sampler = make_sampler()
     assert first[0][0] + second[0][0] == pytest.approx(losses, rel=1e-6)
     numbers = [[int(step[0]) for step in first[rank][2]] for rank in range(4)]
     assert numbers[0] == numbers[2] and numbers[1] == numbers[3]

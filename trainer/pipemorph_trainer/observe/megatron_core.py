@@ -26,7 +26,7 @@ _MESSAGES = {
     "tensor_send_prev": BACKWARD_SEND,
     "recv_next": BACKWARD_RECV,
 }
-"""Op type by the argument of the communicator that asks for it."""
+"""Op type by the argument of the communicator that requests it."""
 _STEPS = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
