@@ -6,12 +6,16 @@ Packages are named one by one: ``pipemorph`` of a package index need not be this
 from __future__ import annotations
 
 import importlib.util
+import re
 import shlex
 import sys
 from importlib import metadata
 from typing import Literal
 
 from pipemorph.errors import InputError
+
+MIN_TORCH = (2, 11)
+"""The version of torch that pyproject.toml requires. Vendors' images bring torch without pip."""
 
 Extra = Literal["trainer", "pictures", "parquet", "completion"]
 
@@ -42,6 +46,24 @@ def require_trainer(what: str) -> None:
             found = None
         if found is None:
             raise missing_package_error(f"{what} need {package}", "trainer")
+    require_torch_version()
+
+
+def require_torch_version() -> None:
+    """Raise :class:`InputError` if the installed torch is older than :data:`MIN_TORCH`. Reads its
+    metadata and does not import it; without metadata, as of a source tree, there is no check."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return
+    if (found := re.match(r"(\d+)\.(\d+)", version)) and (
+        (int(found[1]), int(found[2])) < MIN_TORCH
+    ):
+        least = ".".join(map(str, MIN_TORCH))
+        raise InputError(
+            f"torch {version} is installed, the trainer needs {least} or newer: "
+            f"{format_install_command('trainer')}"
+        )
 
 
 def missing_package_error(what: str, extra: Extra) -> InputError:

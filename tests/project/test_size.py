@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 108_830,
     "product code lines": 80_270,
-    "test lines": 104_000,
+    "test lines": 104_040,
     "benchmark lines": 7_250,
     "public classes": 746,
     "modules": 429,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipemorph.extras import require_torch_version
 from pipemorph.removed import NAMES, describe_removal
 from pipemorph_trainer.errors import (
     BatchError,
@@ -73,4 +74,5 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"{name} {gone}", name=__name__)
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_torch_version()
     return getattr(import_module(_LATE[name], __name__), name)

@@ -52,6 +52,7 @@ from pydantic import ValidationError
 from tenacity import Retrying
 
 from pipemorph.errors import InputError, PipeMorphError, one_line
+from pipemorph.extras import require_torch_version
 from pipemorph.http_client import (
     HttpClient,
     HttpResponse,
@@ -113,6 +114,7 @@ class TrainerContext:
         """Read the environment, and the files that it names. Raises :class:`InputError` with the
         variable that is missing or invalid."""
         name_uncaught_errors()
+        require_torch_version()
 
         def read_number(name: str, default: int | None = None) -> int:
             for key in (name, f"PET_{name}"):

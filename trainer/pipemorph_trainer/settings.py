@@ -302,8 +302,8 @@ def choose_engine_options(
     if load_engine_module() is None:
         if delegates:
             raise InputError(
-                "the plan delegates links but the transfer engine is not built; run "
-                "`pip install -e .`, or use route direct"
+                "the plan delegates links but the transfer engine is not built; use route direct, "
+                "or install pipemorph again: its wheel, or pip install -e . in its source folder"
             )
         return None
     name = context.job.metadata.name if context.job else "job"

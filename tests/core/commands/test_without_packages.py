@@ -6,9 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import pipemorph_trainer
+from pipemorph.errors import InputError
+from pipemorph.extras import MIN_TORCH
+from pipemorph_trainer.context import TrainerContext
 
 ROOT = Path(__file__).resolve().parents[3]
 PROBLEM = str(ROOT / "examples/traces/problem.yaml")
@@ -75,6 +81,36 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     assert f"need {lacks[0]}, which" in said or f"needs {lacks[0]}, which" in said
     assert f"not installed: {sys.executable} -m pip install " in said and f"'{extra}'" in said
     assert said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def make_old_torch(folder: Path) -> None:
+    (folder / "torch-2.10.1+cpu.dist-info").mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1+cpu\n"
+    (folder / "torch-2.10.1+cpu.dist-info/METADATA").write_text(metadata)
+
+
+@pytest.mark.parametrize("arguments", [["run", "script.yaml", "--out", "out"], ["bench", "link"]])
+def test_an_old_torch_is_refused_in_one_line(tmp_path: Path, arguments: list[str]) -> None:
+    make_old_torch(tmp_path / "hidden")
+    status, said = command(tmp_path, *arguments, lacks=())
+    assert status == 2, said
+    assert "torch 2.10.1+cpu is installed, the trainer needs 2.11 or newer: " in said
+    assert f"{sys.executable} -m pip install 'torch>=2.11'" in said
+    assert said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_rank_refuses_an_old_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_old_torch(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for attempt in (lambda: pipemorph_trainer.Pipeline, lambda: TrainerContext.from_env({})):
+        with pytest.raises(InputError, match=r"^torch 2\.10\.1\+cpu is installed"):
+            attempt()
+
+
+def test_the_least_torch_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    least = ".".join(map(str, MIN_TORCH))
+    assert f"torch>={least}" in project["optional-dependencies"]["trainer"]
 
 
 @pytest.mark.parametrize(
