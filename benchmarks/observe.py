@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30, help=argparse.SUPPRESS)
     args = parser.parse_args()
     hooks = measure_hooks()
-    run = PipelineRun("InterleavedZeroBubble", steps=5, rounds=args.rounds, observed=True)
+    run = PipelineRun("InterleavedZeroBubble", steps=5, rounds=args.rounds, times_observation=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks = profile_into(folder, run, RANKS, timeout=300.0)

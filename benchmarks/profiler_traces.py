@@ -2,12 +2,12 @@
 
     python benchmarks/profiler_traces.py [--steps 5] [--rounds 10] [--json FILE]
 
-Torch's own schedules run on four ranks over gloo with ops of 20 ms and more, which sleep. A
-recorder in the same processes, hooks on stages and schedules, notes each op. Clocks of the traces
-are set off by up to 5 s. With and without the schedule's labels, the table says how many ops were
-found with their stage and microbatch, the median error of an op's duration, the error of the
-bubble's share in points, and the error of the clocks with the bound that is printed. Then steps run
-with and without the profiler in turn: what it adds to an op. Exits 1 if a goal does not hold.
+Torch's own schedules run on four ranks over gloo with ops of 20 ms and more, which sleep.
+`pipemorph_trainer.observe` records each op in the same processes. Clocks of the traces are set off
+by up to 5 s. With and without the schedule's labels, the table says how many ops were found with
+their stage and microbatch, the median error of an op's duration, the error of the bubble's share in
+points, and the error of the clocks with the bound that is printed. Then steps run with and without
+the profiler in turn: what it adds to an op. Exits 1 if a goal does not hold.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure_schedule(schedule: str, steps: int, rounds: int) -> list[dict[str, A
                 for rank in range(RANKS):
                     change_trace(Path(folder, f"rank{rank}.json.gz"), labels=False)
             notes: list[str] = []
-            compared = compare_operations(read_profiles(Path(folder), notes), ranks, run)
+            compared = compare_operations(read_profiles(Path(folder), notes), Path(folder), run)
             bubbles = [100 * abs(error) for error in compared.bubbles]
             rows.append(
                 {

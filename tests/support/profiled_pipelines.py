@@ -1,4 +1,4 @@
-"""Profiles torch's own pipeline schedules, with a recorder of every op in the same process.
+"""Profiles torch's own pipeline schedules, which are observed in the same processes.
 
 Stages take fixed times: the ops sleep, so that several ranks fit on few processors. ``torch`` is
 imported by each rank alone.
@@ -10,9 +10,7 @@ import gzip
 import json
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from pipemorph.diagnose.formats.op_table import JsonLinesReader
 from pipemorph.diagnose.formats.torch_profiler.reader import TorchProfilerReader
-from pipemorph.diagnose.operation import BACKWARD, COMPUTE, FORWARD, WEIGHT, Operation
+from pipemorph.diagnose.operation import COMPUTE, FORWARD, LOSS, Operation
 from pipemorph.diagnose.trace_file import TraceFile
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.observe import observe
@@ -60,19 +59,14 @@ class PipelineRun(NamedTuple):
     accumulate: int = 1
     """Schedule steps for each step of the optimizer."""
     rounds: int = 0
-    """Steps to time with and without the profiler, in turn; with ``observed`` the observation."""
-    observed: bool = False
-    """Whether the run is observed as well, into the folder ``ops``."""
+    """Steps to time with and without the profiler, in turn."""
+    times_observation: bool = False
+    """Whether they are with and without the observation instead."""
 
-
-class RecordedOp(NamedTuple):
-    """An op as the hooks saw it. ``start``, ``end``: seconds of the wall clock."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    start: float
-    end: float
+    @property
+    def first_profiled(self) -> int:
+        """First step in the trace."""
+        return 0 if self.whole else 2
 
 
 class Sleep(torch.autograd.Function):
@@ -106,60 +100,6 @@ class TimedStage(nn.Module):
         return output
 
 
-class HookRecorder:
-    """Hooks on torch's stages and schedules that note every op's time."""
-
-    def __init__(self) -> None:
-        self.ops: list[RecordedOp] = []
-        self._clock = time.time() - time.perf_counter()
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the methods of the classes meanwhile."""
-        base: Any = torch.distributed.pipelining.stage._PipelineStageBase
-        scheduled: Any = schedules._PipelineSchedule
-        hooks: list[tuple[Any, str, Callable[..., str]]] = [
-            (base, "forward_one_chunk", lambda **_: "F"),
-            (base, "backward_one_chunk", lambda full_backward=True, **_: "IB"[full_backward]),
-            (base, "backward_weight_one_chunk", lambda **_: "W"),
-        ]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in hooks]
-        loss = scheduled._maybe_compute_loss
-
-        for (owner, name, kind), (_, _, original) in zip(hooks, before, strict=True):
-            setattr(owner, name, self._timed(original, kind))
-
-        def timed_loss(schedule: Any, stage: Any, output: Any, target: Any, *rest: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return loss(schedule, stage, output, target, *rest)
-            finally:
-                if stage.is_last:
-                    self._add("L", stage.stage_index, rest[0], start)
-
-        scheduled._maybe_compute_loss = timed_loss
-        try:
-            yield
-        finally:
-            scheduled._maybe_compute_loss = loss
-            for owner, name, original in before:
-                setattr(owner, name, original)
-
-    def _timed(self, original: Callable[..., Any], kind: Callable[..., str]) -> Any:
-        def timed(stage: Any, microbatch: int, *args: Any, **named: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return original(stage, microbatch, *args, **named)
-            finally:
-                self._add(kind(**named), stage.stage_index, microbatch, start)
-
-        return timed
-
-    def _add(self, kind: str, stage: int, microbatch: int, start: float) -> None:
-        end = time.perf_counter()
-        self.ops.append(RecordedOp(kind, stage, microbatch, start + self._clock, end + self._clock))
-
-
 def place_stages(name: str, rank: int, ranks: int) -> tuple[list[int], int]:
     """Stages of a rank, and the number of all stages."""
     chunks = SCHEDULES[name][1]
@@ -184,17 +124,15 @@ def make_schedule(
 
 
 class ProfiledRank(NamedTuple):
-    """Result of a rank. ``ops``: those of the profiled steps, step by step. ``with_profiler``,
-    ``without``: mean seconds of an op in the steps that were timed in turn; with ``observed`` those
-    of the step."""
+    """Result of a rank: mean seconds of an op in the steps that were timed in turn; with
+    ``times_observation`` those of the step."""
 
-    ops: list[list[RecordedOp]]
     with_profiler: list[float]
     without: list[float]
 
 
 def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> ProfiledRank:
-    """Train on this rank, and write ``rankN.json.gz`` in ``folder``."""
+    """Train on this rank, and write ``rankN.json.gz`` and ``ops/rankN.jsonl`` in ``folder``."""
     torch.manual_seed(context.rank)
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{context.master_port}", rank=context.rank,
@@ -209,8 +147,6 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
     parameters = [p for module in modules for p in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, 1e-3)
     x = torch.randn(4 * run.microbatches, WIDTH)
-    recorder = HookRecorder()
-    steps: list[list[RecordedOp]] = []
 
     def pass_batch(step: Callable[..., Any]) -> None:
         args = (x,) if 0 in mine else ()
@@ -219,10 +155,8 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
     def train() -> None:
         if run.evaluate:
             pass_batch(pipeline.eval)
-        recorder.ops.clear()
         for _ in range(run.accumulate):
             pass_batch(pipeline.step)
-        steps.append(list(recorder.ops))
         if run.replicas > 1:
             for parameter in parameters:
                 assert parameter.grad is not None
@@ -230,43 +164,40 @@ def profile_pipeline(context: TrainerContext, run: PipelineRun, folder: str) -> 
         optimizer.step()
         optimizer.zero_grad()
 
-    observation = observe(f"{folder}/ops") if run.observed else None
-    skipped = 0 if run.whole else 2
+    observation = observe(f"{folder}/ops")
     timed: dict[bool, list[float]] = {True: [], False: []}
-    with recorder.installed():
-        with profile(
-            activities=[ProfilerActivity.CPU],
-            record_shapes=run.record_shapes,
-            schedule=None if run.whole else schedule(wait=1, warmup=1, active=run.steps, repeat=1),
-        ) as profiler:
-            for _ in range(run.steps + skipped):
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        record_shapes=run.record_shapes,
+        schedule=None if run.whole else schedule(wait=1, warmup=1, active=run.steps, repeat=1),
+    ) as profiler:
+        for _ in range(run.first_profiled + run.steps):
+            train()
+            if not run.whole:
+                profiler.step()
+    profiler.export_chrome_trace(f"{folder}/rank{context.rank}.json.gz")
+    for turn in range(2 * run.rounds):
+        dist.barrier()
+        if run.times_observation:
+            # Its hooks stay where they are, and do nothing.
+            observation.active = bool(turn % 2)
+            began = time.perf_counter()
+            train()
+            timed[bool(turn % 2)].append(time.perf_counter() - began)
+        elif turn % 2:
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=run.record_shapes):
                 train()
-                if not run.whole:
-                    profiler.step()
-        profiler.export_chrome_trace(f"{folder}/rank{context.rank}.json.gz")
-        profiled = steps[skipped : run.steps + skipped]
-        for turn in range(2 * run.rounds):
-            dist.barrier()
-            if observation is not None:
-                # Its hooks stay where they are, and do nothing.
-                observation.active = bool(turn % 2)
-                began = time.perf_counter()
-                train()
-                timed[bool(turn % 2)].append(time.perf_counter() - began)
-                continue
-            if turn % 2:
-                with profile(activities=[ProfilerActivity.CPU], record_shapes=run.record_shapes):
-                    train()
-            else:
-                train()
-            lasted = [op.end - op.start for op in steps[-1] if op.kind != "L"]
-            timed[bool(turn % 2)].append(statistics.fmean(lasted))
-    if observation is not None:
-        observation.active = True
-        observation.stop()
+        else:
+            train()
+    observation.active = True
+    observation.stop()
+    if run.rounds and not run.times_observation:
+        steps = sorted(read_observed(folder, context.rank).items())
+        for turn, (_, ops) in enumerate(steps[-2 * run.rounds :]):
+            timed[bool(turn % 2)].append(statistics.fmean(op.duration for op in ops.values()))
     dist.barrier()
     dist.destroy_process_group()
-    return ProfiledRank(profiled, timed[True], timed[False])
+    return ProfiledRank(timed[True], timed[False])
 
 
 def profile_into(
@@ -295,7 +226,7 @@ def change_trace(path: Path, *, seconds: float = 0.0, labels: bool = True) -> No
 
 
 class Comparison(NamedTuple):
-    """Ops of a trace against those of the recorder. ``found``, ``recorded``: numbers of ops; the
+    """Ops of a trace against those of the observation. ``found``, ``recorded``: numbers of ops; the
     first counts ops of the right stage and microbatch that overlap the recorded one by half.
     ``errors``: by op type, of each op's duration, and the recorded duration, in seconds.
     ``bubbles``: by rank and step, errors of the share of its time without ops. ``clocks``: seconds
@@ -316,10 +247,15 @@ class Comparison(NamedTuple):
         return statistics.median(lasted for _, lasted in self.errors[optype])
 
 
+OpKey = tuple[str, int, int]
+"""Op type, stage and microbatch of an op."""
+
+
 def compare_operations(
-    operations: Iterable[Operation], ranks: Sequence[ProfiledRank], run: PipelineRun
+    operations: Iterable[Operation], folder: Path, run: PipelineRun
 ) -> Comparison:
-    """Compare what was read with what the hooks recorded."""
+    """Compare what was read with what was observed into ``folder``. Its first step has set-up, and
+    is not observed."""
     read: dict[tuple[int, int], dict[OpKey, Operation]] = {}
     for op in operations:
         if op.optype in COMPUTE:
@@ -328,57 +264,46 @@ def compare_operations(
     steps = sorted({step for _, step in read})
     compared = Comparison(0, 0, {}, [], [])
     found = recorded = 0
-    for number, rank in enumerate(ranks):
-        hooks = [_key_ops(step, run.microbatches) for step in rank.ops[-len(steps) :]]
-        pairs = [
-            (read[number, step][key], op)
-            for step, ops in zip(steps, hooks, strict=True)
-            for key, op in ops.items()
-            if key in read[number, step]
+    for rank in sorted({rank for rank, _ in read}):
+        observed = read_observed(folder, rank)
+        both = [
+            (read[rank, step], observed[number])
+            for number, step in enumerate(steps, run.first_profiled + run.steps - len(steps))
+            if number in observed
         ]
+        pairs = [(ops[key], op) for ops, hooks in both for key, op in hooks.items() if key in ops]
         shift = statistics.median(op.start - hook.start for op, hook in pairs)
         compared.clocks.append(shift)
-        recorded += sum(map(len, hooks))
+        recorded += sum(len(hooks) for _, hooks in both)
         for op, hook in pairs:
-            lasted = hook.end - hook.start
+            lasted = hook.duration
             compared.errors.setdefault(op.optype, []).append((op.duration - lasted, lasted))
             common = min(op.end - shift, hook.end) - max(op.start - shift, hook.start)
             found += common > lasted / 2
-        for step, ops in zip(steps, hooks, strict=True):
-            shares = [
-                _share_without_ops([(op.start, op.end) for op in each])
-                for each in (read[number, step].values(), ops.values())
-            ]
+        for ops, hooks in both:
+            shares = [_share_without_ops(list(each.values())) for each in (ops, hooks)]
             compared.bubbles.append(shares[0] - shares[1])
     clocks = [shift - compared.clocks[0] for shift in compared.clocks[1:]]
     return compared._replace(found=found, recorded=recorded, clocks=clocks)
 
 
-OpKey = tuple[str, int, int]
-"""Op type, stage and microbatch of an op."""
+def read_observed(folder: Path | str, rank: int) -> dict[int, dict[OpKey, Operation]]:
+    """Compute ops that were observed on a rank, by step. A forward includes its loss."""
+    table = TraceFile.open_file(Path(folder, "ops", f"rank{rank}.jsonl"))
+    steps: dict[int, dict[OpKey, Operation]] = {}
+    for op in JsonLinesReader().read_operations([table], []):
+        ops = steps.setdefault(op.step, {})
+        forward = FORWARD, op.global_chunk, op.microbatch
+        if op.optype == LOSS:
+            ops[forward] = ops[forward]._replace(duration=op.end - ops[forward].start)
+        elif op.optype in COMPUTE:
+            ops[op.optype, op.global_chunk, op.microbatch] = op
+    return steps
 
 
-def _key_ops(step: Iterable[RecordedOp], microbatches: int) -> dict[OpKey, RecordedOp]:
-    """Ops of a step. A forward includes its loss; stage 0's I has no work, and its W is the whole
-    backward. Microbatches of several calls of the schedule are counted on."""
-    found: dict[OpKey, RecordedOp] = {}
-    calls: Counter[RecordedOp] = Counter()
-    for op in step:
-        same = op._replace(start=0.0, end=0.0)
-        number = op.microbatch + microbatches * calls[same]
-        calls[same] += 1
-        if op.kind == "L":
-            forward = FORWARD, op.stage, number
-            found[forward] = found[forward]._replace(end=op.end)
-        elif op.kind != "I" or op.stage:
-            optype = WEIGHT if op.kind == "W" and op.stage else BACKWARD
-            found[FORWARD if op.kind == "F" else optype, op.stage, number] = op
-    return found
-
-
-def _share_without_ops(spans: Sequence[tuple[float, float]]) -> float:
-    whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
-    return 1 - sum(end - begin for begin, end in spans) / whole
+def _share_without_ops(ops: Sequence[Operation]) -> float:
+    whole = max(op.end for op in ops) - min(op.start for op in ops)
+    return 1 - sum(op.duration for op in ops) / whole
 
 
 def read_profiles(folder: Path, notes: list[str] | None = None) -> list[Operation]:

@@ -1,4 +1,4 @@
-"""Traces of ``torch.profiler`` of torch's own schedules, against hooks in the same processes.
+"""Traces of ``torch.profiler`` of torch's own schedules, against observation in the same processes.
 
 ``benchmarks/profiler_traces.py`` has all five schedules on four ranks.
 """
@@ -48,11 +48,11 @@ def bound_of(notes: list[str]) -> float:
 def test_every_op_is_found_with_its_microbatch(
     tmp_path: Path, run: PipelineRun, labels: bool
 ) -> None:
-    ranks = profile_into(tmp_path, run, 2)
+    profile_into(tmp_path, run, 2)
     change_trace(tmp_path / "rank1.json.gz", seconds=-5.0)
     notes: list[str] = []
     ops = read_profiles(tmp_path, notes)
-    compared = compare_operations(ops, ranks, run)
+    compared = compare_operations(ops, tmp_path, run)
     assert compared.recorded == compared.found > 0
     # Clocks of one machine differ by less than the bound, whatever else it does.
     assert abs(compared.clocks[0]) <= bound_of(notes) + 1e-4
@@ -62,16 +62,16 @@ def test_every_op_is_found_with_its_microbatch(
         # The same without labels: the way of the activations names the stages.
         for rank in range(2):
             change_trace(tmp_path / f"rank{rank}.json.gz", labels=False)
-        again = compare_operations(read_profiles(tmp_path), ranks, run)
+        again = compare_operations(read_profiles(tmp_path), tmp_path, run)
         assert again.recorded == again.found == compared.found
 
 
 @pytest.mark.times
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-def test_times_are_those_of_the_recorder(tmp_path: Path, schedule: str) -> None:
+def test_times_are_those_of_the_observation(tmp_path: Path, schedule: str) -> None:
     run = PipelineRun(schedule, steps=3)
-    ranks = profile_into(tmp_path, run, 2)
-    compared = compare_operations(read_profiles(tmp_path), ranks, run)
+    profile_into(tmp_path, run, 2)
+    compared = compare_operations(read_profiles(tmp_path), tmp_path, run)
     for optype in compared.errors:
         limit = max(0.02 * compared.median_duration(optype), 0.0003)
         assert compared.median_error(optype) <= limit, optype
