@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from goals import finish_benchmark, make_parser
+from job_runs import DEADLINE_SECONDS, run_job
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 16
 HALF = ITERATIONS // 2
@@ -30,7 +30,6 @@ OP_MS = 40.0
 TOLERANCE = 0.05
 SLOW_STAGE, FACTOR, DELAY_MS, SPREAD = 2, 1.5, 60.0, 0.4
 LOAD_SECONDS, PAUSE_SECONDS = 0.4, 0.3
-DEADLINE_SECONDS = 400
 
 
 class Case(NamedTuple):
@@ -132,11 +131,14 @@ def draw_work(iteration: int) -> list[float]:
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Run a case and diagnose its folder."""
-    file, out = folder / "job.json", folder / "out"
-    file.write_text(json.dumps(make_manifest(case)))
-    call_pipemorph("run", str(file), "--out", str(out))
-    found = json.loads(call_pipemorph("diagnose", str(out), "--output", "json"))
-    report = json.loads((out / "report.json").read_text())
+    job = make_manifest(case)
+    report = run_job(folder, job)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipemorph.cli", "diagnose", str(folder / job["metadata"]["name"]),
+         "--output", "json"],
+        stdout=subprocess.PIPE, text=True, timeout=DEADLINE_SECONDS, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
     seconds = [each["seconds"] for each in report["iterations"]]
     if case.since == (None,):
         if not UNDISTURBED:
@@ -162,22 +164,8 @@ UNDISTURBED: list[float] = []
 
 def measure_undisturbed(folder: Path) -> float:
     """Run a job without a fault. Returns the seconds of its median iteration."""
-    file, out = folder / "undisturbed.json", folder / "undisturbed"
-    file.write_text(json.dumps(make_manifest(Case("undisturbed", "", ""))))
-    call_pipemorph("run", str(file), "--out", str(out))
-    report = json.loads((out / "report.json").read_text())
+    report = run_job(folder, make_manifest(Case("undisturbed", "", "")))
     return median(each["seconds"] for each in report["iterations"][1:])
-
-
-def call_pipemorph(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipemorph.cli", *arguments],
-        capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"pipemorph {arguments[0]} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def main() -> int:

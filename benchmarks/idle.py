@@ -15,9 +15,6 @@ iterations, where errors do not cancel.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +24,7 @@ from time import sleep
 from typing import Any
 
 from goals import finish_benchmark, make_parser
+from job_runs import run_job
 
 from pipemorph.planning import Link, Problem, StageTimes, plan
 from pipemorph.planning.simulation.simulator import simulate
@@ -54,7 +52,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "varying work": ("work", {"args": {"spread": SPREAD}}),
 }
 """Cause and changes of the spec by case."""
-DEADLINE_SECONDS = 300
 
 
 def make_manifest(name: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -86,21 +83,10 @@ def make_demo() -> dict[str, Any]:
     return manifest
 
 
-def run_job(folder: Path, job: dict[str, Any]) -> tuple[list[IterationSample], float]:
+def sample_job(folder: Path, job: dict[str, Any]) -> tuple[list[IterationSample], float]:
     """Run a job. Returns its iterations after the first ones, and the seconds by which a fault made
     each op of a device longer."""
-    name = job["metadata"]["name"]
-    file, out = folder / f"{name}.json", folder / name
-    file.write_text(json.dumps(job))
-    command = [sys.executable, "-m", "pipemorph.cli", "run", str(file), "--out", str(out)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        logs = "".join(log.read_text()[-1500:] for log in sorted((out / "logs").glob("*")))
-        raise SystemExit(f"{name} failed:\n{done.stdout}{done.stderr}{logs}")
-    report = json.loads((out / "report.json").read_text())
+    report = run_job(folder, job)
     samples = [IterationSample.model_validate(each) for each in report["iterations"][FIRST:]]
     held = [
         each["hold_seconds"] / each["ops_held"] for each in report["faults"] if "device" in each
@@ -179,8 +165,8 @@ def summarize_case(samples: list[IterationSample], held: float) -> dict[str, Any
 def run_cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run all jobs. Yields each with its summary."""
     for name, (_, changes) in CASES.items():
-        yield name, summarize_case(*run_job(folder, make_manifest(name, changes)))
-    yield "demo", summarize_case(*run_job(folder, make_demo()))
+        yield name, summarize_case(*sample_job(folder, make_manifest(name, changes)))
+    yield "demo", summarize_case(*sample_job(folder, make_demo()))
 
 
 def main() -> int:

@@ -12,9 +12,6 @@ compared.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +20,7 @@ from time import sleep
 from typing import Any
 
 from goals import finish_benchmark, make_parser
+from job_runs import run_job
 
 from pipemorph.planning import Link, Problem, StageTimes, plan
 
@@ -33,7 +31,6 @@ LEAST_SHARE, MOST_ITERATIONS, TOLERANCE = 0.85, 3, 1e-5
 """Goals: share of the best deal's gain; iterations from the event that names the slow stage to the
 first under the new plan; and the largest relative difference of losses."""
 REAL_STAGES, REAL_REPLICAS, REAL_EACH, REAL_OP_SECONDS = 2, 2, 8, 0.02
-DEADLINE_SECONDS = 400
 
 
 def make_manifest(*, rebalance: bool, real: bool) -> dict[str, Any]:
@@ -64,23 +61,6 @@ def make_manifest(*, rebalance: bool, real: bool) -> dict[str, Any]:
         "apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob",
         "metadata": {"name": name}, "spec": spec,
     }  # fmt: skip
-
-
-def run_job(folder: Path, *, rebalance: bool, real: bool) -> dict[str, Any]:
-    """Run a job. Returns its report."""
-    job = make_manifest(rebalance=rebalance, real=real)
-    file, out = folder / f"{job['metadata']['name']}.json", folder / job["metadata"]["name"]
-    file.write_text(json.dumps(job))
-    command = [sys.executable, "-m", "pipemorph.cli", "run", str(file), "--out", str(out)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        logs = "".join(log.read_text()[-1500:] for log in sorted((out / "logs").glob("*")))
-        raise SystemExit(f"{job['metadata']['name']} failed:\n{done.stdout}{done.stderr}{logs}")
-    report: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return report
 
 
 def rank_main() -> None:
@@ -176,7 +156,7 @@ def main() -> int:
     args = make_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         off, on, real_off, real_on = (
-            summarize_report(run_job(Path(folder), rebalance=rebalance, real=real))
+            summarize_report(run_job(Path(folder), make_manifest(rebalance=rebalance, real=real)))
             for real in (False, True)
             for rebalance in (False, True)
         )
