@@ -156,13 +156,31 @@ def serve(link, connection, count, size):
 
 def vitals(link, pid: int) -> dict[str, object]:
     s = link.stats()
+    open_files = list_descriptors(pid)
     return {
         "link": (s.state, s.reconnects, s.chunks_resent, s.duplicate_chunks, s.stale_chunks),
         "granted": s.slots_granted,
         "in_use": s.slots_in_use,
-        "descriptors": len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir())),
+        "descriptors": len(open_files),
+        "sockets": {name for name in open_files if name.startswith("socket:")},
         "memory": anonymous_bytes(pid),
     }
+
+
+def list_descriptors(pid: int) -> list[str]:
+    """What each descriptor of a process refers to, such as ``socket:[INODE]``."""
+    found = []
+    for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            found.append(str(path.readlink()))
+    return found
+
+
+def describe_sockets(names: set[str]) -> str:
+    """TCP sockets as the kernel lists them: addresses, state, queues, timers."""
+    rows = pathlib.Path("/proc/net/tcp").read_text().splitlines()
+    inodes = {name[len("socket:[") : -1] for name in names}
+    return "\n".join(row for row in rows if set(row.split()) & inodes) or repr(names)
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -179,7 +197,7 @@ UNDISTURBED = ("up", 0, 0, 0, 0)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_ten_thousand_strangers_disturb_nothing_and_learn_nothing():
     count, size = 8, 2 * MIB
     with pairs.with_peer(serve, count, size, transport="tcp") as peer:
@@ -235,13 +253,23 @@ def test_ten_thousand_strangers_disturb_nothing_and_learn_nothing():
         assert nonces > CONNECTIONS / 4
         assert most > 20, "hardly a stranger was connected while messages were under way"
 
-        # When they have gone, nothing of them remains.
-        deadline = time.monotonic() + pairs.TIMEOUT
-        while any(
-            now["descriptors"] > before["descriptors"] or now["in_use"]
-            for now, before in zip(play_round(), calm, strict=True)
-        ):
-            assert time.monotonic() < deadline, "descriptors or slots of strangers are still held"
+        # When they have gone, none of their sockets remains. The engines end them within two
+        # seconds in which they run: on a busy machine that takes longer. Slots are free at once.
+        deadline = time.monotonic() + pairs.HEAR_TIMEOUT
+        while True:
+            after = play_round()
+            assert not any(now["in_use"] for now in after), after
+            held = [
+                now["sockets"] - before["sockets"]
+                for now, before in zip(after, calm, strict=True)
+                if now["descriptors"] > before["descriptors"]
+            ]
+            if not any(held):
+                break
+            assert time.monotonic() < deadline, (
+                "sockets of strangers are still held by this process or its peer:\n"
+                + "\n".join(map(describe_sockets, held))
+            )
         reasons = peer.engine.refused()
         assert len(reasons) < 20  # counted, not listed one by one
         assert any("authentication failed" in r and "times" in r for r in reasons)
