@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -19,6 +19,7 @@ from pipemorph.diagnose.analysis.step_graph import (
     find_nested,
     sign_structure,
 )
+from pipemorph.diagnose.clocks import ClockAlignment, Delivery, align_clocks
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
@@ -36,6 +37,8 @@ LEAST_STEPS = 3
 """Steps from which the first one may be omitted."""
 CLOCK_NOISE = 1e-2
 """Seconds by which a message may be received before it was sent."""
+ALIGNED_NOISE = 1e-3
+"""Seconds by which a message may be received before it was sent by clocks that agree."""
 UNWAITED = 1e-4
 """Seconds of waiting below which a receive was complete when its worker began to wait."""
 OVERHEAD = 0.05
@@ -108,6 +111,7 @@ def select_steps(table: OperationTable) -> StepSet:
             "no step is complete; expected files of one job, and of all its ranks: "
             + (" ".join(notes) or "no worker ran forwards and backwards")
         )
+    _align_workers(steps, notes)
     if len(steps) >= LEAST_STEPS and steps[0].span > SETUP * median(s.span for s in steps[1:]):
         notes.append(
             f"Step {steps[0].step} took {steps[0].span:.3g} s, more than twice the median: it has"
@@ -240,10 +244,7 @@ class _StepSelector:
             except CircularOrderError:
                 self.omitted["whose ops wait for each other in a circle"].append(step)
                 return None
-        # A worker waits for its first message while others still have the step before.
-        begin = min(op.start for op in ops if op.optype not in _RECEIVES)
-        end = max(op.end for op in ops)
-        return RecordedStep(step, graph, ops, measure_times(ops, graph), begin, end - begin)
+        return _make_step(step, graph, ops)
 
     def _number_microbatches(self, rows: Sequence[int]) -> list[StepOp]:
         """Ops whose microbatches are unique: gradient accumulation repeats their numbers, and
@@ -335,6 +336,14 @@ class _StepSelector:
         ]
 
 
+def _make_step(step: int, graph: StepGraph, ops: Sequence[StepOp]) -> RecordedStep:
+    """Measure the ops of a step."""
+    # A worker waits for its first message while others still have the step before.
+    begin = min(op.start for op in ops if op.optype not in _RECEIVES)
+    end = max(op.end for op in ops)
+    return RecordedStep(step, graph, ops, measure_times(ops, graph), begin, end - begin)
+
+
 def infer_receive(op: StepOp, before: float, *, waited: bool) -> StepOp:
     """Receive of what an F or B needs, which ends when that starts. ``before``: end of the op
     before it. ``waited``: the worker waited for it; otherwise it may have ended earlier."""
@@ -402,6 +411,57 @@ def _list_collective_ends(steps: Sequence[RecordedStep]) -> dict[tuple[int, int]
     return found
 
 
+def _align_workers(steps: list[RecordedStep], notes: list[str]) -> None:
+    """Align the workers' clocks, step by step since they drift, by messages and collectives if some
+    arrive before they are sent. Otherwise the clocks are taken as one: a link may be slower in one
+    direction."""
+    apart = 0.0
+    for place, step in enumerate(steps):
+        deliveries = list(_list_deliveries(step))
+        if not any(each.arrived - each.sent < -ALIGNED_NOISE for each in deliveries):
+            continue
+        alignment = align_clocks({op.worker for op in step.ops}, deliveries)
+        if not alignment.mismatched:
+            offsets = alignment.offsets.values()
+            apart = max(apart, max(offsets) - min(offsets))
+            steps[place] = _shift_workers(step, alignment)
+    if apart:
+        notes.append(
+            f"Clocks of the workers were {apart:.3g} s apart: some messages arrived before they"
+            " were sent. They are aligned by the messages in both directions."
+        )
+
+
+def _list_deliveries(step: RecordedStep) -> Iterator[Delivery]:
+    """Messages of a step, and its collectives: their members end together, once the last one has
+    begun, which takes the least time."""
+    ops = step.ops
+    for message in step.graph.messages:
+        producer, consumer = ops[message.producer], ops[message.consumer]
+        sent = producer.end if message.send < 0 else ops[message.send].start
+        arrived = consumer.start if message.receive < 0 else ops[message.receive].end
+        yield Delivery(producer.worker, consumer.worker, sent, arrived)
+    for group in step.graph.groups:
+        if ops[group[0]].optype in COLLECTIVES:
+            least = min(ops[i].end - ops[i].start for i in group)
+            for one, other in pairwise([ops[i] for i in group]):
+                yield Delivery(one.worker, other.worker, one.end - least, other.end)
+                yield Delivery(other.worker, one.worker, other.end - least, one.end)
+
+
+def _shift_workers(step: RecordedStep, alignment: ClockAlignment) -> RecordedStep:
+    """Step by the clock of its first worker."""
+
+    def shift(op: StepOp) -> StepOp:
+        ahead = alignment.offsets[op.worker]
+        waited = None if op.waited is None else op.waited - ahead
+        return op._replace(
+            start=op.start - ahead, end=op.end - ahead, begin=op.begin - ahead, waited=waited
+        )
+
+    return _make_step(step.step, step.graph, [shift(op) for op in step.ops])
+
+
 def _check_streams(steps: Sequence[RecordedStep], workers: Sequence[Worker]) -> None:
     """Raise :class:`InputError` if most compute ops of a worker overlap, or if none takes time."""
     count: Counter[int] = Counter()
@@ -433,7 +493,7 @@ def _check_clocks(steps: Sequence[RecordedStep], workers: Sequence[Worker]) -> N
         if (found := median(spare)) < -CLOCK_NOISE:
             raise InputError(
                 f"clocks differ: {workers[b].key} used what {workers[a].key} sent {-found:.3g} s"
-                " before that was computed; give times by one clock within a step"
+                " before that was computed, and no offset explains it; give files of one run"
             )
     for (a, b), spare in _list_collective_ends(steps).items():
         if (found := median(spare)) < -CLOCK_NOISE:

@@ -22,7 +22,7 @@ from hand_made_profiles import (
 
 from pipemorph.cli import main
 from pipemorph.diagnose import operation
-from pipemorph.diagnose.formats.torch_profiler.clocks import Delivery, align_clocks
+from pipemorph.diagnose.clocks import Delivery, align_clocks
 from pipemorph.diagnose.formats.torch_profiler.reader import TorchProfilerReader
 from pipemorph.diagnose.operation import Operation
 from pipemorph.diagnose.trace_file import TraceFile

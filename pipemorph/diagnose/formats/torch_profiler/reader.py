@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipemorph.diagnose import operation
-from pipemorph.diagnose.formats.torch_profiler.clocks import (
+from pipemorph.diagnose.clocks import (
     ClockAlignment,
     Delivery,
     align_clocks,
