@@ -168,7 +168,7 @@ def vitals(link, pid: int) -> dict[str, object]:
 
 
 def list_descriptors(pid: int) -> list[str]:
-    """What each descriptor of a process refers to, such as ``socket:[INODE]``."""
+    """List what each descriptor of a process refers to, such as ``socket:[INODE]``."""
     found = []
     for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile

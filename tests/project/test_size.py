@@ -22,7 +22,7 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 108_830,
+    "product lines": 108_840,
     "product code lines": 80_270,
     "test lines": 104_040,
     "benchmark lines": 7_250,
