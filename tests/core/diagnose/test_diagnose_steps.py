@@ -172,7 +172,7 @@ def set_clocks(ops: Iterable[Operation], *, ahead: Callable[[Operation], float])
 @pytest.mark.parametrize("posted", [True, False])
 @pytest.mark.parametrize("seconds", [0.05, -0.05, 7200.0])
 def test_clocks_apart_are_aligned(seconds: float, posted: bool) -> None:
-    """Clocks of workers, each as far ahead of the one before it, are aligned. The causes stay the same."""
+    """Clocks, each ahead of the one before it, are aligned. The causes stay the same."""
 
     def delay(step: int, replica: int, source: int, target: int) -> float:
         return 0.03 if replica == 0 and {source, target} == {1, 2} else 0.001
