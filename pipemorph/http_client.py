@@ -103,10 +103,12 @@ class HttpClient:
     token_file: Path | None = None
     """File that is read for every request, as projected tokens are renewed in place."""
     authority: str | None = None
+    resolver: Callable[[], AbstractResolver] | None = None
+    """Maker of the resolver of names for ``async with``; None: that of aiohttp, with threads."""
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
     async def __aenter__(self) -> Self:
-        self._session = self._open_session()
+        self._session = self._open_session(self.resolver() if self.resolver else None)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -18,7 +18,13 @@ def add_parser(subparsers: Any) -> None:
         "Slurm or another launcher starts. Ends when the job does. Exit status: 0 completed, 1 not "
         "completed, 2 invalid input, 130 interrupted.",
     )
-    parser.add_argument("job", metavar="JOB", help="PipeMorphJob manifest, YAML or JSON")
+    parser.add_argument("job", metavar="JOB", nargs="?", help="PipeMorphJob manifest, YAML or JSON")
+    parser.add_argument(
+        "--observe",
+        action="store_true",
+        help="in place of JOB: follow a job that PipeMorph does not run, whose ranks call "
+        "pipemorph_trainer.observe(); nothing is changed",
+    )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", required=True, help="address for rank 0's agent and ranks"
     )
@@ -46,6 +52,13 @@ def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need the server.
     from pipemorph.local.serve import ServeOptions, serve_job
 
+    if args.observe == (args.job is not None):
+        raise InputError(
+            "--observe: does not go with JOB; the ranks report what is observed"
+            if args.observe
+            else "JOB is missing; name a PipeMorphJob manifest, or give --observe for a job that"
+            " PipeMorph does not run"
+        )
     for name in ("token_file", "secret_file", "tls_cert", "tls_key", "out"):
         if getattr(args, name) == "":
             # pathlib would take it as the current folder.
@@ -60,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
         out=_optional_path(args.out),
         force=args.force,
     )
+    if args.observe:
+        from pipemorph.diagnose.analysis.idle_time import attribute_idle_time
+        from pipemorph.local.observe import serve_observed
+
+        return serve_observed(options, attribute_idle_time)
     return serve_job(args.job, options)
 
 

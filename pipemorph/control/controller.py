@@ -147,8 +147,9 @@ class JobController:
     longer than a report may take: the request waits in :attr:`pending_request` until the host has
     computed the proposal, in this process or another one, and calls :meth:`apply_proposal`.
     ``term``: term of the host's lease. ``endless``: the end of the job is unknown, whatever its
-    spec says, so any gain pays for a change in the long run. Raises
-    :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
+    spec says, so any gain pays for a change in the long run. ``plan``: that ranks run which nothing
+    here has planned. Raises :class:`~pipemorph.errors.InputError` if the spec allows no plan at
+    all.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class JobController:
         term: int = 0,
         on_report: Callable[[LinkHealthReport], None] | None = None,
         endless: bool = False,
+        plan: Plan | None = None,
     ) -> None:
         self.spec = spec
         self._has_no_end = endless
@@ -170,7 +172,7 @@ class JobController:
         """True until the first report or snapshot of the job."""
         self._ledger = JobHistory()
         self._events = EventLog()
-        self._initial_plan = initial_plan(spec)
+        self._initial_plan = plan or initial_plan(spec)
         self._stage_overhead = StageOverhead(spec.parallelism.layers)
         self._reset_attempt(footprints=())
 

@@ -454,7 +454,10 @@ def _adaptation_blocked(state: DecisionState, links: Sequence[LinkState], now: f
     if refusal is None:
         return False
     slow = [link for link in links if link.health is Health.SLOW]
-    if slow:
+    if slow and state.spec.is_observed:
+        topic = f"links {[link.link for link in slow]}"
+        _record_once(state, now, topic, reasons.describe_slow_links(slow))
+    elif slow:
         _record_once(state, now, "policy", f"{reasons.describe_slow_links(slow)}; {refusal}")
     too_much = find_excess(state.plans.wanted_plan, stages.rooms)
     if too_much is not None:
@@ -657,12 +660,13 @@ def _list_planned_times(state: DecisionState, situation: Situation) -> PlannedTi
 
 
 def record_kept_plan(state: DecisionState, now: float, reason: str) -> None:
-    """Record that the plan stays."""
-    _append_decision(state, now, "keep", reason, f"no change: {reason}")
+    """Record that the plan stays. The plan of an observed job always does."""
+    line = reason if state.spec.is_observed else f"no change: {reason}"
+    _append_decision(state, now, "keep", reason, line)
 
 
 def _record_once(state: DecisionState, now: float, topic: str, reason: str) -> None:
-    """Record once by ``topic`` that the plan stays: it would repeat with every report."""
+    """Record once by ``topic`` why the plan stays: it would repeat with every report."""
     if topic not in state.noted_topics:
         state.noted_topics.add(topic)
         record_kept_plan(state, now, reason)

@@ -127,7 +127,9 @@ class LinkMonitor:
         value = sample.wire.p50 if exact else sample.wire.min
         link, _, direction = series.key
         stage = link + 1 if direction == "forward" else link
-        slack = 0.0 if exact else self._longest_op(stage)
+        slack = 0.0
+        if not exact:
+            slack = self._longest_op(stage) if sample.slack is None else sample.slack
         refined = False
         if not exact and sample.route.value == series.detector.route:
             known = series.refine_wire_time(value - slack, value, sample.latency)

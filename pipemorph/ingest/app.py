@@ -27,14 +27,17 @@ from pipemorph.ingest.interfaces import AccessDeniedError, Authenticator, Identi
 from pipemorph.ingest.planner_pool import Planner, plan_in_process
 from pipemorph.ingest.restart_handler import RestartHandler
 from pipemorph.protocol import MAX_POD_REPORT_BYTES, MAX_REPORT_BYTES, MAX_SNAPSHOT_MESSAGE_BYTES
+from pipemorph.protocol.observed_steps import MAX_STEPS_BYTES
 
 log = logging.getLogger("pipemorph.ingest")
 
 Join = Callable[[Mapping[str, str], str], Reply]
 """Answers ``GET /v1/job``, a rank's request for its job: from the query, and the rank's address."""
+Observe = Callable[[bytes], Reply]
+"""Answers ``POST /v1/observations``, the steps of a rank that PipeMorph does not run."""
 OnAnswer = Callable[[str, int, float], None]
-"""Callback for every response: ``report``, ``poll``, ``snapshot``, ``join`` or ``generation``, HTTP
-status, duration in seconds."""
+"""Callback for every response: ``report``, ``poll``, ``snapshot``, ``join``, ``observation`` or
+``generation``, HTTP status, duration in seconds."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,15 @@ def make_app(
     timeouts: ClientTimeouts | None = None,
     on_answer: OnAnswer | None = None,
     join: Join | None = None,
+    observe: Observe | None = None,
     restart_handler: RestartHandler | None = None,
     leads: Callable[[], bool] = lambda: True,
 ) -> web.Application:
     """The aiohttp application, for a host with its own server.
 
     ``on_answer`` is called for every response, for metrics. ``join``: for a host with one job;
-    without it, ranks cannot request their job. ``restart_handler``: for a host of launchers.
+    without it, ranks cannot request their job. ``observe``: for a host of an observed job.
+    ``restart_handler``: for a host of launchers.
     ``leads``: returns True if this process serves now; a standby answers every request with 503.
     """
     limits = timeouts or ClientTimeouts()
@@ -199,6 +204,12 @@ def make_app(
         assert join is not None
         return join(request.query, request.remote or "")
 
+    async def handle_observation(request: web.Request, *_: object) -> Reply:
+        assert observe is not None
+        large = request.clone(client_max_size=MAX_STEPS_BYTES)
+        body = await read_body(large, "report", MAX_STEPS_BYTES)
+        return body if isinstance(body, Reply) else observe(body)
+
     def make_route_handler(
         kind: str, decide: Callable[[web.Request, str, str, Identity], Awaitable[Reply]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -249,6 +260,9 @@ def make_app(
     )
     if join is not None:
         app.router.add_get("/v1/job", make_route_handler("join", handle_join))
+    if observe is not None:
+        handle = make_route_handler("observation", handle_observation)
+        app.router.add_post("/v1/observations", handle)
     if restart_handler is not None:
         app[_RESTART_HANDLER] = restart_handler
         where = "/v1/jobs/{namespace}/{name}/generation"
@@ -301,6 +315,7 @@ class IngestServer:
         connections: ConnectionLimits | None = None,
         on_unserved: OnUnserved | None = None,
         join: Join | None = None,
+        observe: Observe | None = None,
         restart_handler: RestartHandler | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -310,8 +325,8 @@ class IngestServer:
         self._timeouts = timeouts = timeouts or ClientTimeouts()
         self._make_app = partial(
             make_app, self.handler, authenticator,
-            timeouts=timeouts, on_answer=on_answer, join=join, restart_handler=restart_handler,
-            leads=leads,
+            timeouts=timeouts, on_answer=on_answer, join=join, observe=observe,
+            restart_handler=restart_handler, leads=leads,
         )  # fmt: skip
         self._connections = connections or ConnectionLimits()
         self._on_unserved = on_unserved

@@ -57,8 +57,12 @@ def format_job_headline(job: PipeMorphJob) -> str:
     for axis in ("shard", "context", "tensor"):
         if (size := getattr(spec.parallelism, axis)) > 1:
             parts.append(f"{axis} {size}")
+    parts.append(format_count(spec.schedule.microbatches, "microbatch", "microbatches"))
+    if spec.is_observed:
+        own = spec.schedule.policy == "pipemorph"
+        order = "an order of its own" if own else f"in the order of {spec.schedule.policy}"
+        return f"observed: {', '.join(parts)}, {order}; PipeMorph changes nothing"
     parts += [
-        format_count(spec.schedule.microbatches, "microbatch", "microbatches"),
         format_count(spec.trainer.iterations, "iteration"),
         f"policy {spec.schedule.policy}",
     ]
@@ -88,21 +92,25 @@ def format_iteration_line(
     """``iteration 11 of 40 (30%, 34.4 s left)  loss 2.3451  1.230 s/it  slow link 2 +30 ms  plan v3
     bubble 18%``
 
-    ``seconds``: expected time of each further iteration; None if unknown. ``troubles``: texts on
-    rails and stages; empty ones are skipped.
+    ``total``: 0 for an observed job, which has no plan of ours. ``seconds``: expected time of each
+    further iteration; None if unknown. ``troubles``: texts on rails and stages; empty ones are
+    skipped.
     """
-    remaining = total - sample.index - 1
-    done = f"{100 * (sample.index + 1) // total}%"
-    if seconds is not None and remaining > 0:
-        done += f", {format_duration(remaining * seconds)} left"
-    loss = "loss -" if sample.loss is None else f"loss {sample.loss:.4f}"
+    known = [f"step {sample.index}", "", ""]
+    if total:
+        remaining = total - sample.index - 1
+        done = f"{100 * (sample.index + 1) // total}%"
+        if seconds is not None and remaining > 0:
+            done += f", {format_duration(remaining * seconds)} left"
+        loss = "loss -" if sample.loss is None else f"loss {sample.loss:.4f}"
+        plan = f"plan v{sample.plan_version}"
+        known = [f"iteration {sample.index} of {total} ({done})", loss, plan]
     parts = [
-        f"iteration {sample.index} of {total} ({done})",
-        loss,
+        *known[:2],
         f"{sample.seconds:.3f} s/it",
         describe_links(links),
         *troubles,
-        f"plan v{sample.plan_version}",
+        known[2],
         # Last, as a narrow terminal cuts the line off.
         f"bubble {sample.bubble_fraction:.0%}",
     ]
@@ -165,7 +173,7 @@ class ProgressDisplay:
     def __init__(
         self,
         stream: TextIO,
-        job: PipeMorphJob,
+        job: PipeMorphJob | None,
         journal: RunJournal,
         *,
         command: str = "pipemorph run",
@@ -181,7 +189,8 @@ class ProgressDisplay:
         self._closed = False
         self._console = StreamConsole(stream)
         self._live = make_live_display(self._console)
-        self._job = job
+        self.job = job
+        """Job of the iterations; None before it is known."""
         self.layers: tuple[int, ...] = ()
         """Layers of each stage; empty: evenly many."""
         self._journal = journal
@@ -243,19 +252,17 @@ class ProgressDisplay:
         if unseen:
             self._held = unseen[-1]
             self._newest.extend(unseen)
-        if self._held is None:
+        if self._held is None or self.job is None:
             return
         shown = format_iteration_line(
             self._held,
-            self._job.spec.trainer.iterations,
+            self.job.spec.trainer.iterations,
             view.links,
-            emulated=self._job.spec.emulation is not None,
+            emulated=self.job.spec.emulation is not None,
             troubles=(
                 describe_reductions(view.reductions),
                 describe_rails(view.rails, view.transports),
-                describe_stragglers(
-                    view.stragglers, self._job.spec.parallelism.layers, self.layers
-                ),
+                describe_stragglers(view.stragglers, self.job.spec.parallelism.layers, self.layers),
             ),
             seconds=median(each.seconds for each in self._newest),
         )

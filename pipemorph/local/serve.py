@@ -237,8 +237,9 @@ def load_secret(path: Path, option: str) -> str:
     return text
 
 
-def format_rank_environment(url: str, options: ServeOptions) -> str:
-    """Environment variables that the ranks need, as lines to copy."""
+def format_rank_environment(url: str, options: ServeOptions, *, observe: bool = False) -> str:
+    """Environment variables that the ranks need, as lines to copy. ``observe``: PipeMorph does not
+    run them."""
     scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")
     try:
@@ -250,11 +251,12 @@ def format_rank_environment(url: str, options: ServeOptions) -> str:
     values = {
         "INGEST_URL": f"{scheme}://{host}:{port}",
         "TOKEN_FILE": str(options.token_file.resolve()),
-        "SECRET_FILE": str(options.secret_file.resolve()),
     }
+    if not observe:
+        values["SECRET_FILE"] = str(options.secret_file.resolve())
     if options.tls_cert is not None:
         values["CA_FILE"] = str(options.tls_cert.resolve())
-    if options.out is not None:
+    if options.out is not None and not observe:
         # What pipemorph diagnose reads. A rank that cannot write there trains without.
         values["TRACE_DIR"] = str(ResultFolder(options.out.resolve()).trace)
     return "\n".join(

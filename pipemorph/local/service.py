@@ -21,6 +21,7 @@ from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.layout_search import NetworkMeasurements
 from pipemorph.ingest import BearerAuthenticator, IngestServer, InMemoryJobStore, Join
 from pipemorph.local.clock import now
+from pipemorph.local.followed_job import AttributeIdle, FollowedJob
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.protocol import AdaptationRecord, LinkHealthReport, LinkState
 from pipemorph.spec.job_spec import PipeMorphJob
@@ -68,14 +69,16 @@ class ControlSnapshot(NamedTuple):
 class ControlService:
     """Context manager that serves the ingest, and records reports in ``journal``.
 
+    ``job``: None for a job that is observed, and begins when its ranks have reported.
     ``token``: of the ranks; by default a new one. ``host``, ``port``: address to listen at; by
-    default any port of 127.0.0.1. ``join``: answers ranks that request the job. Entering it raises
-    OSError if the address cannot be used.
+    default any port of 127.0.0.1. ``join``: answers ranks that request the job.
+    ``attribute_idle``: of an observed job. Entering it raises OSError if the address cannot be
+    used.
     """
 
     def __init__(
         self,
-        job: PipeMorphJob,
+        job: PipeMorphJob | None,
         journal: RunJournal,
         *,
         token: str | None = None,
@@ -83,23 +86,34 @@ class ControlService:
         port: int = 0,
         tls: ssl.SSLContext | None = None,
         join: Join | None = None,
+        attribute_idle: AttributeIdle = lambda _: None,
     ) -> None:
-        self._job = job
         self._journal = journal
         self.token = token or secrets.token_urlsafe(32)
         self.reported_at: float | None = None
         """Time of the newest report, monotonic; None before the first."""
-        self._controller = JobController(job.spec, on_report=self._on_report)
+        self.observed: FollowedJob | None = None
+        if job is None:
+            self.observed = FollowedJob(
+                "observed", clock=now, on_report=self._on_report, on_started=self._host_job,
+                on_attempt=lambda _: journal.reset_view(), attribute_idle=attribute_idle,
+            )  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ingest", daemon=True)
         self._ticking: asyncio.Task[None] | None = None
-        name = (job.metadata.namespace, job.metadata.name)
-        store = InMemoryJobStore()
-        store.add_job(*name, self._controller)
+        self._store = InMemoryJobStore()
+        if job is not None:
+            self._host_job(job, JobController(job.spec, on_report=self._on_report))
+        observe = self.observed.handle_report if self.observed is not None else None
         self._server = IngestServer(
-            store, BearerAuthenticator(self.token), host=host, port=port, tls=tls, join=join
-        )
+            self._store, BearerAuthenticator(self.token), host=host, port=port, tls=tls, join=join,
+            observe=observe,
+        )  # fmt: skip
         self._server.handler.clock = now
+
+    def _host_job(self, job: PipeMorphJob, controller: JobController) -> None:
+        self._job, self._controller = job, controller
+        self._store.add_job(job.metadata.namespace, job.metadata.name, controller)
 
     @property
     def url(self) -> str:
@@ -178,6 +192,10 @@ class ControlService:
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
+            if self.observed is not None:
+                self.observed.tick()
+                if self.observed.job is None:
+                    continue
             name = self._job.metadata
             await self._server.handler.tick_job(name.namespace, name.name)
 

@@ -57,6 +57,12 @@ class JobSpec(SpecModel):
     active_deadline_seconds: int | None = Field(default=None, ge=1)
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
 
+    @property
+    def is_observed(self) -> bool:
+        """True if PipeMorph observes the job and does not run it. No manifest has such a spec: its
+        number of iterations is 0, for unknown."""
+        return self.trainer.iterations == 0
+
     @field_validator("template")
     @classmethod
     def _check_pod_template(cls, template: dict[str, Any] | None) -> dict[str, Any] | None:

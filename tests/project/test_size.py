@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 108_840,
-    "product code lines": 80_270,
-    "test lines": 104_040,
+    "product lines": 110_270,
+    "product code lines": 81_380,
+    "test lines": 104_700,
     "benchmark lines": 7_250,
-    "public classes": 746,
-    "modules": 429,
+    "public classes": 756,
+    "modules": 435,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -37,6 +37,8 @@ MOST_WARMUP_STAGES = 8
 def explain_blocked_adaptation(spec: JobSpec, crowding: float) -> str | None:
     """Reason that blocks changes of a job's plan; None if it may change. ``crowding``: ranks per
     processor on its worst host."""
+    if spec.is_observed:
+        return "PipeMorph only observes this job"
     if not spec.adaptation.enabled:
         return "adaptation is disabled in the spec"
     if spec.schedule.policy_kind is not Policy.PIPEMORPH:

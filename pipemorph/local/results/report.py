@@ -226,6 +226,8 @@ class RunRecord:
 
     def format_summary(self) -> str:
         """``completed: 40 of 40 iterations (resumed at 12), median 1.234 s, 2 adaptations``"""
+        if self.job.spec.is_observed:
+            return self._summarize_observation()
         wanted = self.job.spec.trainer.iterations
         began, last = self.first_iteration or 0, 0
         if self.iterations:
@@ -255,6 +257,16 @@ class RunRecord:
             parts += [] if goodput is None else [f"goodput {goodput:.0%}"]
         emulated = " (EMULATED)" if self.emulated else ""
         return f"{self.result.outcome.value}{emulated}: {', '.join(parts)}"
+
+    def _summarize_observation(self) -> str:
+        """``completed: observed 38 steps, 1 to 39 (1 was not reported), median 0.310 s``"""
+        text = f"{self.result.outcome.value}: observed {len(self.iterations)} steps"
+        if self.iterations:
+            first, last = self.iterations[0].index, self.iterations[-1].index
+            missing = last - first + 1 - len(self.iterations)
+            text += f", {first} to {last}" + (f" ({missing} not reported)" if missing else "")
+            text += f", median {median(i.seconds for i in self.iterations):.3f} s"
+        return text
 
     def build_report(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
         """The report as JSON data."""

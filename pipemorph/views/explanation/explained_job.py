@@ -109,6 +109,11 @@ class ExplainedJob(TolerantModel):
         return self.iterations is not None and self.status is not None and self.status.state in ends
 
     @property
+    def is_observed(self) -> bool:
+        """True if PipeMorph observed the job, and did not run it."""
+        return self.iterations is not None and not self.spec.trainer.iterations
+
+    @property
     def name(self) -> str:
         """Name as ``NAMESPACE/NAME``, or ``NAME`` if the job is on no cluster."""
         namespace, name = self.metadata.namespace, self.metadata.name

@@ -85,6 +85,8 @@ ADVICE = {
     "data": "load data ahead of the step, in other processes: DataLoader(num_workers=…,"
     " prefetch_factor=…)",
     "checkpoint": "save less often: spec.checkpoint.every",
+    "observed": "let PipeMorph adapt the schedule to the link: where torch's stages run, with"
+    " AdaptiveSchedule in place of the schedule, which is one line",
     "disabled": "set adaptation.enabled and schedule.policy pipemorph, so that plans adapt to slow"
     " links",
 }
@@ -204,7 +206,9 @@ def _describe_outcome(job: ExplainedJob, status: JobStatus) -> str:
         text += f", {status.ready} pods ready"
     seconds = training.iteration_seconds if training is not None else None
     if ran is not None:
-        text += f"; {ran[-1].index + 1 if ran else 0:,} of {spec.trainer.iterations:,} iterations"
+        done = ran[-1].index + 1 if ran else 0
+        total = f"of {spec.trainer.iterations:,} iterations"
+        text += f"; {done:,} {'steps' if job.is_observed else total}"
         text += _format_run_time(status)
         seconds = median(each.seconds for each in ran[-NEWEST_ITERATIONS:]) if ran else None
     elif training is not None:
@@ -347,6 +351,9 @@ def _describe_slow_period(slow: SlowPeriod, job: ExplainedJob) -> str:
 
 def _describe_decisions(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
     training, recoveries = status.training, status.recoveries
+    if job.is_observed:
+        yield "PipeMorph observed the job, and changed nothing"
+        return
     if status.restarts or status.disruptions:
         last = status.attempts[-1].message if status.attempts else ""
         count = status.restarts + status.disruptions
@@ -479,7 +486,7 @@ def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
             if CAUSE_OF_REASON[found.reason] not in injected:
                 yield CAUSE_OF_REASON[found.reason]
             if found.reason == "SlowLinks" and not job.spec.adaptation.enabled:
-                yield "disabled"
+                yield "observed" if job.is_observed else "disabled"
     if _find_unequal_work(status) is not None:
         yield "unequal"
     newest = status.training.last_adaptation if status.training is not None else None

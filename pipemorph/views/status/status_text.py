@@ -24,7 +24,9 @@ def format_progress(view: JobView, iterations: int) -> str | None:
     left``. None before the first report of an iteration."""
     if view.iteration_seconds is None:
         return None
-    text = f"{view.iteration:,} of {iterations:,} iterations ({format_done(view, iterations)})"
+    text = f"{view.iteration:,} steps"
+    if iterations:
+        text = f"{view.iteration:,} of {iterations:,} iterations ({format_done(view, iterations)})"
     text += f"; {view.iteration_seconds:.3g} s each"
     if view.bubble_fraction is not None:
         text += f", {view.bubble_fraction:.0%} idle"
@@ -37,7 +39,10 @@ def format_progress(view: JobView, iterations: int) -> str | None:
 
 
 def format_done(view: JobView, iterations: int) -> str:
-    """Format as ``11%``; ``100%`` once the ranks have finished."""
+    """Format as ``11%``; ``100%`` once the ranks have finished; ``-`` if ``iterations`` is 0, for
+    unknown."""
+    if not iterations:
+        return "-"
     return "100%" if view.state == "finished" else format_percent_done(view.iteration / iterations)
 
 

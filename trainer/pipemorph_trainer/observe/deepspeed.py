@@ -105,10 +105,14 @@ class _EngineHooks:
     def _begin_step(self, engine: Any) -> None:
         self._counts.clear()
         self._stage = engine.stage_id
+        import torch.distributed as dist
+
         grid = engine.grid
         place = ObservedRank(
             engine.global_rank, engine.stage_id, grid.get_data_parallel_id(), (engine.stage_id,),
-            records=grid.get_slice_parallel_rank() == 0,
+            records=grid.get_slice_parallel_rank() == 0, ranks=engine.num_stages,
+            replicas=grid.get_data_parallel_world_size(), backend=dist.get_backend(),
+            framework="DeepSpeed",
         )  # fmt: skip
         self._observation.set_place(place)
         if getattr(engine.device, "type", "cpu") == "cuda":

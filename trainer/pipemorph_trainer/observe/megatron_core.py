@@ -91,10 +91,16 @@ class _MegatronHooks:
         )
         self._chunks = tuple(stage + stages * k for k in range(len(models)))
         self._forwards.clear()
-        rank, replica = _get_rank(), parallel_state.get_data_parallel_rank()
+        import torch.distributed as dist
+
+        replica = parallel_state.get_data_parallel_rank()
         self._observation.set_place(
-            ObservedRank(rank, stage, replica, self._chunks, records=not any(shards))
-        )
+            ObservedRank(
+                dist.get_rank(), stage, replica, self._chunks, records=not any(shards),
+                ranks=stages, replicas=parallel_state.get_data_parallel_world_size(),
+                backend=dist.get_backend(), framework="Megatron-Core",
+            )
+        )  # fmt: skip
         parameter = next((p for model in models for p in model.parameters()), None)
         if parameter is not None and parameter.device.type == "cuda":
             self._observation.use_device(parameter.device)
@@ -128,9 +134,3 @@ class _MegatronHooks:
 
 def _identify_output(output: Any) -> int:
     return id(output[0] if isinstance(output, (list, tuple)) else output)
-
-
-def _get_rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank()

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipemorph.diagnose.operation import DATA, GC, OPTIMIZER
 from pipemorph_trainer.observe.device_marks import DeviceMarks
 from pipemorph_trainer.record import OpRecorder, RecordedOp, open_table
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.observe.step_reporter import StepReporter
 
 _log = logging.getLogger("pipemorph_trainer.observe")
 
@@ -27,13 +30,18 @@ MOST_OPS = 1 << 20
 class ObservedRank(NamedTuple):
     """Place of this rank in the job. ``stage``: its rank in the pipeline. ``chunks``: global
     numbers of its model chunks, in its order. ``records``: False for a rank whose ops are those of
-    another one, such as tensor rank 1."""
+    another one, such as tensor rank 1. ``ranks``, ``replicas``: of a pipeline, and of the job.
+    ``backend``: of its messages."""
 
     rank: int
     stage: int
     dp_rank: int
     chunks: tuple[int, ...]
     records: bool = True
+    ranks: int = 1
+    replicas: int = 1
+    backend: str = "gloo"
+    framework: str = "torch"
 
 
 class MarkedOp(NamedTuple):
@@ -76,10 +84,12 @@ class Observation:
         self._most_bytes = most_bytes
         self._place: ObservedRank | None = None
         self._table: OpRecorder | None = None
+        self._reporter: StepReporter | None = None
+        """Reporter to ``pipemorph serve --observe``, if a variable names one."""
         self._device: DeviceMarks | None = None
         self._undo: list[Callable[[], object]] = []
         self._ops: list[MarkedOp] = []
-        self._earlier: tuple[int, list[MarkedOp]] = (-1, [])
+        self._earlier = _Step(-1, [], 0.0, 0.0, 0.0)
         """Step before: on a device its times are read while the next one runs."""
         self._epoch = time() - perf_counter()
         self._thread = threading.get_ident()
@@ -95,6 +105,10 @@ class Observation:
         self._pause: Any = None
         self._omits = 0
         """Above 0 in a call of the schedule that is not recorded."""
+        self._omitted = 0.0
+        """Seconds of such calls in this step."""
+        self._began = self._ended = perf_counter()
+        """End of the step before, and of the last optimizer."""
 
     # Hooks
 
@@ -161,7 +175,7 @@ class Observation:
         os.register_at_fork(after_in_child=self._forget_process)
 
     def _forget_process(self) -> None:
-        self.active = False
+        self.active, self._reporter = False, None
         self._ops.clear()
 
     def stop(self) -> None:
@@ -175,12 +189,14 @@ class Observation:
                 undo()
         self._undo.clear()
         try:
-            self._write_step(*self._earlier)
-            self._write_step(self._step, [] if self._has_setup else self._ops)
+            self._write_step(self._earlier)
+            self._write_step(self._end_step())
         except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
             _log.warning("the last step was not recorded: %s", error)
         if self._table is not None:
             self._table.close()
+        if self._reporter is not None:
+            self._reporter.close()
 
     # Times
 
@@ -207,6 +223,25 @@ class Observation:
                     rank=place.rank,
                     most_bytes=self._most_bytes,
                 )
+                if os.environ.get("PIPEMORPH_INGEST_URL"):
+                    self._start_reporter(place)
+
+    def _start_reporter(self, place: ObservedRank) -> None:
+        # Imported late: other observations need no HTTP.
+        from pipemorph.protocol.observed_steps import ObservedPlace
+        from pipemorph_trainer.observe.step_reporter import StepReporter, read_host_name
+
+        where = ObservedPlace(
+            rank=place.rank,
+            stages=place.ranks * len(place.chunks),
+            replicas=place.replicas,
+            replica=place.dp_rank,
+            chunks=tuple(sorted(place.chunks)),
+            host=read_host_name(),
+            transport="nccl" if "nccl" in place.backend else "gloo",
+            framework=place.framework,
+        )
+        self._reporter = StepReporter.from_env(where, lambda: self._read_host(perf_counter()))
 
     def begin_call(self, microbatches: int, version: int, *, has_setup: bool = False) -> None:
         """Begin a call of the schedule that trains ``microbatches``.
@@ -227,15 +262,20 @@ class Observation:
     def _begin_step(self) -> None:
         if not self._calls:
             return
-        ops, self._ops = [] if self._has_setup else self._ops, []
-        if self._device is None:
-            self._write_step(self._step, ops)
-        else:
-            earlier, self._earlier = self._earlier, (self._step, ops)
-            self._write_step(*earlier)
+        step = self._end_step()
+        if self._device is not None:
+            step, self._earlier = self._earlier, step
+        self._write_step(step)
         self._step += 1
         self._calls = self._microbatches = self._next_microbatches = 0
         self._optimizer_ended = self._has_setup = False
+
+    def _end_step(self) -> _Step:
+        """End the step with its optimizer, or now. One with set-up has no ops."""
+        ops, self._ops = [] if self._has_setup else self._ops, []
+        omitted, self._omitted = self._omitted, 0.0
+        began, self._began = self._began, self._ended if self._optimizer_ended else perf_counter()
+        return _Step(self._step, ops, began, self._began, omitted)
 
     def omit_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``original`` without recording what it runs, nor the data that were loaded for it,
@@ -243,10 +283,12 @@ class Observation:
         if not self._calls:
             self._ops.clear()
         self._omits += 1
+        began = perf_counter()
         try:
             return original(*args, **kwargs)
         finally:
             self._omits -= 1
+            self._omitted += perf_counter() - began
 
     def add(self, op: MarkedOp) -> None:
         """Add an op of this step. Its microbatch is numbered within this call of the schedule."""
@@ -269,7 +311,7 @@ class Observation:
         if not self._optimizers:
             self._has_optimizer = True
             if self._calls:
-                self._optimizer_ended = True
+                self._optimizer_ended, self._ended = True, perf_counter()
                 self.add(MarkedOp(OPTIMIZER, start, self.mark()))
 
     def add_loading(self, call: TimedCall) -> None:
@@ -293,20 +335,34 @@ class Observation:
 
     # Files
 
-    def _write_step(self, step: int, ops: list[MarkedOp]) -> None:
-        if self._table is None or not ops:
+    def _write_step(self, ended: _Step) -> None:
+        if self._table is None or not ended.ops:
             return
         seconds = self._read_host if self._device is None else self._device.read_times()
         chunks = self._place.chunks if self._place is not None else ()
-        self._table.begin_step(step)
+        self._table.begin_step(ended.step)
         rows = []
-        for op in ops:
+        for op in ended.ops:
             start, end = seconds(op.start), seconds(op.end)
             within = (None if each is None else seconds(each) for each in op[5:])
             chunk = chunks.index(op.stage) if op.stage in chunks else -1
             ids = op.microbatch, chunk, op.stage
             rows.append(RecordedOp(op.optype, start, max(0.0, end - start), *ids, *within))
+        if self._reporter is not None:
+            began, until = self._read_host(ended.began), self._read_host(ended.ended)
+            self._reporter.add_step(ended.step, rows, began, until, ended.omitted)
         self._table.add_ops(rows)
 
     def _read_host(self, mark: float) -> float:
         return mark + self._epoch
+
+
+class _Step(NamedTuple):
+    """Step that has ended. ``began``, ``ended``: seconds of ``perf_counter``; ``omitted``: seconds
+    in calls that are not recorded."""
+
+    step: int
+    ops: list[MarkedOp]
+    began: float
+    ended: float
+    omitted: float

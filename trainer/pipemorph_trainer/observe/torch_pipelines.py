@@ -229,7 +229,8 @@ def _find_place(stages: Sequence[Any]) -> ObservedRank:
     shard, shards = _find_tensor_shard(stages[0].submod)
     return ObservedRank(
         dist.get_rank(), stages[0].group_rank, replica // shards,
-        tuple(stage.stage_index for stage in stages), records=shard == 0,
+        tuple(stage.stage_index for stage in stages), records=shard == 0, ranks=len(ranks),
+        replicas=dist.get_world_size() // (len(ranks) * shards), backend=dist.get_backend(group),
     )  # fmt: skip
 
 

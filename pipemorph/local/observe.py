@@ -1,0 +1,168 @@
+"""``pipemorph serve --observe``: follows a job whose ranks are observed, and decides nothing.
+
+The ranks post their steps (:mod:`pipemorph.local.followed_job`). Shape and schedule of the job come
+from them, so there is no manifest. They train on if this host ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from queue import Empty
+from typing import TextIO
+
+from pipemorph.errors import InputError, one_line
+from pipemorph.local.clock import now
+from pipemorph.local.followed_job import AttributeIdle, FollowedJob
+from pipemorph.local.log_collector import collect_logs
+from pipemorph.local.processes.interrupts import InterruptHandler
+from pipemorph.local.processes.supervision import (
+    REFRESH_SECONDS,
+    AttemptOutcome,
+    AttemptResult,
+    Events,
+    SignalReceived,
+)
+from pipemorph.local.progress import ProgressDisplay, format_job_headline
+from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.results.report import RunAttempt, RunRecord, write_report
+from pipemorph.local.results.result_folder import ResultFolder
+from pipemorph.local.run import (
+    EXIT_STATUS,
+    UNWRITTEN_STATUS,
+    conclude_run,
+    record_host_failure,
+    write_result,
+)
+from pipemorph.local.serve import (
+    COMMAND,
+    ServeOptions,
+    format_rank_environment,
+    load_or_create_secret,
+    make_tls_context,
+    parse_listen,
+)
+from pipemorph.local.service import ControlService
+
+JOIN_SECONDS = 60.0
+"""Time after which missing ranks are named."""
+SILENT_SECONDS = 10.0
+"""Time without reports after which that is said: ranks report once a second, whatever a step
+takes."""
+
+
+def serve_observed(
+    options: ServeOptions, attribute_idle: AttributeIdle, *, stream: TextIO = sys.stdout
+) -> int:
+    """Follow an observed job until each of its ranks has reported its end.
+
+    Returns the exit status: 0 completed, 130 interrupted. Raises :class:`InputError` before
+    anything is served if an option is invalid. Call it from the main thread.
+    """
+    host, port = parse_listen(options.listen)
+    tls = make_tls_context(options, host)
+    token = load_or_create_secret(options.token_file, "--token-file")
+    journal, events = RunJournal(), Events()
+    interrupts = InterruptHandler(events)
+    progress = ProgressDisplay(
+        stream, None, journal, on_closed=interrupts.handle_closed_output, command=COMMAND
+    )
+    run: RunRecord | None = None
+    ending = AttemptResult(AttemptOutcome.INTERRUPTED, "no rank reported a step")
+    with ExitStack() as outer:
+        folder = None
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(interrupts)
+                stack.callback(progress.close)
+                refresh = stack.enter_context(collect_logs(progress))
+                service = ControlService(
+                    None, journal, token=token, host=host, port=port, tls=tls,
+                    attribute_idle=attribute_idle,
+                )  # fmt: skip
+                assert service.observed is not None
+                try:
+                    stack.enter_context(service)
+                except OSError as error:
+                    raise InputError(
+                        f"--listen {one_line(options.listen)} cannot be used: "
+                        f"{error.strerror or error}"
+                    ) from None
+                if options.out:
+                    folder = outer.enter_context(
+                        ResultFolder.claim_folder(options.out, force=options.force)
+                    )
+                progress.print_note(format_rank_environment(service.url, options, observe=True))
+                watch = _RankWatch(service, progress.print_note)
+                while True:
+                    stopped = None
+                    with suppress(Empty):
+                        stopped = events.get(timeout=REFRESH_SECONDS)
+                    watch.print_changes()
+                    refresh()
+                    job = service.observed.job
+                    if run is None and job is not None:
+                        run, progress.job = RunRecord(job, now()), job
+                        run.attempts.append(RunAttempt(0, now()))
+                        progress.print_note(format_job_headline(job))
+                    if isinstance(stopped, SignalReceived):
+                        reason = f"stopped by {stopped.number.name}; the ranks train on"
+                        ending = AttemptResult(AttemptOutcome.INTERRUPTED, reason)
+                        break
+                    if service.observed.finished:
+                        ending = AttemptResult(AttemptOutcome.COMPLETED)
+                        break
+                if run is not None:
+                    run.attempts[-1].record_result(ending, now())
+                    conclude_run(run, ending, journal, service, progress.print_note)
+        except InputError:
+            raise
+        except Exception as error:  # The ranks train on; the report is written.
+            if run is None:
+                raise
+            ending = record_host_failure(run, journal, error, folder)
+        if run is None:
+            progress.print_note(f"{ending.outcome.value}: no step was observed")
+            return EXIT_STATUS[ending.outcome]
+        complete = folder is None or write_result(write_report, folder, run, command=COMMAND)
+    lines = [] if ending.outcome is AttemptOutcome.COMPLETED else [ending.format_lines()]
+    lines.append(run.format_summary())
+    if folder is not None and complete:
+        lines.append(f"report: {folder.report}")
+    progress.print_note("\n".join(lines))
+    return (
+        EXIT_STATUS[ending.outcome] if complete else EXIT_STATUS[ending.outcome] or UNWRITTEN_STATUS
+    )
+
+
+class _RankWatch:
+    """Names ranks that are missing or silent, and says when they have started again."""
+
+    def __init__(self, service: ControlService, note: Callable[[str], None]) -> None:
+        assert service.observed is not None
+        self._job: FollowedJob = service.observed
+        self._note = note
+        self._began = time.monotonic()
+        self._attempt, self._is_silent, self._was_named = 0, False, False
+
+    def print_changes(self) -> None:
+        job = self._job
+        if job.attempt != self._attempt:
+            self._attempt = job.attempt
+            self._note(f"the ranks have started again: {self._attempt} times so far")
+        waited = time.monotonic() - self._began > JOIN_SECONDS
+        if job.controller is None and waited and not self._was_named:
+            self._was_named = True
+            self._note(
+                f"{job.describe_ranks()} after {JOIN_SECONDS:.0f} s; each needs the variables above"
+                " and pipemorph_trainer.observe()"
+            )
+        silent = job.reported_at is not None and now() - job.reported_at > SILENT_SECONDS
+        if silent != self._is_silent:
+            self._is_silent = silent
+            self._note(
+                f"no rank has reported for {SILENT_SECONDS:.0f} s: the job has ended, or cannot be"
+                " reached; waiting" if silent else "the ranks report again"
+            )  # fmt: skip

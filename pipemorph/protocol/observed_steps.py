@@ -1,0 +1,100 @@
+"""Messages between a rank of an observed job and ``pipemorph serve --observe``.
+
+``POST /v1/observations`` with a :class:`StepsReport` (at most ``MAX_STEPS_BYTES``), about once a
+second; the response is a :class:`StepsReply`. PipeMorph does not run such a job: the rank has no
+agent, and nothing comes down. Each report has the rank's place, so the host may start at any time.
+All times are by the rank's own clock, which the host aligns by ``clock``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipemorph.protocol.message_base import Count, ProtocolModel, ResponseModel, Seconds, WallClock
+from pipemorph.protocol.op_traces import MOST_OPS, Microseconds, OpsTrace
+from pipemorph.protocol.states import PRINTABLE
+
+OBSERVATION_PROTOCOL: Literal[1] = 1
+MAX_STEPS_BYTES = 4 << 20
+MOST_STEPS, MOST_CHUNKS = 64, 64
+"""Most steps of a report, and most stages of a rank."""
+
+Number = Annotated[int, Field(ge=0, lt=1 << 20)]
+Size = Annotated[int, Field(ge=1, le=100_000)]
+Name = Annotated[str, Field(min_length=1, max_length=64), PRINTABLE]
+MessageKind = Literal["F", "B"]
+"""Messages of forwards go to the next stage, those of backwards to the one before."""
+SentMessage = tuple[MessageKind, Number, Microseconds]
+"""Kind, microbatch, and when the rank began to send; microseconds after the trace's origin."""
+ReceivedMessage = tuple[MessageKind, Number, Microseconds, Microseconds, Microseconds]
+"""Kind, microbatch, when the receive was posted, when the rank began to wait for it, and when it
+had it."""
+ClockOffset = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
+
+
+class ObservedPlace(ProtocolModel):
+    """Place of a rank in an observed job. ``chunks``: its stages, ascending."""
+
+    rank: Number
+    """Number of the rank in the whole job, for messages."""
+    stages: Size
+    replicas: Size = 1
+    replica: Number = 0
+    chunks: Annotated[tuple[Number, ...], Field(min_length=1, max_length=MOST_CHUNKS)]
+    host: Name
+    """Name of its host: ranks of one host share its clock."""
+    transport: Literal["gloo", "nccl"] = "gloo"
+    framework: Name = "torch"
+    """Package whose schedule runs."""
+
+
+class ObservedStage(ProtocolModel):
+    """Ops of a stage in a step, and its messages to and from other ranks."""
+
+    ops: OpsTrace
+    sends: Annotated[list[SentMessage], Field(max_length=MOST_OPS)] = Field(default_factory=list)
+    receives: Annotated[list[ReceivedMessage], Field(max_length=MOST_OPS)] = Field(
+        default_factory=list
+    )
+
+
+class ObservedStep(ProtocolModel):
+    """Step of a rank. ``seconds``: from the end of the step before, without evaluations."""
+
+    step: Count
+    microbatches: Size
+    ended_at: WallClock
+    seconds: Seconds
+    collected: Seconds = 0.0
+    """Time in Python's garbage collector."""
+    stages: Annotated[list[ObservedStage], Field(max_length=MOST_CHUNKS)]
+
+
+class StepsReport(ProtocolModel):
+    """Steps of a rank since its last report."""
+
+    protocol: Literal[1]
+    session: Name
+    """Random name of the rank's process: another one begins another attempt."""
+    place: ObservedPlace
+    clock: ClockOffset | None = None
+    """Seconds to add to the rank's clock to get the host's; None before the first reply."""
+    round_trip: Seconds = 0.0
+    """Round trip of the request by which ``clock`` was measured: twice its largest error."""
+    waiting: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Seconds, per second since the last report, for which the rank's threads waited for a
+    processor: a message may seem late by as much."""
+    steps: Annotated[list[ObservedStep], Field(max_length=MOST_STEPS)] = Field(default_factory=list)
+    dropped: Count = 0
+    """Steps so far that the rank dropped, since the host was away or slow."""
+    finished: bool = False
+    """True in the last report of the process."""
+
+
+class StepsReply(ResponseModel):
+    """Reply to a report. ``at``: the host's clock; ``pause``: least seconds until the next one."""
+
+    at: WallClock
+    pause: Seconds = 1.0

@@ -1,0 +1,84 @@
+"""``pipemorph serve --observe``: what it prints, reports and refuses, with simulated ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launch import free_port
+from observed_ranks import USUAL, make_report, order_1f1b, run_step
+
+from pipemorph.cli import main
+from pipemorph.http_client import HttpClient, NoResponseError
+
+STAGES, STEPS = 4, 40
+
+
+def post(client: HttpClient, body: bytes) -> None:
+    """Post a report; the host may start at the same time."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            answer = client.request_blocking("/v1/observations", body=body, seconds=5.0)
+            assert answer.status == 200, answer.reason
+            return
+        except NoResponseError:
+            assert time.monotonic() < deadline
+
+
+def report_steps(url: str, token: Path) -> None:
+    """Report steps of all ranks, with link 2 late from step 15 to 29."""
+    client, now = HttpClient(url, token), time.time()
+    order = order_1f1b(STAGES, 4)
+    ran = []
+    for step in range(1, STEPS + 1):
+        ran.append(run_step(step, now, order, {2: USUAL + 0.02 * (15 <= step < 30)}, noise=1e-4))
+        now = ran[-1][0].ended_at
+    for stage in range(STAGES):
+        steps = [each[stage] for each in ran]
+        post(client, make_report(stage, STAGES, steps))
+    for stage in range(STAGES):
+        post(client, make_report(stage, STAGES, finished=True))
+
+
+def test_an_observed_job_is_followed_and_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, token, out = free_port(), tmp_path / "token", tmp_path / "out"
+    ranks = threading.Thread(target=report_steps, args=(f"http://127.0.0.1:{port}", token))
+    ranks.start()
+    options = ["--listen", f"127.0.0.1:{port}", "--token-file", str(token), "--out", str(out)]
+    assert main(["serve", "--observe", *options]) == 0
+    ranks.join()
+    printed = capsys.readouterr().out
+    assert f"export PIPEMORPH_TOKEN_FILE={token}" in printed
+    assert "SECRET" not in printed
+    assert "observed: 4 stages, 4 microbatches, in the order of 1f1b; PipeMorph changes" in printed
+    assert "\nlink 2 is slow by 19.9 ms one way" in printed
+    assert "completed: observed 40 steps, 1 to 40, median 0.2" in printed
+    assert not (tmp_path / "token.secret").exists()
+    assert main(["explain", str(out)]) == 0
+    explained = capsys.readouterr().out
+    assert "default/observed is Complete; 4 stages; 41 steps" in explained
+    assert "link 2 (stage 2 to 3) was late by up to 20 ms, from iteration 15 to 3" in explained
+    assert "PipeMorph observed the job, and changed nothing" in explained
+    for text in (printed, explained):
+        assert not any(word in text for word in ("plan v0", "of 0", "loss -", "adaptation", "kept"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["job.yaml", "--observe"], "--observe: does not go with JOB"),
+        ([], "JOB is missing; name a PipeMorphJob manifest, or give --observe"),
+    ],
+)
+def test_a_job_is_served_or_observed(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--listen", "127.0.0.1:0", "--token-file", str(tmp_path / "token")]
+    assert main(["serve", *arguments, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
