@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         if path.is_dir():
             path /= "report.json"
-        content, source = _read_report_file(path if name != "-" else "-"), display_name(str(path))
+        content, source = read_report_file(path if name != "-" else "-"), display_name(str(path))
     try:
         story = explain_job(content)
     except InputError as error:
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_report_file(path: str | Path) -> dict[str, Any]:
+def read_report_file(path: str | Path) -> dict[str, Any]:
+    """Content of a run's report, or of a file with what kubectl prints. Raises
+    :class:`InputError`."""
     text = read_text(path, MAX_BYTES)
     try:
         # JSON first: a report may have hundreds of thousands of lines.

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+import pipemorph.client
 import pipemorph_trainer
 import pipemorph_trainer.data
 import pipemorph_trainer.torch
@@ -27,7 +28,9 @@ def script() -> ModuleType:
 
 
 def test_every_public_name_is_on_the_page() -> None:
-    modules = (pipemorph_trainer, pipemorph_trainer.torch, pipemorph_trainer.data)
+    modules = (
+        pipemorph_trainer, pipemorph_trainer.torch, pipemorph_trainer.data, pipemorph.client,
+    )  # fmt: skip
     names = {name for module in modules for name in module.__all__} - {"SplitBackward"}
     assert not names - set(re.findall(r"\w+", PAGE))
 

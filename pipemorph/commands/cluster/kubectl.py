@@ -75,17 +75,32 @@ def query_kubectl(
     arguments: Sequence[str],
     context: str | None,
     verb: Sequence[str] = ("get", RESOURCE),
+    *,
+    content: bytes | None = None,
 ) -> Content:
     """Run kubectl; returns the object or list that it prints. ``subject``: name of the object, for
-    errors; ``verb``: first arguments, by default those that get PipeMorphJobs. Raises
-    :class:`InputError` with kubectl's error, or if kubectl is missing or late
-    (:data:`ANSWER_TIMEOUT_SECONDS`)."""
-    command = ["kubectl", *verb, *arguments, "--output", "json"]
-    command += ["--context", context] if context else []
+    errors; ``verb``: first arguments, by default those that get PipeMorphJobs; ``content``: its
+    standard input. Raises :class:`InputError` as :func:`run_kubectl`."""
+    printed = run_kubectl(subject, [*verb, *arguments, "--output", "json"], context, content)
+    try:
+        found = json.loads(printed)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{subject}: kubectl printed no JSON object")
+    return found
+
+
+def run_kubectl(
+    subject: str, arguments: Sequence[str], context: str | None, content: bytes | None = None
+) -> bytes:
+    """Run kubectl; returns what it prints. Raises :class:`InputError` with kubectl's error, or if
+    kubectl is missing or late (:data:`ANSWER_TIMEOUT_SECONDS`)."""
+    command = ["kubectl", *arguments, *(["--context", context] if context else [])]
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=content or b"",
             capture_output=True,
             timeout=ANSWER_TIMEOUT_SECONDS,
             check=False,
@@ -96,18 +111,16 @@ def query_kubectl(
             " reachable?"
         ) from None
     except OSError as error:
-        absent = isinstance(error, FileNotFoundError)
-        why = KUBECTL_MISSING if absent else f"kubectl cannot be run: {error.strerror}"
-        raise InputError(f"{subject}: {why}") from None
+        raise InputError(f"{subject}: {describe_start_error(error)}") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"kubectl exited with {done.returncode}"
         why = NO_CLUSTER if _DEFAULT_SERVER in last else one_line(last, 500)
         raise InputError(f"{subject}: {why}{_suggest_run_folder(subject)}")
-    try:
-        content = json.loads(done.stdout)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise InputError(f"{subject}: kubectl printed no JSON object")
-    return content
+    return done.stdout
+
+
+def describe_start_error(error: OSError) -> str:
+    """Reason why kubectl did not start."""
+    absent = isinstance(error, FileNotFoundError)
+    return KUBECTL_MISSING if absent else f"kubectl cannot be run: {error.strerror}"

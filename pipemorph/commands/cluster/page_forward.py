@@ -47,6 +47,18 @@ class PagePod:
 
 def find_page_pod(name: str, namespace: str | None, context: str | None) -> PagePod:
     """The pod with rank 0 of the job ``name``. Raises :class:`InputError`."""
+    within, pods, _ = list_rank_pods(name, namespace, context, rank=0)
+    running = [each for each in pods if each.get("status", {}).get("phase") == "Running"]
+    if not running:
+        raise InputError(f"{name}: has no running pod with rank 0: it waits, starts or has ended")
+    return _parse_page_pod(name, within, running[-1])
+
+
+def list_rank_pods(
+    name: str, namespace: str | None, context: str | None, rank: int
+) -> tuple[str, list[dict[str, Any]], int]:
+    """Namespace of a job, the pods with a rank of it, oldest first, and the number of ranks of a
+    pod. Raises :class:`InputError`."""
     arguments = kubectl.parse_job_arguments(name, namespace)
     if arguments is None:
         raise kubectl.invalid_job_name_error(name)
@@ -56,23 +68,23 @@ def find_page_pod(name: str, namespace: str | None, context: str | None) -> Page
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     found = job.status.recoveries if job.status is not None else None
-    cut, first = job.spec.parallelism, 0
+    cut = job.spec.parallelism
+    if rank >= cut.world_size:
+        raise InputError(f"rank: is {rank}; {name} has {cut.world_size} ranks, numbered from 0")
+    index = rank // cut.ranks_per_pod
     if found is not None:
-        first = found.layout.find_pod(0, cut.ranks_per_pod)
-        if found.excluded_replicas:
-            first = RunningSubset(cut, tuple(found.excluded_replicas)).active_pods[0]
+        index = found.layout.find_pod(rank, cut.ranks_per_pod)
+        if rank == 0 and found.excluded_replicas:
+            index = RunningSubset(cut, tuple(found.excluded_replicas)).active_pods[0]
     within = job.metadata.namespace
     labels = (
         f"pipemorph.io/job-name={job.metadata.name},"
-        f"batch.kubernetes.io/job-completion-index={first}"
+        f"batch.kubernetes.io/job-completion-index={index}"
     )
     selected = ["--namespace", within, "--selector", labels]
     pods = kubectl.query_kubectl(name, selected, context, ("get", "pods")).get("items") or []
-    running = [each for each in pods if each.get("status", {}).get("phase") == "Running"]
-    if not running:
-        raise InputError(f"{name}: has no running pod with rank 0: it waits, starts or has ended")
-    newest = max(running, key=lambda each: str(each["metadata"].get("creationTimestamp", "")))
-    return _parse_page_pod(name, within, newest)
+    pods.sort(key=lambda each: str(each["metadata"].get("creationTimestamp", "")))
+    return within, pods, cut.ranks_per_pod
 
 
 def _parse_page_pod(name: str, namespace: str, pod: Mapping[str, Any]) -> PagePod:

@@ -197,7 +197,7 @@ def _parse_timestamp(timestamp: str | None) -> datetime | None:
 
 def _describe_outcome(job: ExplainedJob, status: JobStatus) -> str:
     training, spec, ran = status.training, job.spec, job.iterations
-    text = f"{job.metadata.namespace}/{job.metadata.name} is {status.state}"
+    text = f"{job.name} is {status.state}"
     found = find_blocking_condition(status)
     if found is not None:
         text += f" ({found.reason}{': ' if found.message else ''}{found.message})"
