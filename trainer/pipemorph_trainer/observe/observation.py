@@ -228,20 +228,14 @@ class Observation:
 
     def _start_reporter(self, place: ObservedRank) -> None:
         # Imported late: other observations need no HTTP.
-        from pipemorph.protocol.observed_steps import ObservedPlace
-        from pipemorph_trainer.observe.step_reporter import StepReporter, read_host_name
+        from pipemorph_trainer.observe.step_reporter import StepReporter, describe_place
 
-        where = ObservedPlace(
-            rank=place.rank,
-            stages=place.ranks * len(place.chunks),
-            replicas=place.replicas,
-            replica=place.dp_rank,
-            chunks=tuple(sorted(place.chunks)),
-            host=read_host_name(),
-            transport="nccl" if "nccl" in place.backend else "gloo",
-            framework=place.framework,
-        )
-        self._reporter = StepReporter.from_env(where, lambda: self._read_host(perf_counter()))
+        try:
+            where = describe_place(place)
+            self._reporter = StepReporter.from_env(where, lambda: self._read_host(perf_counter()))
+        except Exception as error:  # noqa: BLE001 - steps are recorded, whatever it is
+            kind = type(error).__name__
+            _log.warning("steps are not reported, training goes on: %s: %s", kind, error)
 
     def begin_call(self, microbatches: int, version: int, *, has_setup: bool = False) -> None:
         """Begin a call of the schedule that trains ``microbatches``.

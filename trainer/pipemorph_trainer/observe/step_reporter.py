@@ -32,6 +32,7 @@ from pipemorph.protocol.observed_steps import (
     StepsReply,
     StepsReport,
 )
+from pipemorph_trainer.observe.observation import ObservedRank
 from pipemorph_trainer.observe.step_rows import FinishedStep, make_step
 from pipemorph_trainer.record import RecordedOp
 from pipemorph_trainer.telemetry.run_queue import RunQueue
@@ -227,7 +228,21 @@ def _describe_refusal(status: int, reason: str) -> str:
     return reason
 
 
-def read_host_name() -> str:
+def describe_place(place: ObservedRank) -> ObservedPlace:
+    """Describe the place of a rank for the host."""
+    return ObservedPlace(
+        rank=place.rank,
+        stages=place.ranks * len(place.chunks),
+        replicas=place.replicas,
+        replica=place.dp_rank,
+        chunks=tuple(sorted(place.chunks)),
+        host=_read_host_name(),
+        transport="nccl" if "nccl" in place.backend else "gloo",
+        framework=place.framework,
+    )
+
+
+def _read_host_name() -> str:
     """Name of this host that no other one has: that of its boot, or else of the network."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:64]
