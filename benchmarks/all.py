@@ -25,6 +25,7 @@ NAMES = (
     "diagnose_emulated",
     "engine",
     "observe",
+    "observe_adapting",
     "op_cost",
     "pauses",
     "profiler_traces",

@@ -30,6 +30,8 @@ class Diagnosis:
     causes: list[Cause]
     advice: list[Remedy]
     notes: list[str]
+    schedule: str = ""
+    """Framework and schedule of an observed job; empty if the recording does not say."""
 
     @property
     def ideal_bubble_fraction(self) -> float:
@@ -55,6 +57,7 @@ def diagnose(recording: Recording) -> Diagnosis:
         causes,
         advice,
         [*recording.notes, *steps.notes, *more, *list_unknowns(steps)],
+        recording.table.schedule,
     )
 
 

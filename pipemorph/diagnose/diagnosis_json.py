@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipemorph.diagnose.adapting import describe_change
 from pipemorph.diagnose.diagnosis import Diagnosis
 from pipemorph.planning.formats.torch_csv import dump_csv
 
@@ -50,11 +51,14 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "change": remedy.change,
                 "predicted_seconds": _round(remedy.predicted_seconds),
                 "gain": _round(remedy.gain),
+                "error_seconds": _round(remedy.error) if remedy.adapts else None,
                 "condition": remedy.condition or None,
                 "schedule": None if remedy.schedule is None else dump_csv(remedy.schedule),
             }
             for remedy in diagnosis.advice
         ],
+        "schedule": diagnosis.schedule or None,
+        "with_pipemorph": describe_change(diagnosis.schedule, diagnosis.advice) or None,
         "notes": diagnosis.notes,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipemorph.diagnose.adapting import describe_change, format_prediction, format_seconds
 from pipemorph.diagnose.analysis.causes import LEAST_SHARE
 from pipemorph.diagnose.analysis.remedies import AT_BEST, Remedy
 from pipemorph.diagnose.diagnosis import Diagnosis
@@ -48,11 +49,12 @@ def _format_lines(diagnosis: Diagnosis) -> list[str]:
     best = choose_best(diagnosis.advice)
     for word, remedy in zip(("do this", "or"), best, strict=False):
         lines.append(
-            f"{word}: {format_change(remedy)}: {format_seconds(remedy.predicted_seconds)} a step,"
-            f" {remedy.gain:.1%} less time per sample"
+            f"{word}: {format_change(remedy)}: {format_prediction(remedy)} time per sample"
         )
     if not best:
         lines.append("no change that can be predicted saves 1% of a step")
+    if change := describe_change(diagnosis.schedule, diagnosis.advice):
+        lines.append(f"with PipeMorph: {change}")
     return lines
 
 
@@ -86,13 +88,6 @@ def format_change(remedy: Remedy) -> str:
 
 def format_since(step: int | None) -> str:
     return "" if step is None else f", since step {step}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds in a unit that fits them."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _format_tables(diagnosis: Diagnosis) -> list[RenderableType]:

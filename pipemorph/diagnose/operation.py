@@ -37,7 +37,8 @@ class Operation(NamedTuple):
 
     A receive includes its waiting. It may say when it was ``posted``, when its worker began to wait
     for it (``waited``) and when the data were there (``completed``); None where the trace has no
-    such time.
+    such time. ``schedule``: framework and schedule of the job, such as ``torch Schedule1F1B``, on
+    some of its ops.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Operation(NamedTuple):
     posted: float | None = None
     waited: float | None = None
     completed: float | None = None
+    schedule: str = ""
 
     @property
     def end(self) -> float:

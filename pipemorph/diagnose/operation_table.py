@@ -55,6 +55,8 @@ class OperationTable:
         self.posted: dict[int, float] = {}
         self.waited: dict[int, float] = {}
         self.completed: dict[int, float] = {}
+        self.schedule = ""
+        """Framework and schedule of the job, if an op has it."""
         self.workers: list[Worker] = []
         self.ranks: list[int] = []
         self._numbers: dict[Worker, int] = {}
@@ -105,6 +107,7 @@ class OperationTable:
                 f"ranks {self.ranks[number]} and {op.rank} are both stage {op.stage} of dp_rank"
                 f" {op.dp_rank}; expected one worker (tensor rank 0) for each"
             )
+        self.schedule = one_line(op.schedule, 80) or self.schedule
         row = len(self.step)
         self.step.append(op.step)
         self.worker.append(number)

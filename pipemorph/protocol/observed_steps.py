@@ -47,7 +47,7 @@ class ObservedPlace(ProtocolModel):
     """Name of its host: ranks of one host share its clock."""
     transport: Literal["gloo", "nccl"] = "gloo"
     framework: Name = "torch"
-    """Package whose schedule runs."""
+    """Framework and schedule that run."""
 
 
 class ObservedStage(ProtocolModel):

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 110_980,
-    "product code lines": 81_880,
-    "test lines": 105_150,
-    "benchmark lines": 7_250,
-    "public classes": 763,
-    "modules": 439,
+    "product lines": 111_200,
+    "product code lines": 82_040,
+    "test lines": 105_560,
+    "benchmark lines": 7_520,
+    "public classes": 764,
+    "modules": 440,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

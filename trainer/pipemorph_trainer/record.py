@@ -15,6 +15,7 @@ Needs nothing but the standard library.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -35,11 +36,18 @@ _log = logging.getLogger(__name__)
 
 
 def open_table(
-    path: str | Path, *, stage: int, dp_rank: int = 0, rank: int = -1, most_bytes: int = 0
+    path: str | Path,
+    *,
+    stage: int,
+    dp_rank: int = 0,
+    rank: int = -1,
+    schedule: str = "",
+    most_bytes: int = 0,
 ) -> OpRecorder:
     """Open the op table of a rank for appending; its folder is made if it is missing.
 
-    ``stage``: rank in the pipeline. ``dp_rank``: replica. ``rank``: global rank. Each rank has a
+    ``stage``: rank in the pipeline. ``dp_rank``: replica. ``rank``: global rank.
+    ``schedule``: framework and schedule of the job, such as ``torch Schedule1F1B``. Each rank has a
     file of its own, with a name that ends in ``.jsonl``. A line that an earlier process left
     unfinished is removed. ``most_bytes``: limit of the recording on disk, 0 for none. A file that
     has grown to half of it is renamed to ``….earlier.jsonl`` at the next step, in place of the one
@@ -48,7 +56,7 @@ def open_table(
     for name, value in (("stage", stage), ("dp_rank", dp_rank)):
         if value < 0:
             raise ValueError(f"{name}: is {value}; expected 0 or more")
-    return OpRecorder(Path(path), stage, dp_rank, rank, most_bytes)
+    return OpRecorder(Path(path), stage, dp_rank, rank, schedule=schedule, most_bytes=most_bytes)
 
 
 class RecordedOp(NamedTuple):
@@ -73,12 +81,20 @@ class OpRecorder:
     """
 
     def __init__(
-        self, path: Path, stage: int, dp_rank: int, rank: int, most_bytes: int = 0
+        self,
+        path: Path,
+        stage: int,
+        dp_rank: int,
+        rank: int,
+        *,
+        schedule: str = "",
+        most_bytes: int = 0,
     ) -> None:
         self.path = path
         self.step = -1
         self._most_bytes = most_bytes
         self._place = f'"dp_rank": {dp_rank}, "stage": {stage}, "rank": {rank}'
+        self._schedule = f', "schedule": {json.dumps(schedule)}' if schedule else ""
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         # One clock that does not jump, near that of other hosts.
@@ -197,6 +213,8 @@ class OpRecorder:
         for name in ("posted", "waited", "completed"):
             if (value := getattr(op, name)) is not None:
                 line += f', "{name}": {value!r}'
+        if not seq_id and len(self._counts) == 1:
+            line += self._schedule  # Once in a step.
         return line + "}\n"
 
     def _write_lines(self, lines: bytes) -> None:

@@ -2,27 +2,30 @@
 
 Removal of a cause is simulated with the recorded steps. Another schedule, number or distribution of
 microbatches is simulated with the planner's model of the slowest replica: its mean op and transfer
-times, in today's order and in the new one; the difference is taken from the step as it ran.
+times, in today's order and in the new one; the difference is taken from the step as it ran. For
+PipeMorph's own schedule the step is what precedes and follows the pipeline, and the simulated plan:
+what today's trainer loses while its sends block a rank is not lost there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median, pstdev
 from typing import Any
 
 from pipemorph.diagnose.analysis.causes import Cause, Change
 from pipemorph.diagnose.analysis.slowdown import StepSimulator
 from pipemorph.diagnose.analysis.steps import RecordedStep, join_named
-from pipemorph.diagnose.operation import BACKWARD, FORWARD, LOSS, WEIGHT
+from pipemorph.diagnose.operation import BACKWARD, CHECKPOINT, DATA, FORWARD, GC, LOSS, WEIGHT
 from pipemorph.diagnose.operation_table import CODE_OF_OPTYPE
 from pipemorph.errors import InputError
 from pipemorph.planning.analysis.what_if import shrink_stage
 from pipemorph.planning.ir import OpKind, Plan, Policy, Route, Schedule, join_dashed, place_stages
-from pipemorph.planning.planner import plan
+from pipemorph.planning.planner import build_link, plan
 from pipemorph.planning.problem import MAX_CELLS, Link, Problem, StageTimes
 from pipemorph.planning.search.microbatch_order import order_microbatches, with_microbatch_costs
 from pipemorph.planning.simulation.simulator import simulate
@@ -41,6 +44,8 @@ SINGLE = (Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE)
 SEVERAL = (Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V)
 _F, _B, _W, _LOSS = (CODE_OF_OPTYPE[name] for name in (FORWARD, BACKWARD, WEIGHT, LOSS))
 _SPLIT = frozenset((_F, _B, _W))
+_COMPUTE = _SPLIT | {_LOSS}
+_BETWEEN = frozenset(CODE_OF_OPTYPE[name] for name in (DATA, GC, CHECKPOINT))
 AT_BEST = "at best"
 HALF = "half of a backward computes gradients of weights"
 ACTIONS: dict[str, tuple[str, str]] = {
@@ -60,7 +65,9 @@ class Remedy:
     """Change of a job. ``predicted_seconds``: of a step after it; ``gain``: share of the time per
     sample that it saves. ``condition``: what must hold that the recording does not say; empty: no
     more than it says. ``schedule``: of the change, if it has one, and ``problem``: the model that
-    it was simulated with, seconds. ``removal``: change of the recorded times, if that is one.
+    it was simulated with, seconds. ``adapts``: PipeMorph would run it. ``error``: of its
+    prediction, seconds: the spread of the steps, and what of a step as it ran the simulation does
+    not explain. ``removal``: change of the recorded times, if that is one.
     """
 
     change: str
@@ -69,6 +76,8 @@ class Remedy:
     condition: str = ""
     schedule: Schedule | None = None
     problem: Problem | None = field(default=None, repr=False)
+    adapts: bool = False
+    error: float = 0.0
     removal: Change | None = field(default=None, repr=False, compare=False)
 
 
@@ -180,10 +189,9 @@ class _RemedyFinder:
         if problem.stage_count * problem.microbatches > MOST_CELLS:
             self.notes.append("Another order of the ops is not searched: there are too many ops.")
             return
-        slow = next((cause for cause in self.causes if cause.link is not None), None)
         several = problem.multi_stage
         best = 0.0
-        for other in (*(SEVERAL if several else SINGLE[1:]), Policy.PIPEMORPH):
+        for other in SEVERAL if several else SINGLE[1:]:
             if other is policy:
                 continue
             try:
@@ -194,33 +202,47 @@ class _RemedyFinder:
             if saved <= best + LEAST_GAIN / 2 * self.span:
                 continue
             best = saved
-            name = f"schedule {other.value}"
-            if other is Policy.PIPEMORPH and slow is not None:
-                name = f"adapt to the slow link {slow.where}: {name}"
             yield self._make_saving(
-                f"{name}, with no more microbatches in flight than today",
+                f"schedule {other.value}, with no more microbatches in flight than today",
                 saved,
                 HALF if model.must_assume(planned.schedule) else "",
                 schedule=planned.schedule,
                 problem=problem,
             )
-        free = _lift_limits(problem)
-        planned = plan(free, Policy.PIPEMORPH)
-        saved = before - planned.simulation.makespan
-        if saved > best + LEAST_GAIN * self.span:
-            peaks, now = (
-                join_dashed(schedule.count_in_flight_peaks())
-                for schedule in (planned.schedule, model.schedule)
-            )
-            assumed = f", and {HALF}" if model.must_assume(planned.schedule) else ""
+        yield from self._adapt(model, before, best)
+
+    def _adapt(self, model: _ReplicaModel, before: float, best: float) -> Iterator[Remedy]:
+        """Plan for PipeMorph's runtime, within today's memory and with any: its sends do not block
+        a rank, and slow links have queues of their own. ``best``: seconds that others save."""
+        slow = next((cause for cause in self.causes if cause.link is not None), None)
+        limited = model.plan_links({cause.link for cause in self.causes if cause.link is not None})
+        explained = model.rest + before
+        error = abs(self.span - explained) + pstdev(step.span for step in self.set.steps)
+        for problem in (limited, _lift_limits(limited)):
+            planned = plan(problem, Policy.PIPEMORPH)
+            predicted = model.rest + planned.simulation.makespan
+            saved = self.span - predicted
+            if saved <= best + LEAST_GAIN / 2 * self.span:
+                continue
+            best = saved
+            name = f"schedule {Policy.PIPEMORPH.value}"
+            if slow is not None:
+                name = f"adapt to the slow link {slow.where}: {name}"
+            conditions = [HALF] if model.must_assume(planned.schedule) else []
+            if problem is limited:
+                memory = "no more microbatches in flight than today"
+            else:
+                peaks, now = (
+                    join_dashed(schedule.count_in_flight_peaks())
+                    for schedule in (planned.schedule, model.schedule)
+                )
+                memory = f"{peaks} microbatches in flight on the stages (today {now})"
+                conditions.insert(0, "the memory suffices")
             yield self._make_saving(
-                f"schedule {Policy.PIPEMORPH.value}, with {peaks} microbatches in flight on the"
-                f" stages (today {now})",
-                saved,
-                f"the memory suffices{assumed}",
-                schedule=planned.schedule,
-                problem=free,
-            )
+                f"{name}, with {memory}", saved, ", and ".join(conditions),
+                schedule=planned.schedule, problem=problem, adapts=True,
+                error=error / self.span * predicted if self.span else 0.0,
+            )  # fmt: skip
 
     def _change_microbatches(
         self, problem: Problem, policy: Policy, before: float
@@ -415,6 +437,64 @@ class _ReplicaModel:
             for stage, peak in zip(self.open_problem.stages, peaks, strict=True)
         ]
         return self.open_problem.model_copy(update={"stages": tuple(stages)})
+
+    @cached_property
+    def rest(self) -> float:
+        """Seconds of a step before and after the pipeline's ops, and of what runs between these."""
+        found = []
+        for step in self.set.steps:
+            mine = [
+                (op, time)
+                for op, time in zip(step.ops, step.times, strict=False)
+                if self._is_mine(op.worker)
+            ]
+            compute = [op for op, _ in mine if op.optype in _COMPUTE]
+            begin, end = min(op.start for op in compute), max(op.end for op in compute)
+            between: dict[int, float] = defaultdict(float)
+            for op, time in mine:
+                if op.optype in _BETWEEN and begin < op.start and op.end < end:
+                    between[op.worker] += time
+            found.append(step.span - (end - begin) + max(between.values(), default=0.0))
+        return fmean(found)
+
+    @cached_property
+    def message_delays(self) -> dict[int, float]:
+        """Seconds of a message by its link, mean of both directions: the median of those that were
+        expected, without the time that they waited for those before them."""
+        expected: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        others: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        for step in self.set.steps:
+            arrived: dict[tuple[int, int], float] = {}
+            for message in sorted(
+                step.graph.messages, key=lambda each: step.ops[each.producer].end
+            ):
+                producer = step.ops[message.producer]
+                if message.receive < 0 or not self._is_mine(producer.worker):
+                    continue
+                way = producer.chunk, step.ops[message.consumer].chunk
+                receive, time = step.ops[message.receive], step.times[message.receive]
+                alone = min(time, max(0.0, receive.end - arrived.get(way, receive.end - time)))
+                arrived[way] = receive.end
+                # Before its receive was posted, a message may have travelled already.
+                ready = receive.complete and receive.begin <= producer.end
+                (expected if ready else others)[way].append((time, alone))
+        by_link: dict[int, list[float]] = defaultdict(list)
+        for way in expected.keys() | others.keys():
+            times, since = zip(*(expected[way] or others[way]), strict=True)
+            # Where messages wait for those before them, the time since these varies less.
+            by_link[min(way)].append(median(since if pstdev(since) < pstdev(times) else times))
+        return {link: fmean(found) for link, found in by_link.items()}
+
+    def plan_links(self, slow: Container[int]) -> Problem:
+        """Problem with the links of PipeMorph's runtime. ``slow``: links that are delegated, by
+        their first stage."""
+        stages = self.set.chunk_stages
+        several = self.problem.multi_stage
+        links = []
+        for i, (a, b) in enumerate(pairwise(stages)):
+            route = Route.DELEGATED if min(a, b) in slow else Route.DIRECT
+            links.append(build_link(route, self.message_delays.get(i, 0.0), several=several))
+        return self.problem.model_copy(update={"links": tuple(links)})
 
     def order_microbatches(self, step: RecordedStep) -> tuple[float, float]:
         """Seconds of a step's microbatches in their order, and in the best order found."""

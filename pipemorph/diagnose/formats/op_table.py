@@ -19,6 +19,7 @@ WHOLE = {"step": None, "dp_rank": None, "stage": None, "rank": -1, "seq_id": -1,
 """Columns of whole numbers, with the value of a column that is absent; None: it must be there."""
 SECONDS = {"start_ts": None, "duration": None, "posted": -1, "waited": -1, "completed": -1}
 """Columns of seconds; -1: none if absent."""
+TEXTS = ("optype", "schedule")
 TIMES = ("posted", "waited", "completed")
 LONGEST_LINE = 1 << 20
 PARQUET_MAGIC = b"PAR1"
@@ -103,7 +104,7 @@ class ParquetTableReader:
                 table = parquet.ParquetFile(file.path)
                 names = table.schema_arrow.names
                 _check_columns(file, names)
-                columns = [name for name in names if name in {*WHOLE, *SECONDS, "optype"}]
+                columns = [name for name in names if name in {*WHOLE, *SECONDS, *TEXTS}]
                 number = 0
                 for batch in table.iter_batches(columns=columns, batch_size=8192):
                     for row in batch.to_pylist():
@@ -164,7 +165,7 @@ def _parse_row(file: TraceFile, line: int, row: Mapping[str, Any]) -> Operation:
     return Operation(
         found["step"], found["dp_rank"], found["stage"], found["rank"], str(row["optype"]).strip(),
         found["start_ts"], found["duration"], found["seq_id"], found["mc"], found["gmc"],
-        found["mb_id"], *times,
+        found["mb_id"], times[0], times[1], times[2], str(row.get("schedule") or ""),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pipemorph.diagnose.adapting import format_seconds
 from pipemorph.diagnose.analysis.causes import Cause
 from pipemorph.diagnose.analysis.step_graph import COLLECTIVES
 from pipemorph.diagnose.analysis.steps import RecordedStep, StepSet, join_named
@@ -20,7 +21,6 @@ from pipemorph.diagnose.diagnosis_text import (
     choose_best,
     format_change,
     format_diagnosis,
-    format_seconds,
 )
 from pipemorph.diagnose.operation import (
     BACKWARD,

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
+from pipemorph.diagnose.adapting import format_seconds
 from pipemorph.diagnose.analysis.remedies import Remedy
 from pipemorph.diagnose.analysis.slowdown import compute_ideal_times
 from pipemorph.diagnose.analysis.step_graph import COLLECTIVES, IN_ORDER, StepOp
 from pipemorph.diagnose.analysis.steps import RecordedStep
 from pipemorph.diagnose.diagnosis import Diagnosis
-from pipemorph.diagnose.diagnosis_text import format_change, format_seconds
+from pipemorph.diagnose.diagnosis_text import format_change
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_SEND,

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from observed_pipelines import read_rows
 
+from pipemorph.diagnose.operation import BACKWARD, WEIGHT
 from pipemorph_trainer.observe.device_marks import ANCHOR_READS, DeviceMarks
 from pipemorph_trainer.observe.import_hooks import call_after_import
 from pipemorph_trainer.observe.observation import Observation, ObservedRank, TimedCall
+from pipemorph_trainer.observe.torch_pipelines import ScheduleHooks
 
 
 def test_a_module_is_hooked_when_it_is_imported(
@@ -112,3 +115,22 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "rank0.jsonl").read_text()
     observation.stop()
     assert (tmp_path / "rank0.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("builder", "expected"), [(None, [BACKWARD]), (object(), [BACKWARD, WEIGHT])]
+)
+def test_stage_zero_has_two_parts_if_it_builds_its_weight_backward(
+    tmp_path: Path, builder: object, expected: list[str]
+) -> None:
+    observation = Observation(tmp_path, 0)
+    hooks = ScheduleHooks(observation)
+    observation.set_place(ObservedRank(0, 0, 0, (0,)))
+    observation.begin_call(1, 0)
+    stage = SimpleNamespace(is_first=True, stage_index=0, dw_builder=builder)
+    call = TimedCall(1.0, 2.0, None, (stage, 0), {"full_backward": False})
+    hooks.add_backward(call)
+    hooks.add_weight(call)
+    observation.stop()
+    rows = read_rows(tmp_path)
+    assert [row["optype"] for row in rows] == expected

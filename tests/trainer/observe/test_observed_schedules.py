@@ -77,6 +77,8 @@ def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     # Stage 0 has no gradient of its input: its whole backward is one op.
     weights = list_chunks("backward-weight") if "ZeroBubble" in schedule else []
     assert 0 not in weights
+    kind = f"torch {SCHEDULES[schedule][0].__name__}"
+    assert [row["schedule"] for row in rows if "schedule" in row] == [kind] * 6
     for row in rows:
         assert row["duration"] >= 0
         if "recv" in row["optype"]:

@@ -54,6 +54,10 @@ def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     assert messages == (2 * 2 * (ranks - 1) * MICROBATCHES if run.chunks == 1 else 0)
     found = diagnose(load_recording([tmp_path]))
     assert found.steps.stages == ranks
+    name = found.schedule.removeprefix("megatron-core ").removeprefix("deepspeed ")
+    assert name.startswith(
+        "forward_backward_pipelining_with" if "mega" in run.framework else "Pipe"
+    )
 
 
 def train_titan(context: TrainerContext, job: TitanJob, folder: str) -> TitanRun:
@@ -77,4 +81,5 @@ def test_torchtitan_is_equal_to_the_bit(tmp_path: Path) -> None:
     assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
     found = diagnose(load_recording([tmp_path]))
     assert (found.steps.stages, found.steps.replicas) == (2, 2)
+    assert found.schedule == "torchtitan Schedule1F1B"
     assert any(row["optype"] == "grads-reduce-scatter" for row in rows)

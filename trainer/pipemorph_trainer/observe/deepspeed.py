@@ -112,7 +112,7 @@ class _EngineHooks:
             engine.global_rank, engine.stage_id, grid.get_data_parallel_id(), (engine.stage_id,),
             records=grid.get_slice_parallel_rank() == 0, ranks=engine.num_stages,
             replicas=grid.get_data_parallel_world_size(), backend=dist.get_backend(),
-            framework="DeepSpeed",
+            schedule=f"deepspeed {type(engine).__name__}",
         )  # fmt: skip
         self._observation.set_place(place)
         if getattr(engine.device, "type", "cpu") == "cuda":

@@ -72,14 +72,14 @@ class _MegatronHooks:
             has_setup = not self._has_begun
             trains = not kwargs.get("forward_only", False)
             if trains:
-                observation.guard(self._begin_step, kwargs)
+                observation.guard(self._begin_step, original.__name__, kwargs)
             if has_setup or not trains:
                 return observation.omit_call(original, *args, **kwargs)
             return original(*args, **kwargs)
 
         return step
 
-    def _begin_step(self, arguments: dict[str, Any]) -> None:
+    def _begin_step(self, schedule: str, arguments: dict[str, Any]) -> None:
         parallel_state = import_module("megatron.core.parallel_state")
         models = arguments["model"]
         models = models if isinstance(models, list) else [models]
@@ -98,7 +98,7 @@ class _MegatronHooks:
             ObservedRank(
                 dist.get_rank(), stage, replica, self._chunks, records=not any(shards),
                 ranks=stages, replicas=parallel_state.get_data_parallel_world_size(),
-                backend=dist.get_backend(), framework="Megatron-Core",
+                backend=dist.get_backend(), schedule=f"megatron-core {schedule}",
             )
         )  # fmt: skip
         parameter = next((p for model in models for p in model.parameters()), None)

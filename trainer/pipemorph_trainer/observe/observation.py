@@ -31,7 +31,7 @@ class ObservedRank(NamedTuple):
     """Place of this rank in the job. ``stage``: its rank in the pipeline. ``chunks``: global
     numbers of its model chunks, in its order. ``records``: False for a rank whose ops are those of
     another one, such as tensor rank 1. ``ranks``, ``replicas``: of a pipeline, and of the job.
-    ``backend``: of its messages."""
+    ``backend``: of its messages. ``schedule``: framework and schedule that run."""
 
     rank: int
     stage: int
@@ -41,7 +41,7 @@ class ObservedRank(NamedTuple):
     ranks: int = 1
     replicas: int = 1
     backend: str = "gloo"
-    framework: str = "torch"
+    schedule: str = "torch"
 
 
 class MarkedOp(NamedTuple):
@@ -221,6 +221,7 @@ class Observation:
                     stage=place.stage,
                     dp_rank=place.dp_rank,
                     rank=place.rank,
+                    schedule=place.schedule,
                     most_bytes=self._most_bytes,
                 )
                 if os.environ.get("PIPEMORPH_INGEST_URL"):

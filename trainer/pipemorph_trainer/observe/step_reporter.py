@@ -238,7 +238,7 @@ def describe_place(place: ObservedRank) -> ObservedPlace:
         chunks=tuple(sorted(place.chunks)),
         host=_read_host_name(),
         transport="nccl" if "nccl" in place.backend else "gloo",
-        framework=place.framework,
+        framework=place.schedule[:64],
     )
 
 

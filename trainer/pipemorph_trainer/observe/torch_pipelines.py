@@ -8,6 +8,7 @@ from a private method: without one of them a line says what the recording lacks.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -107,7 +108,7 @@ class ScheduleHooks:
         self._posted.clear()
         if has_setup:
             _check_classes(stages)
-        self._observation.set_place(_find_place(stages))
+        self._observation.set_place(_find_place(stages, type(schedule).__name__))
         if stages[0].device.type == "cuda":
             self._observation.use_device(stages[0].device)
         parameter = next((p for stage in stages for p in stage.submod.parameters()), None)
@@ -119,14 +120,14 @@ class ScheduleHooks:
         self._add(FORWARD, call, call.argument(1, "fwd_chunk_id"))
 
     def add_backward(self, call: TimedCall) -> None:
-        """Add a backward, or the gradient of a stage's input. Stage 0 has no such gradient: its
-        whole backward is in :meth:`add_weight`."""
-        if call.argument(3, "full_backward", True) or not call.args[0].is_first:
+        """Add a backward, or the gradient of a stage's input. Without a ``dw_builder``, stage 0 has
+        no such gradient: its whole backward is in :meth:`add_weight`."""
+        if call.argument(3, "full_backward", True) or not _is_whole_in_weight(call.args[0]):
             self._add(BACKWARD, call, call.argument(1, "bwd_chunk_id"))
 
     def add_weight(self, call: TimedCall) -> None:
         """Add the gradient of a stage's weights."""
-        optype = BACKWARD if call.args[0].is_first else WEIGHT
+        optype = BACKWARD if _is_whole_in_weight(call.args[0]) else WEIGHT
         self._add(optype, call, call.argument(1, "bwd_chunk_id"))
 
     def add_reduction(self, call: TimedCall) -> None:
@@ -197,6 +198,11 @@ class ScheduleHooks:
             self._observation.add(op)
 
 
+def _is_whole_in_weight(stage: Any) -> bool:
+    """True if torch computes a stage's whole backward where others have that of the weights."""
+    return bool(stage.is_first) and getattr(stage, "dw_builder", None) is None
+
+
 def _check_classes(stages: Sequence[Any]) -> None:
     """Log which ops escape the hooks, because a class of stages has a method of its own."""
     from torch.distributed.pipelining import schedules
@@ -216,7 +222,7 @@ def _list_stages(schedule: Any) -> Sequence[Any]:
     return stages
 
 
-def _find_place(stages: Sequence[Any]) -> ObservedRank:
+def _find_place(stages: Sequence[Any], schedule: str) -> ObservedRank:
     """Place of this rank, by its pipeline's group: pipelines are numbered in the order of their
     ranks. Ranks that hold other shards of the same layers (TP) record nothing but rank 0 of them.
     """
@@ -227,10 +233,12 @@ def _find_place(stages: Sequence[Any]) -> ObservedRank:
     first, stride = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
     replica = first // (stride * len(ranks)) * stride + first % stride
     shard, shards = _find_tensor_shard(stages[0].submod)
+    framework = "torchtitan" if "torchtitan" in sys.modules else "torch"
     return ObservedRank(
         dist.get_rank(), stages[0].group_rank, replica // shards,
         tuple(stage.stage_index for stage in stages), records=shard == 0, ranks=len(ranks),
         replicas=dist.get_world_size() // (len(ranks) * shards), backend=dist.get_backend(group),
+        schedule=f"{framework} {schedule}",
     )  # fmt: skip
 
 
