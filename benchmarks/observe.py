@@ -32,7 +32,8 @@ from profiled_pipelines import PipelineRun, profile_into  # noqa: E402
 from pipemorph.diagnose.diagnosis import diagnose  # noqa: E402
 from pipemorph.diagnose.diagnosis_json import diagnosis_to_json  # noqa: E402
 from pipemorph.diagnose.formats.registry import load_recording  # noqa: E402
-from pipemorph_trainer.observe.observation import MarkedOp, Observation, ObservedRank  # noqa: E402
+from pipemorph_trainer.observe.observation import MarkedOp, Observation  # noqa: E402
+from pipemorph_trainer.observe.observed_rank import ObservedRank  # noqa: E402
 from pipemorph_trainer.observe.torch_pipelines import ScheduleHooks  # noqa: E402
 
 RANKS, CALLS = 4, 5000

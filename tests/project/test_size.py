@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 111_200,
-    "product code lines": 82_040,
+    "product lines": 111_210,
+    "product code lines": 82_050,
     "test lines": 105_560,
     "benchmark lines": 7_520,
     "public classes": 764,
-    "modules": 440,
+    "modules": 441,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

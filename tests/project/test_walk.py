@@ -26,7 +26,8 @@ from pipemorph_trainer.executor.stage_executor import StageExecutor
 from pipemorph_trainer.schedule import iteration as iteration_module
 
 ROOT, TRAINER = Path(pipemorph.__file__).parent, Path(pipemorph_trainer.__file__).parent
-MOST_FILES = 25
+MOST_FILES = 26
+"""Files from a report to a directive: the spec, too: it says whether a job is only observed."""
 OF_ITERATION = 40
 """Files of an iteration of a plain module under torchrun, on any stage."""
 OF_F = 10, 40

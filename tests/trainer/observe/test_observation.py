@@ -15,7 +15,8 @@ from observed_pipelines import read_rows
 from pipemorph.diagnose.operation import BACKWARD, WEIGHT
 from pipemorph_trainer.observe.device_marks import ANCHOR_READS, DeviceMarks
 from pipemorph_trainer.observe.import_hooks import call_after_import
-from pipemorph_trainer.observe.observation import Observation, ObservedRank, TimedCall
+from pipemorph_trainer.observe.observation import Observation, TimedCall
+from pipemorph_trainer.observe.observed_rank import ObservedRank
 from pipemorph_trainer.observe.torch_pipelines import ScheduleHooks
 
 

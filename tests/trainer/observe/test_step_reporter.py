@@ -17,7 +17,8 @@ from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.service import ControlService
 from pipemorph.protocol.observed_steps import MOST_STEPS, ObservedPlace
 from pipemorph_trainer.observe import step_reporter
-from pipemorph_trainer.observe.observation import Observation, ObservedRank
+from pipemorph_trainer.observe.observation import Observation
+from pipemorph_trainer.observe.observed_rank import ObservedRank
 from pipemorph_trainer.observe.step_reporter import StepReporter
 from pipemorph_trainer.observe.step_rows import FinishedStep, make_step
 from pipemorph_trainer.record import RecordedOp

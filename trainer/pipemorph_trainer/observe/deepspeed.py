@@ -20,7 +20,8 @@ from pipemorph.diagnose.operation import (
     FORWARD_SEND,
     REDUCE_SCATTER,
 )
-from pipemorph_trainer.observe.observation import MarkedOp, Observation, ObservedRank, TimedCall
+from pipemorph_trainer.observe.observation import MarkedOp, Observation, TimedCall
+from pipemorph_trainer.observe.observed_rank import ObservedRank
 
 _OPTYPES = {
     "LoadMicroBatch": DATA,

@@ -18,7 +18,8 @@ from pipemorph.diagnose.operation import (
     FORWARD_RECV,
     FORWARD_SEND,
 )
-from pipemorph_trainer.observe.observation import MarkedOp, Observation, ObservedRank, TimedCall
+from pipemorph_trainer.observe.observation import MarkedOp, Observation, TimedCall
+from pipemorph_trainer.observe.observed_rank import ObservedRank
 
 _MESSAGES = {
     "tensor_send_next": FORWARD_SEND,

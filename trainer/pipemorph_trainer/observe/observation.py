@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipemorph.diagnose.operation import DATA, GC, OPTIMIZER
 from pipemorph_trainer.observe.device_marks import DeviceMarks
+from pipemorph_trainer.observe.observed_rank import ObservedRank
 from pipemorph_trainer.record import OpRecorder, RecordedOp, open_table
 
 if TYPE_CHECKING:
@@ -25,23 +26,6 @@ _log = logging.getLogger("pipemorph_trainer.observe")
 
 MOST_OPS = 1 << 20
 """Most ops of a step that are recorded: memory stays bounded where steps never end."""
-
-
-class ObservedRank(NamedTuple):
-    """Place of this rank in the job. ``stage``: its rank in the pipeline. ``chunks``: global
-    numbers of its model chunks, in its order. ``records``: False for a rank whose ops are those of
-    another one, such as tensor rank 1. ``ranks``, ``replicas``: of a pipeline, and of the job.
-    ``backend``: of its messages. ``schedule``: framework and schedule that run."""
-
-    rank: int
-    stage: int
-    dp_rank: int
-    chunks: tuple[int, ...]
-    records: bool = True
-    ranks: int = 1
-    replicas: int = 1
-    backend: str = "gloo"
-    schedule: str = "torch"
 
 
 class MarkedOp(NamedTuple):

@@ -32,7 +32,7 @@ from pipemorph.protocol.observed_steps import (
     StepsReply,
     StepsReport,
 )
-from pipemorph_trainer.observe.observation import ObservedRank
+from pipemorph_trainer.observe.observed_rank import ObservedRank
 from pipemorph_trainer.observe.step_rows import FinishedStep, make_step
 from pipemorph_trainer.record import RecordedOp
 from pipemorph_trainer.telemetry.run_queue import RunQueue

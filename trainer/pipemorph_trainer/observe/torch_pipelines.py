@@ -24,7 +24,8 @@ from pipemorph.diagnose.operation import (
     REDUCE_SCATTER,
     WEIGHT,
 )
-from pipemorph_trainer.observe.observation import MarkedOp, Observation, ObservedRank, TimedCall
+from pipemorph_trainer.observe.observation import MarkedOp, Observation, TimedCall
+from pipemorph_trainer.observe.observed_rank import ObservedRank
 
 _log = logging.getLogger("pipemorph_trainer.observe")
 
