@@ -7,6 +7,8 @@
 # make soak        what takes hours to be worth something: many schedules, long fuzzing, new examples
 # make bench       every figure of docs/benchmarks.md, but for those of faults.py
 # make docs        the documentation site; a broken link fails
+# make dist        sdist, wheels, chart and bill of materials into dist/, checked and tried
+# make locks       pin again what images install, with hashes, in release/locks/
 # Needs: Python >= 3.11 with venv, a C++20 compiler; everything else goes into .venv. The testbeds
 # need more: `make testbeds` says what.
 
@@ -43,8 +45,8 @@ export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
 endif
 
-.PHONY: demo check test test-all test-rest test-times testbeds soak bench docs lint format setup \
-  check-host clean
+.PHONY: demo check test test-all test-rest test-times testbeds soak bench docs dist locks lint \
+  format setup check-host clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out demo-out
@@ -74,21 +76,38 @@ $(VENV)/.soak-installed: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py
 
-# In an environment of its own, without torch: what it installs is the extra `docs`.
+# Environments of their own, without torch: what they install is an extra.
+EXTRA := import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+  print('\n'.join(p['optional-dependencies'][sys.argv[1]]))
+RUNTIME := $(EXTRA); print('\n'.join(p['dependencies']))
+BUILD := import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['build-system']; \
+  print('\n'.join([*p['requires'], 'cmake>=3.20', 'ninja>=1.11']))
 DOCS_ENV := build/docs/venv
-DOCS_REQUIRES := import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-  print('\n'.join(p['optional-dependencies']['docs']))
 docs: $(DOCS_ENV)/.installed
 	$(DOCS_ENV)/bin/sphinx-build --color -c docs -b html -W --keep-going -q \
 	  -d build/docs/doctrees . build/docs/html
 	@echo "the site is in build/docs/html"
 
-$(DOCS_ENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(DOCS_ENV)
-	$(PYTHON) -c "$(DOCS_REQUIRES)" > build/docs/requirements.txt
-	$(DOCS_ENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -r build/docs/requirements.txt
+dist: build/dist/venv/.installed
+	build/dist/venv/bin/python release/dist.py $(STEPS) $(if $(ARCH),--arch $(ARCH))
+
+build/%/venv/.installed: pyproject.toml | check-host
+	$(PYTHON) -m venv build/$*/venv
+	$(PYTHON) -c "$(EXTRA)" $* > build/$*/requirements.txt
+	build/$*/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r build/$*/requirements.txt
 	touch $@
+
+# No index is named in a lock: pip takes them from whichever it is configured for.
+LOCK := $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+  --no-header --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-build-options
+locks: $(STAMP)
+	$(LOCK) pyproject.toml --extra operator -o release/locks/operator.txt
+	$(LOCK) pyproject.toml --extra trainer -o release/locks/trainer-torch.txt
+	$(BIN)/python -c "$(RUNTIME)" trainer | grep -v '^torch\|^numpy' | \
+	  $(LOCK) -c release/locks/trainer-torch.txt -o release/locks/trainer.txt -
+	echo numpy | $(LOCK) -c release/locks/trainer-torch.txt -o release/locks/numpy.txt -
+	$(BIN)/python -c "$(BUILD)" | $(LOCK) -o release/locks/build.txt -
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -256,6 +256,7 @@ NB_MODULE(_engine, m) {
     Calls::register_atexit(10 * kSecond);
 
     // The build of the images checks by it that OpenSSL is there.
+    m.attr("version") = PIPEMORPH_VERSION;
     m.def("crypto_library", [] { return crypto().version; });
 
     nb::class_<SlotView>(m, "_SlotView", nb::type_slots(slot_view_slots));

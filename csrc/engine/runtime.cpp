@@ -1,6 +1,7 @@
 #include "engine/runtime.hpp"
 
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>

@@ -17,7 +17,7 @@ from pathlib import Path
 
 SOURCE_ROOTS = (".", "trainer", "operator", "tests", "tests/support", "tests/cluster", "benchmarks")
 """Folders that modules are imported from."""
-NAMED_FOLDERS = {"charts", "crds", "docs", "examples"}
+NAMED_FOLDERS = {"charts", "crds", "docs", "examples", "release"}
 """Top folders of files that tests read; a test that does has the folder's name in its text."""
 UNKNOWN_COST = 4.0
 """Processor seconds of a test file that `make test` has not run yet."""

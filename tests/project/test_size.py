@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 111_210,
+    "product lines": 111_220,
     "product code lines": 82_050,
-    "test lines": 105_560,
+    "test lines": 105_670,
     "benchmark lines": 7_520,
     "public classes": 764,
     "modules": 441,

@@ -31,6 +31,13 @@ def test_the_package() -> None:
     assert pipemorph.__version__ == VERSION
 
 
+@pytest.mark.needs_engine
+def test_the_engine() -> None:
+    from pipemorph_trainer import _engine
+
+    assert _engine.version == VERSION, "built for another version: make setup"
+
+
 def test_the_chart() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)

@@ -14,6 +14,9 @@ class EngineError(RuntimeError):
 class EngineTimeout(EngineError):
     """Passed deadline. The message names the link, the key and the missing item."""
 
+version: str
+"""Version of the package that it was built for; empty if CMake built it by itself."""
+
 def crypto_library() -> str:
     """Version of the OpenSSL in use, such as ``OpenSSL 3.0.17 1 Jul 2025``.
 
