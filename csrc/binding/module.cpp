@@ -255,8 +255,8 @@ NB_MODULE(_engine, m) {
     // Copying or registering memory may take long.
     Calls::register_atexit(10 * kSecond);
 
-    // The build of the images checks by it that OpenSSL is there.
     m.attr("version") = PIPEMORPH_VERSION;
+    // The build of the images checks by it that OpenSSL is there.
     m.def("crypto_library", [] { return crypto().version; });
 
     nb::class_<SlotView>(m, "_SlotView", nb::type_slots(slot_view_slots));
