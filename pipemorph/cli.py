@@ -36,6 +36,9 @@ COMMANDS = {
 }
 
 
+LAUNCHING_COMMANDS = ("serve",)
+"""Commands that start the program after ``--``."""
+
 MOST = 1000
 """Longest error message, characters."""
 
@@ -73,9 +76,7 @@ def _run_subcommand(arguments: list[str], prog: str) -> int:
     if gone := _find_removal_message(arguments):
         print(f"{prog} {gone}", file=sys.stderr)
         return 2
-    named = [name for name in COMMANDS if arguments[:1] == [name]]
-    parser = _build_parser(COMMANDS if named in ([], ["completion"]) else named, prog)
-    args = parser.parse_args(arguments)
+    args = parse_arguments(arguments, prog)
     try:
         status = import_module(COMMANDS[args.command]).run(args)
         sys.stdout.flush()
@@ -87,6 +88,18 @@ def _run_subcommand(arguments: list[str], prog: str) -> int:
         # The reader, such as `head`, closed the pipe.
         silence_stream(sys.stdout)
         return 1
+
+
+def parse_arguments(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    """The parsed arguments. ``launch``: those after ``--``, of a command that starts a program."""
+    named = [name for name in COMMANDS if arguments[:1] == [name]]
+    parser = _build_parser(COMMANDS if named in ([], ["completion"]) else named, prog)
+    end = len(arguments)
+    if arguments[:1] and arguments[0] in LAUNCHING_COMMANDS:
+        end = _find_end_of_options(arguments)
+    args = parser.parse_args(arguments[:end])
+    args.launch = list(arguments[end + 1 :])
+    return args
 
 
 def _find_removal_message(arguments: Sequence[str]) -> str | None:

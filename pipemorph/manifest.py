@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -73,9 +73,48 @@ def check_training_program(job: PipeMorphJob) -> None:
     """
     module, command = job.spec.trainer.module, job.spec.trainer.command
     if module is None:
-        _check_command(command or [])
+        check_program(command or [], "spec.trainer.command")
         return
     require_trainer("ranks of spec.trainer.module")
+    _check_module(module, "spec.trainer.module")
+
+
+def check_program(command: Sequence[str], source: str) -> None:
+    """Raise :class:`InputError` if this host lacks the program of a command, or the script or
+    module that python or torchrun are to run. ``source``: where the command was given."""
+    program = command[0] if command else ""
+    if program != "python" and shutil.which(program) is None:
+        raise InputError(
+            f"{source}: begins with {json.dumps(program)}, which is no program on this machine's "
+            "PATH; name a program, such as python"
+        )
+    if Path(program).name not in ("python", "torchrun"):
+        return
+    require_trainer(f"ranks of {source}")
+    kind, name = _find_script(command[1:])
+    if kind == "module":
+        _check_module(name, source)
+    elif kind == "script" and not Path(name).exists():
+        raise InputError(f"{source}: there is no script {json.dumps(name)} in {Path.cwd()}")
+
+
+def _find_script(arguments: Sequence[str]) -> tuple[Literal["module", "script", ""], str]:
+    """Script or module that python or torchrun run with these arguments; ``""``: not found."""
+    for i, argument in enumerate(arguments):
+        if argument in ("-c", "-"):
+            break
+        if argument in ("-m", "--module") and i + 1 < len(arguments):
+            module = arguments[i + 1]
+            if module == "torch.distributed.run":
+                return _find_script(arguments[i + 2 :])
+            # torchrun's -m is a flag; options may follow it.
+            return ("", "") if module.startswith("-") else ("module", module)
+        if argument.endswith(".py") and not argument.startswith("-"):
+            return "script", argument
+    return "", ""
+
+
+def _check_module(module: str, source: str) -> None:
     where: Sequence[str] | None = None
     found = ""
     parts = module.split(".")
@@ -88,34 +127,18 @@ def check_training_program(job: PipeMorphJob) -> None:
         if spec is None:
             searched = "the Python path" if i == 0 else f"package {'.'.join(parts[:i])}"
             raise InputError(
-                f"spec.trainer.module: is {json.dumps(module)}; no module {part} in {searched}"
+                f"{source}: is {json.dumps(module)}; no module {part} in {searched}"
                 " (install it, or add its folder to PYTHONPATH)"
             )
         where = spec.submodule_search_locations
         if where is None and i + 1 < len(parts):
             raise InputError(
-                f"spec.trainer.module: is {json.dumps(module)}; {found} is a module, not a package"
+                f"{source}: is {json.dumps(module)}; {found} is a module, not a package"
             )
     if where is not None and not _has_main(module, where):
         raise InputError(
-            f"spec.trainer.module: is {json.dumps(module)}, a package without a __main__ module, "
+            f"{source}: is {json.dumps(module)}, a package without a __main__ module, "
             "which python -m cannot run; name one of its modules"
-        )
-
-
-def _check_command(command: Sequence[str]) -> None:
-    program, script = (*command, "", "")[:2]
-    if program != "python":
-        if shutil.which(program) is None:
-            raise InputError(
-                f"spec.trainer.command: begins with {json.dumps(program)}, which is no program on "
-                "this machine's PATH; name a program, such as python"
-            )
-        return
-    require_trainer("ranks of spec.trainer.command")
-    if script and not script.startswith("-") and not Path(script).exists():
-        raise InputError(
-            f"spec.trainer.command: there is no script {json.dumps(script)} in {Path.cwd()}"
         )
 
 

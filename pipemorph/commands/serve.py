@@ -1,4 +1,5 @@
-"""``pipemorph serve JOB``: the control loop for ranks that torchrun or Slurm starts."""
+"""``pipemorph serve JOB [-- COMMAND…]``: the control loop for ranks that torchrun or Slurm
+starts."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="host the control loop of a job that another launcher starts",
+        usage="%(prog)s (JOB | --observe) [options] [-- COMMAND ...]",
         description="Host the control loop of the PipeMorphJob of JOB for ranks that torchrun, "
-        "Slurm or another launcher starts. Ends when the job does. Exit status: 0 completed, 1 not "
-        "completed, 2 invalid input, 130 interrupted.",
+        "Slurm or another launcher starts. With a COMMAND, such as torchrun --nproc-per-node 2 "
+        "train.py, start it with the ranks' variables, forward signals to it, and end with it. "
+        "Exit status: that of COMMAND unless it is 0; 0 completed, 1 not completed, 2 invalid "
+        "input, 130 interrupted.",
     )
     parser.add_argument("job", metavar="JOB", nargs="?", help="PipeMorphJob manifest, YAML or JSON")
     parser.add_argument(
@@ -26,13 +30,17 @@ def add_parser(subparsers: Any) -> None:
         "pipemorph_trainer.observe(); nothing is changed",
     )
     parser.add_argument(
-        "--listen", metavar="HOST:PORT", required=True, help="address for rank 0's agent and ranks"
+        "--listen",
+        metavar="HOST:PORT",
+        help="address for rank 0's agent and ranks (default with COMMAND: a free port of "
+        "127.0.0.1; 0.0.0.0:0 if ranks are on other machines)",
     )
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        required=True,
-        help="the ranks' token; made, with mode 0600, if there is no such file",
+        help="the ranks' token; made, with mode 0600, if there is no such file (default with "
+        "COMMAND: in a folder that is removed at the end; in the current one if ranks are on "
+        "other machines)",
     )
     parser.add_argument(
         "--secret-file",
@@ -40,11 +48,21 @@ def add_parser(subparsers: Any) -> None:
         help="the secret that ranks share; made like the token (default: the token's file with "
         ".secret added)",
     )
-    parser.add_argument("--tls-cert", metavar="FILE", help="certificate, PEM; needed off loopback")
+    parser.add_argument(
+        "--tls-cert",
+        metavar="FILE",
+        help="certificate, PEM; needed off loopback (default with COMMAND: one that openssl makes)",
+    )
     parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM")
     parser.add_argument("--out", metavar="DIR", help="folder for report.json (default: no report)")
     parser.add_argument(
         "--force", action="store_true", help="replace the results of an earlier run in DIR"
+    )
+
+    parser.add_argument(
+        "--env-file",
+        metavar="FILE",
+        help="write the ranks' variables to FILE, for a shell to read with '.'",
     )
 
 
@@ -59,19 +77,30 @@ def run(args: argparse.Namespace) -> int:
             else "JOB is missing; name a PipeMorphJob manifest, or give --observe for a job that"
             " PipeMorph does not run"
         )
-    for name in ("token_file", "secret_file", "tls_cert", "tls_key", "out"):
+    for name in ("token_file", "secret_file", "tls_cert", "tls_key", "out", "env_file"):
         if getattr(args, name) == "":
             # pathlib would take it as the current folder.
             raise InputError(f"--{name.replace('_', '-')} is empty; name a file or folder")
+    if not args.launch:
+        for name in ("listen", "token_file"):
+            if getattr(args, name) is None:
+                raise InputError(
+                    f"--{name.replace('_', '-')} is missing; give it, or the command that starts "
+                    "the ranks after --"
+                )
     read_log_level()  # Reject an invalid PIPEMORPH_LOG now.
     options = ServeOptions(
-        listen=args.listen,
-        token_file=Path(args.token_file),
-        secret_file=Path(args.secret_file or f"{args.token_file}.secret"),
+        listen=args.listen or "127.0.0.1:0",
+        token_file=_optional_path(args.token_file),
+        secret_file=_optional_path(
+            args.secret_file or (args.token_file and f"{args.token_file}.secret")
+        ),
         tls_cert=_optional_path(args.tls_cert),
         tls_key=_optional_path(args.tls_key),
         out=_optional_path(args.out),
         force=args.force,
+        env_file=_optional_path(args.env_file),
+        command=tuple(args.launch),
     )
     if args.observe:
         from pipemorph.diagnose.analysis.idle_time import attribute_idle_time

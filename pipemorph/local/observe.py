@@ -1,7 +1,7 @@
 """``pipemorph serve --observe``: follows a job whose ranks are observed, and decides nothing.
 
 The ranks post their steps (:mod:`pipemorph.local.followed_job`). Shape and schedule of the job come
-from them, so there is no manifest. They train on if this host ends.
+from them, so there is no manifest. They train on if this host ends, unless it has started them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ from pipemorph.local.run import (
 from pipemorph.local.serve import (
     COMMAND,
     ServeOptions,
+    build_served_environment,
+    check_command,
     format_rank_environment,
     load_or_create_secret,
     make_tls_context,
     parse_listen,
+    prepare_command,
+    write_env_file,
 )
 from pipemorph.local.service import ControlService
 
@@ -54,28 +58,37 @@ takes."""
 
 
 def serve_observed(
-    options: ServeOptions, attribute_idle: AttributeIdle, *, stream: TextIO = sys.stdout
+    options: ServeOptions, attribute_idle: AttributeIdle, *, stream: TextIO | None = None
 ) -> int:
-    """Follow an observed job until each of its ranks has reported its end.
+    """Follow an observed job until each of its ranks has reported its end, or the command of
+    ``options`` has.
 
-    Returns the exit status: 0 completed, 130 interrupted. Raises :class:`InputError` before
-    anything is served if an option is invalid. Call it from the main thread.
+    Returns the exit status: 0 completed, 130 interrupted; that of the command, unless it is 0.
+    Raises :class:`InputError` before anything is served if an option is invalid. Call it from the
+    main thread.
     """
+    check_command(options)
     host, port = parse_listen(options.listen)
-    tls = make_tls_context(options, host)
-    token = load_or_create_secret(options.token_file, "--token-file")
     journal, events = RunJournal(), Events()
     interrupts = InterruptHandler(events)
     progress = ProgressDisplay(
-        stream, None, journal, on_closed=interrupts.handle_closed_output, command=COMMAND
-    )
+        stream or sys.stdout, None, journal, on_closed=interrupts.handle_closed_output,
+        command=COMMAND, live=not options.command,
+    )  # fmt: skip
     run: RunRecord | None = None
     ending = AttemptResult(AttemptOutcome.INTERRUPTED, "no rank reported a step")
+    status = 0
     with ExitStack() as outer:
         folder = None
         try:
             with ExitStack() as stack:
                 stack.enter_context(interrupts)
+                command = None
+                if options.command:
+                    command, options = prepare_command(options, host, stack)
+                assert options.token_file is not None
+                tls = make_tls_context(options, host)
+                token = load_or_create_secret(options.token_file, "--token-file")
                 stack.callback(progress.close)
                 refresh = stack.enter_context(collect_logs(progress))
                 service = ControlService(
@@ -94,7 +107,14 @@ def serve_observed(
                     folder = outer.enter_context(
                         ResultFolder.claim_folder(options.out, force=options.force)
                     )
-                progress.print_note(format_rank_environment(service.url, options, observe=True))
+                variables = build_served_environment(service.url, options, observe=True)
+                if options.env_file is not None:
+                    write_env_file(options.env_file, variables)
+                if command is None:
+                    progress.print_note(format_rank_environment(variables))
+                else:
+                    stack.callback(command.end)
+                    command.start(variables)
                 watch = _RankWatch(service, progress.print_note)
                 while True:
                     stopped = None
@@ -107,6 +127,17 @@ def serve_observed(
                         run, progress.job = RunRecord(job, now()), job
                         run.attempts.append(RunAttempt(0, now()))
                         progress.print_note(format_job_headline(job))
+                    if command is not None:
+                        if isinstance(stopped, SignalReceived):
+                            command.send_signal(stopped.number)
+                        if command.status is None:
+                            continue
+                        # Its ranks have reported their end before theirs.
+                        status, outcome = command.exit_code, AttemptOutcome.COMPLETED
+                        if status or not service.observed.finished:
+                            outcome = AttemptOutcome.FAILED
+                        ending = AttemptResult(outcome, command.describe_exit())
+                        break
                     if isinstance(stopped, SignalReceived):
                         reason = f"stopped by {stopped.number.name}; the ranks train on"
                         ending = AttemptResult(AttemptOutcome.INTERRUPTED, reason)
@@ -124,17 +155,18 @@ def serve_observed(
                 raise
             ending = record_host_failure(run, journal, error, folder)
         if run is None:
-            progress.print_note(f"{ending.outcome.value}: no step was observed")
-            return EXIT_STATUS[ending.outcome]
+            why = f"; {ending.reason}" if options.command else ""
+            progress.print_note(f"{ending.outcome.value}: no step was observed{why}")
+            return status or EXIT_STATUS[ending.outcome]
         complete = folder is None or write_result(write_report, folder, run, command=COMMAND)
-    lines = [] if ending.outcome is AttemptOutcome.COMPLETED else [ending.format_lines()]
-    lines.append(run.format_summary())
+    lines = [run.format_summary()]
     if folder is not None and complete:
         lines.append(f"report: {folder.report}")
+    if ending.outcome is not AttemptOutcome.COMPLETED:
+        lines.append(ending.format_lines())
     progress.print_note("\n".join(lines))
-    return (
-        EXIT_STATUS[ending.outcome] if complete else EXIT_STATUS[ending.outcome] or UNWRITTEN_STATUS
-    )
+    status = status or EXIT_STATUS[ending.outcome]
+    return status if complete else status or UNWRITTEN_STATUS
 
 
 class _RankWatch:
@@ -156,8 +188,8 @@ class _RankWatch:
         if job.controller is None and waited and not self._was_named:
             self._was_named = True
             self._note(
-                f"{job.describe_ranks()} after {JOIN_SECONDS:.0f} s; each needs the variables above"
-                " and pipemorph_trainer.observe()"
+                f"{job.describe_ranks()} after {JOIN_SECONDS:.0f} s; each needs the variables of"
+                f" {COMMAND}, and pipemorph_trainer.observe()"
             )
         silent = job.reported_at is not None and now() - job.reported_at > SILENT_SECONDS
         if silent != self._is_silent:

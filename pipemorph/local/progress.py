@@ -167,7 +167,8 @@ class ProgressDisplay:
     """Shows the journal's progress. Call :meth:`show_changes` a few times a second.
 
     ``on_closed`` is called once when ``stream`` has no reader any more. Other errors in writing it,
-    as of a full disk, end the display. ``command``: for its own errors.
+    as of a full disk, end the display. ``command``: for its own errors. ``live``: False for plain
+    lines also on a terminal, on which another program prints.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class ProgressDisplay:
         *,
         command: str = "pipemorph run",
         on_closed: Callable[[], None] = lambda: None,
+        live: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
@@ -187,7 +189,7 @@ class ProgressDisplay:
         self._command = command
         self._on_closed = on_closed
         self._closed = False
-        self._console = StreamConsole(stream)
+        self._console = StreamConsole(stream, terminal=None if live else False)
         self._live = make_live_display(self._console)
         self.job = job
         """Job of the iterations; None before it is known."""

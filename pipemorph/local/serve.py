@@ -11,15 +11,17 @@ import ipaddress
 import os
 import re
 import secrets
+import signal
 import socket
 import ssl
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty
 from typing import TextIO
@@ -27,9 +29,17 @@ from typing import TextIO
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
 from pipemorph.local.clock import now
+from pipemorph.local.launched_command import (
+    LaunchedCommand,
+    check_slurm_step,
+    format_environment,
+    make_certificate,
+)
 from pipemorph.local.log_collector import collect_logs
 from pipemorph.local.processes.interrupts import InterruptHandler
+from pipemorph.local.processes.locked_folder import TemporaryFolder
 from pipemorph.local.processes.supervision import (
+    AGENT_SECONDS,
     REFRESH_SECONDS,
     AttemptOutcome,
     AttemptResult,
@@ -48,7 +58,7 @@ from pipemorph.local.run import (
     write_result,
 )
 from pipemorph.local.service import ControlService
-from pipemorph.manifest import load_job
+from pipemorph.manifest import check_program, load_job
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.views.explanation.explanation_text import join_few
 from pipemorph.yaml_json import display_name, read_text
@@ -69,41 +79,53 @@ OVER_STATES = ("finished", "failed")
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of ``pipemorph serve``. ``listen``: HOST:PORT, port 0 for any. ``tls_cert`` and
-    ``tls_key``: PEM files, both or none. ``out``: folder for the report; None: no report."""
+    ``tls_key``: PEM files, both or none. ``out``: folder for the report; None: no report.
+    ``env_file``: file for the ranks' variables; None: they are printed. ``command``: starts the
+    ranks; empty: another launcher does. With a command, files that are None are made."""
 
     listen: str
-    token_file: Path
-    secret_file: Path
+    token_file: Path | None
+    secret_file: Path | None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     out: Path | None = None
     force: bool = False
+    env_file: Path | None = None
+    command: tuple[str, ...] = ()
 
 
-def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdout) -> int:
-    """Host the control loop of the job of ``manifest`` until the job completes or fails.
+def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO | None = None) -> int:
+    """Host the control loop of the job of ``manifest`` until the job completes or fails; with a
+    command, run it meanwhile, until it ends.
 
-    Returns the exit status: 0 completed, 1 not completed, 130 interrupted. Raises
-    :class:`InputError` before anything is served if the manifest or an option is invalid. Call it
-    from the main thread.
+    Returns the exit status: 0 completed, 1 not completed, 130 interrupted; that of the command,
+    unless it is 0. Raises :class:`InputError` before anything is served if the manifest or an
+    option is invalid. Call it from the main thread.
     """
     job = load_job(manifest)
     host, port = parse_listen(options.listen)
-    tls = make_tls_context(options, host)
-    token = load_or_create_secret(options.token_file, "--token-file")
-    load_or_create_secret(options.secret_file, "--secret-file")
+    check_command(options)
     journal, events = RunJournal(), Events()
     run = RunRecord(job, now())
     roll = JoinTracker(job, journal)
     interrupts = InterruptHandler(events)
     progress = ProgressDisplay(
-        stream, job, journal, on_closed=interrupts.handle_closed_output, command=COMMAND
-    )
+        stream or sys.stdout, job, journal, on_closed=interrupts.handle_closed_output,
+        command=COMMAND, live=not options.command,
+    )  # fmt: skip
+    status = 0
     with ExitStack() as outer:
         folder = None
         try:
             with ExitStack() as stack:
                 stack.enter_context(interrupts)
+                command = None
+                if options.command:
+                    command, options = prepare_command(options, host, stack)
+                assert options.token_file is not None and options.secret_file is not None
+                tls = make_tls_context(options, host)
+                token = load_or_create_secret(options.token_file, "--token-file")
+                load_or_create_secret(options.secret_file, "--secret-file")
                 stack.callback(progress.close)
                 refresh = stack.enter_context(collect_logs(progress))
                 service = ControlService(
@@ -121,31 +143,87 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO = sys.stdo
                     folder = outer.enter_context(
                         ResultFolder.claim_folder(options.out, force=options.force)
                     )
+                variables = build_served_environment(service.url, options)
+                if options.env_file is not None:
+                    write_env_file(options.env_file, variables)
                 progress.print_note(format_job_headline(job))
-                progress.print_note(format_rank_environment(service.url, options))
 
                 def show_updates() -> None:
                     for text in roll.take_announcements():
                         progress.print_note(text)
                     refresh()
 
-                ending = _wait_until_over(
-                    run, roll, service, events=events, update=show_updates, note=progress.print_note
-                )
+                if command is None:
+                    progress.print_note(format_rank_environment(variables))
+                    ending = _wait_until_over(
+                        run, roll, service,
+                        events=events, update=show_updates, note=progress.print_note,
+                    )  # fmt: skip
+                else:
+                    if is_loopback(host):
+                        # All ranks are on this machine, whose name may resolve to another address.
+                        variables.setdefault(
+                            "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+                        )
+                    command.start(variables)
+                    try:
+                        ending = _wait_for_command(
+                            run, roll, service, command, events=events, update=show_updates
+                        )
+                    finally:
+                        command.end()
+                    if ending.outcome is not AttemptOutcome.DEADLINE:
+                        status = command.exit_code
                 conclude_run(run, ending, journal, service, progress.print_note)
         except InputError:
             raise
         except Exception as error:  # noqa: BLE001  # The ranks train on; the report is written.
             ending = record_host_failure(run, journal, error, folder)
         complete = folder is None or write_result(write_report, folder, run, command=COMMAND)
-    lines = [] if ending.outcome is AttemptOutcome.COMPLETED else [ending.format_lines()]
-    lines.append(run.format_summary())
+    lines = [run.format_summary()]
     if folder is not None and complete:
         lines.append(f"report: {folder.report}")
+    if ending.outcome is not AttemptOutcome.COMPLETED:
+        # Last, as a launcher prints much before it.
+        lines.append(ending.format_lines())
     progress.print_note("\n".join(lines))
-    return (
-        EXIT_STATUS[ending.outcome] if complete else EXIT_STATUS[ending.outcome] or UNWRITTEN_STATUS
-    )
+    status = status or EXIT_STATUS[ending.outcome]
+    return status if complete else status or UNWRITTEN_STATUS
+
+
+def check_command(options: ServeOptions) -> None:
+    """Raise :class:`InputError` if the command of ``options`` cannot be started here."""
+    if options.command:
+        check_slurm_step()
+        check_program(options.command, "the command after --")
+
+
+def prepare_command(
+    options: ServeOptions, host: str, stack: ExitStack
+) -> tuple[LaunchedCommand, ServeOptions]:
+    """The command of ``options``, not started, and the options with all files: a token and a
+    secret, and a certificate if other machines reach ``host``. Missing ones are made in a private
+    folder, which ``stack`` removes: in the current one if other machines read it, as on a shared
+    file system. Raises :class:`InputError`."""
+    here = is_loopback(host)
+    parent = Path(tempfile.gettempdir()) if here else Path.cwd()
+    try:
+        private = TemporaryFolder("serve", parent)
+    except OSError as error:
+        raise InputError(
+            f"a folder for the ranks' secrets cannot be made in {display_name(parent)}: "
+            f"{error.strerror}"
+        ) from None
+    command = stack.enter_context(LaunchedCommand(options.command, private))
+    cert, key = options.tls_cert, options.tls_key
+    if not here and cert is None and key is None:
+        cert, key = private.root / "tls.crt", private.root / "tls.key"
+        make_certificate(find_reachable_name(host), cert, key)
+    return command, replace(
+        options, tls_cert=cert, tls_key=key,
+        token_file=options.token_file or private.root / "token",
+        secret_file=options.secret_file or private.root / "secret",
+    )  # fmt: skip
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -185,7 +263,8 @@ def make_tls_context(options: ServeOptions, host: str) -> ssl.SSLContext | None:
             return None
         raise InputError(
             f"--listen {one_line(host)} is reached by other machines, and without TLS the token "
-            "travels in clear text; give --tls-cert and --tls-key, or listen at 127.0.0.1"
+            "travels in clear text; give --tls-cert and --tls-key, listen at 127.0.0.1, or give "
+            "the command that starts the ranks after --, which makes a certificate"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -237,31 +316,56 @@ def load_secret(path: Path, option: str) -> str:
     return text
 
 
-def format_rank_environment(url: str, options: ServeOptions, *, observe: bool = False) -> str:
-    """Environment variables that the ranks need, as lines to copy. ``observe``: PipeMorph does not
-    run them."""
+def find_reachable_name(host: str) -> str:
+    """Name or address at which other machines reach a server that listens at ``host``."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            name = socket.getfqdn()
+            # What getfqdn() returns if the resolver names this machine so.
+            return socket.gethostname() if name.startswith("localhost") else name
+    return host
+
+
+def build_served_environment(
+    url: str, options: ServeOptions, *, observe: bool = False
+) -> dict[str, str]:
+    """Environment variables that the ranks need. ``observe``: PipeMorph does not run them."""
+    assert options.token_file is not None and options.secret_file is not None
     scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")
-    try:
-        anywhere = ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        anywhere = False
-    if anywhere:
-        host = socket.getfqdn()
+    reached = find_reachable_name(host.strip("[]"))
+    host = host if reached == host.strip("[]") else reached
     values = {
-        "INGEST_URL": f"{scheme}://{host}:{port}",
-        "TOKEN_FILE": str(options.token_file.resolve()),
+        "PIPEMORPH_INGEST_URL": f"{scheme}://{host}:{port}",
+        "PIPEMORPH_TOKEN_FILE": str(options.token_file.resolve()),
     }
     if not observe:
-        values["SECRET_FILE"] = str(options.secret_file.resolve())
+        values["PIPEMORPH_SECRET_FILE"] = str(options.secret_file.resolve())
     if options.tls_cert is not None:
-        values["CA_FILE"] = str(options.tls_cert.resolve())
+        values["PIPEMORPH_CA_FILE"] = str(options.tls_cert.resolve())
     if options.out is not None and not observe:
         # What pipemorph diagnose reads. A rank that cannot write there trains without.
-        values["TRACE_DIR"] = str(ResultFolder(options.out.resolve()).trace)
-    return "\n".join(
-        ("every rank needs:", *(f"  export PIPEMORPH_{name}={v}" for name, v in values.items()))
-    )
+        values["PIPEMORPH_TRACE_DIR"] = str(ResultFolder(options.out.resolve()).trace)
+    return values
+
+
+def format_rank_environment(variables: Mapping[str, str]) -> str:
+    """Environment variables that the ranks need, as lines to copy."""
+    lines = (f"  {line}" for line in format_environment(variables).splitlines())
+    return "\n".join(("every rank needs:", *lines))
+
+
+def write_env_file(path: Path, variables: Mapping[str, str]) -> None:
+    """Write the variables as lines that a shell reads with ``.``, whole or not at all. Raises
+    :class:`InputError`."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(format_environment(variables))
+        part.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"--env-file {display_name(path)} cannot be written: {error.strerror}"
+        ) from None
 
 
 @dataclass
@@ -341,8 +445,71 @@ class JoinTracker:
         named = join_few(map(str, missing), MOST_NAMED)
         return (
             f"{len(self._joined)} of {ranks} ranks have joined in {JOIN_SECONDS:.0f} s; missing: "
-            f"{named}. Each needs the variables above"
+            f"{named}. Each needs PIPEMORPH_INGEST_URL and the other variables of {COMMAND}"
         )
+
+
+def _follow_attempts(run: RunRecord, roll: JoinTracker) -> RunAttempt:
+    """The attempt of the ranks; a new one if they have started again."""
+    attempt = roll.attempt
+    record = run.attempts[-1] if run.attempts else None
+    if record is not None and record.number == attempt:
+        return record
+    if record is not None and record.result is None:
+        ending = AttemptResult(AttemptOutcome.FAILED, "its ranks started again")
+        record.record_result(ending, now())
+    run.attempts.append(RunAttempt(attempt, now()))
+    return run.attempts[-1]
+
+
+def _exceeds_deadline(run: RunRecord) -> AttemptResult | None:
+    limit = run.job.spec.active_deadline_seconds
+    if limit is None or now() - run.started_at <= limit:
+        return None
+    reason = f"not over within {limit:g} s (spec.activeDeadlineSeconds)"
+    return AttemptResult(AttemptOutcome.DEADLINE, reason)
+
+
+def _wait_for_command(
+    run: RunRecord,
+    roll: JoinTracker,
+    service: ControlService,
+    command: LaunchedCommand,
+    *,
+    events: Events,
+    update: Callable[[], None],
+) -> AttemptResult:
+    """Follow the job until the command that starts its ranks has ended. Signals are forwarded."""
+    stopped: signal.Signals | None = None
+    last_report_at: float | None = None
+    while True:
+        event = None
+        with contextlib.suppress(Empty):
+            event = events.get(timeout=REFRESH_SECONDS)
+        update()
+        record = _follow_attempts(run, roll)
+        if isinstance(event, SignalReceived):
+            stopped = stopped or event.number
+            command.send_signal(event.number)
+        if command.status is None:
+            if (late := _exceeds_deadline(run)) is not None:
+                return record.record_result(late, now())
+            continue
+        # Rank 0's agent sends the last report after its rank has exited.
+        last_report_at = last_report_at or time.monotonic() + AGENT_SECONDS
+        reported = service.reported_at is not None and roll.journal.view.state not in OVER_STATES
+        if reported and time.monotonic() < last_report_at:
+            continue
+        done, wanted = roll.journal.count_done(), run.job.spec.trainer.iterations
+        if command.status == 0 and done >= wanted:
+            return record.record_result(AttemptResult(AttemptOutcome.COMPLETED), now())
+        reason = f"{done} of {wanted} iterations; {command.describe_exit()}"
+        outcome = AttemptOutcome.FAILED
+        if stopped is not None:
+            outcome, reason = AttemptOutcome.INTERRUPTED, f"stopped by {stopped.name}; {reason}"
+        elif service.reported_at is None and command.status == 0:
+            reason += "; no rank has reported: the script has to use TrainerContext.from_env()"
+        return record.record_result(AttemptResult(outcome, reason), now())
 
 
 def _wait_until_over(
@@ -357,22 +524,13 @@ def _wait_until_over(
     """Follow the job by the reports of its ranks, until it is over."""
     spec = run.job.spec
     wanted = spec.trainer.iterations
-    record = RunAttempt(roll.attempt, now())
-    run.attempts.append(record)
     while True:
         stopped = None
         with contextlib.suppress(Empty):
             stopped = events.get(timeout=REFRESH_SECONDS)
         update()
-        # Read before the view, which is reset before the attempt changes.
-        attempt = roll.attempt
-        if attempt != record.number:
-            if record.result is None:
-                record.record_result(
-                    AttemptResult(AttemptOutcome.FAILED, "its ranks started again"), now()
-                )
-            record = RunAttempt(attempt, now())
-            run.attempts.append(record)
+        # Before the view is read, which is reset before the attempt changes.
+        record = _follow_attempts(run, roll)
         view, done = roll.journal.view, roll.journal.count_done()
         quiet = service.seconds_since_report() > LAST_REPORT_SECONDS
         if done >= wanted and (view.state == "finished" or (quiet and view.state != "failed")):
@@ -390,7 +548,5 @@ def _wait_until_over(
             if restart > most:
                 return ending
             note(f"{reason}; waiting for the ranks to start again: {restart} of at most {most}")
-        limit = spec.active_deadline_seconds
-        if limit is not None and now() - run.started_at > limit:
-            reason = f"not over within {limit:g} s (spec.activeDeadlineSeconds)"
-            return record.record_result(AttemptResult(AttemptOutcome.DEADLINE, reason), now())
+        if (late := _exceeds_deadline(run)) is not None:
+            return record.record_result(late, now())

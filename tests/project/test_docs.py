@@ -8,9 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser
 
-from pipemorph.cli import COMMANDS, _build_parser
+from pipemorph.cli import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = subprocess.run(
@@ -126,34 +125,4 @@ def test_commands_of_a_page_are_taken(name: str) -> None:
         for line in block.replace("\\\n", " ").splitlines():
             command = re.match(r"\s*pipemorph ([^|&;>]*)", line)
             if command is not None:
-                _build_parser(COMMANDS, "pipemorph").parse_args(
-                    shlex.split(command[1], comments=True)
-                )
-
-
-PROGRAM = """#!/bin/sh
-echo "$(basename "$0") $*" >> called
-case "$1" in serve) trap "exit 130" TERM; for _ in $(seq 600); do sleep 0.1; done; esac
-"""
-
-
-def test_the_batch_script_for_slurm_ends_and_starts_what_exists(tmp_path: Path) -> None:
-    """Slurm, and the programs that it starts, are played. bash has what a script starts with ``&``
-    ignore SIGINT."""
-    page = (ROOT / "docs/how-to/adapt-under-torchrun.md").read_text()
-    (script,) = (block for block in SHELL.findall(page) if "srun" in block)
-    for program in ("pipemorph", "srun", "openssl"):
-        (tmp_path / program).write_text(PROGRAM)
-        (tmp_path / program).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_NNODES": "2"}
-    # serve has its trap by then, as srun comes later.
-    script = script.replace("srun ", "until grep -q serve called; do sleep 0.1; done\nsrun ", 1)
-    ended = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, timeout=60, check=False
-    )
-    assert ended.returncode == 130
-    called = dict(line.split(" ", 1) for line in (tmp_path / "called").read_text().splitlines())
-    _build_parser(COMMANDS, "pipemorph").parse_args(called["pipemorph"].split())
-    launched = called["srun"].partition("torchrun ")[2].split()
-    found = get_args_parser().parse_args(launched)
-    assert (found.nnodes, found.nproc_per_node, found.training_script) == ("2", "2", "train.py")
+                parse_arguments(shlex.split(command[1], comments=True), "pipemorph")

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 111_220,
-    "product code lines": 82_050,
-    "test lines": 105_670,
+    "product lines": 111_670,
+    "product code lines": 82_390,
+    "test lines": 106_050,
     "benchmark lines": 7_520,
-    "public classes": 764,
-    "modules": 441,
+    "public classes": 765,
+    "modules": 442,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

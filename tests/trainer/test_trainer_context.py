@@ -99,13 +99,13 @@ def test_a_rank_that_cannot_read_its_environment_exits_2(tmp_path: Path, module:
     [
         (InputError("microbatches is missing"), "InputError: microbatches is missing"),
         (PeerLostError("rank 1 is gone"), "PeerLostError: rank 1 is gone"),
-        (ValueError("of the script"), None),
+        (ValueError("of the script"), "ValueError: of the script"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_torchruns_summary_names_an_uncaught_error(
     error: Exception,
-    named: str | None,
+    named: str,
     files: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -124,10 +124,18 @@ def test_torchruns_summary_names_an_uncaught_error(
     except type(error):
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     shown = capsys.readouterr().err.splitlines()
-    assert (len(shown) == 1) is isinstance(error, InputError), "frames of the trainer's own"
-    assert str(error) in shown[-1]
-    assert file.exists() is (named is not None)
-    if named is not None:
-        # torchrun reads it so for its summary.
-        failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
-        assert f"traceback : {named}" in ChildFailedError("train.py", {3: failure}).format_msg()
+    if isinstance(error, InputError):
+        # All ranks have it: rank 0 speaks, without the trainer's own frames.
+        assert shown == []
+        monkeypatch.setenv("RANK", "0")
+        sys.excepthook(type(error), error, None)
+        assert capsys.readouterr().err.splitlines() == [named]
+    else:
+        assert "Traceback" in shown[0] and str(error) in shown[-1]
+    # torchrun reads it so for its summary.
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
+    assert f"traceback : {named}" in ChildFailedError("train.py", {3: failure}).format_msg()
+    written = file.read_text()
+    assert json.loads(written)["message"]["extraInfo"]["rank"] == "3"
+    sys.excepthook(OSError, OSError("of another rank"), None)
+    assert file.read_text() == written, "the first one counts"

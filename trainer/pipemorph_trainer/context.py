@@ -51,7 +51,7 @@ from typing import Any
 from pydantic import ValidationError
 from tenacity import Retrying
 
-from pipemorph.errors import InputError, PipeMorphError, one_line
+from pipemorph.errors import InputError, one_line
 from pipemorph.extras import require_torch_version
 from pipemorph.http_client import (
     HttpClient,
@@ -396,15 +396,16 @@ def _describe_refusal(url: str, answer: HttpResponse) -> str:
 #
 # torchrun's summary shows the content of each rank's error file, which only a function with
 # `@record` writes. Otherwise the summary is empty, and the reason is in one of the tracebacks above
-# it.
+# it. `pipemorph serve` prints the first of them as its last line.
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Variable with the path of a rank's error file; only torchrun sets it."""
+"""Variable with the path of a rank's error file; torchrun and ``pipemorph serve`` set it."""
 
 
 def name_uncaught_errors() -> None:
-    """Write an uncaught :class:`PipeMorphError` of a rank of torchrun to its error file, and print
-    an :class:`InputError` in one line, without the trainer's own frames."""
+    """Write an uncaught error of a rank of torchrun to its error file. All ranks may have the same
+    :class:`InputError`: rank 0 prints it in one line, without the trainer's own frames; the others
+    leave it to the summary."""
     if ERROR_FILE in os.environ and not isinstance(sys.excepthook, _UncaughtErrorHook):
         sys.excepthook = _UncaughtErrorHook(sys.excepthook)
 
@@ -418,16 +419,17 @@ class _UncaughtErrorHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        text = f"{kind.__name__}: {error}"
-        if isinstance(error, InputError):
-            print(f"rank {os.environ.get('RANK', '?')}: {text}", file=sys.stderr)
-        else:
+        text, rank = f"{kind.__name__}: {error}", os.environ.get("RANK", "?")
+        if not isinstance(error, InputError):
             self.previous_hook(kind, error, trace)
-        if not isinstance(error, PipeMorphError):
-            return
-        extra = {"timestamp": str(int(time.time()))}
+        elif rank == "0":
+            print(text, file=sys.stderr)
+        file = Path(os.environ[ERROR_FILE])
+        if not isinstance(error, Exception) or (file.exists() and file.stat().st_size):
+            return  # `@record` has written it, or another rank, without torchrun.
+        extra = {"timestamp": str(int(time.time())), "rank": rank}
         content = json.dumps({"message": {"message": text, "extraInfo": extra}})
         try:
-            Path(os.environ[ERROR_FILE]).write_text(content)
+            file.write_text(content)
         except OSError as refused:
             print(f"torchrun's summary will not name this: {refused}", file=sys.stderr)
