@@ -11,6 +11,7 @@ WIDTH, LAYERS, BATCH = 1024, 8, 512
 
 def build_stage(part):
     """The layers that this rank holds; ``part`` says which."""
+    torch.manual_seed(part.stage)  # other weights on each stage
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in part.layers(LAYERS))
     )
@@ -21,7 +22,6 @@ def make_optimizer(stage):
 
 
 context = TrainerContext.from_env()
-torch.manual_seed(1)
 with Pipeline(build_stage, context=context, loss_fn=mse_loss, optimizer=make_optimizer) as pipe:
     for iteration in range(pipe.start_iteration, context.iterations):
         torch.manual_seed(iteration)

@@ -197,5 +197,6 @@ print(f"rank {context.rank} loss {loss:.6f}")
 def test_under_torchrun(tmp_path: Path) -> None:
     status, output = torchrun(tmp_path, SCRIPT, {})
     assert status == 0, output[-3000:]
+    assert "2 ranks: 2 stages × 1 replica" in output
     losses = {line.split("loss ")[1] for line in output.splitlines() if "loss" in line}
     assert len(losses) == 1, output

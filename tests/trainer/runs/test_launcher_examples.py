@@ -15,9 +15,15 @@ from typing import Any
 import pytest
 import yaml
 from launch import free_port
-from served import DEADLINE, certificate
+from served import certificate
 from torch.distributed.run import get_args_parser
 
+from pipemorph.cli import main
+
+pytestmark = pytest.mark.timeout(240)
+
+SECONDS = 200.0
+"""Time limit of two nodes with torch, on a machine that may be busy."""
 ROOT = Path(__file__).resolve().parents[3]
 SRUN = """#!/bin/bash
 # Starts $SLURM_NNODES processes of its command, as on nodes, and forwards SIGTERM.
@@ -42,6 +48,13 @@ def make_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def make_python_programs(folder: Path) -> Path:
+    """Make ``pipemorph`` and ``torchrun`` of this Python."""
+    for name, module in (("pipemorph", "pipemorph.cli"), ("torchrun", "torch.distributed.run")):
+        make_program(folder / name, f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+    return folder
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> Path:
     """Folder of the Slurm example, smaller, with programs of Slurm in ``bin`` beside it."""
@@ -55,9 +68,7 @@ def slurm(tmp_path: Path) -> Path:
         assert before in text
         (tmp_path / file).write_text(text.replace(before, after))
     make_program(tmp_path / "bin" / "srun", SRUN)
-    command = f'#!/bin/sh\nexec {sys.executable} -m {{}} "$@"\n'
-    make_program(tmp_path / "bin" / "pipemorph", command.format("pipemorph.cli"))
-    make_program(tmp_path / "bin" / "torchrun", command.format("torch.distributed.run"))
+    make_python_programs(tmp_path / "bin")
     return tmp_path / "slurm"
 
 
@@ -71,7 +82,7 @@ def run_batch_script(folder: Path) -> subprocess.CompletedProcess[str]:
     }  # fmt: skip
     return subprocess.run(
         ["bash", "train.sbatch"], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=SECONDS, check=False,
     )  # fmt: skip
 
 
@@ -97,6 +108,28 @@ def test_slurm_script_trains(slurm: Path) -> None:
     assert "all 2 ranks have joined" in done.stdout
     assert json.loads((slurm / "out-77" / "report.json").read_text())["end"] == "completed"
     assert sorted(path.name for path in slurm.iterdir()) == ["job.yaml", "out-77", "train.sbatch"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["own", "gpt"])
+def test_written_script_trains_under_torchrun(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = make_python_programs(tmp_path / "bin")
+    folder = tmp_path / "mine"
+    small = ("--stages", "2", "--microbatches", "2", "--iterations", "2")
+    assert main(["init", str(folder), "--model", model, *small]) == 0
+    (line,) = (
+        line.removeprefix("# ")
+        for line in (folder / "job.yaml").read_text().splitlines()
+        if "torchrun" in line
+    )
+    done = subprocess.run(
+        line.split(), cwd=folder, env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((folder / "out-torchrun" / "report.json").read_text())["end"] == "completed"
 
 
 # --- Kubeflow Trainer -------------------------------------------------------------------------
@@ -138,10 +171,7 @@ def test_kubeflow_runtime_trains(tmp_path: Path) -> None:
             "$(TRAINJOB)-control-0-0.$(TRAINJOB)", "127.0.0.1"
         )
 
-    programs = tmp_path / "bin"
-    command = f'#!/bin/sh\nexec {sys.executable} -m {{}} "$@"\n'
-    make_program(programs / "pipemorph", command.format("pipemorph.cli"))
-    make_program(programs / "torchrun", command.format("torch.distributed.run"))
+    programs = make_python_programs(tmp_path / "bin")
     base = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -168,7 +198,7 @@ def test_kubeflow_runtime_trains(tmp_path: Path) -> None:
         for rank in range(trainer["numNodes"]):
             name = f"node-{rank}"
             processes[name] = start(trainer["command"], name, PET_NODE_RANK=str(rank), **variables)
-        until = time.monotonic() + 2 * DEADLINE
+        until = time.monotonic() + SECONDS
         codes = {
             name: process.wait(max(1.0, until - time.monotonic()))
             for name, process in processes.items()

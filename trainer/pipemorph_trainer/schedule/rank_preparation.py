@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -165,6 +166,10 @@ def prepare_rank(
             if accelerator is not None and (why := find_cuda_graph_refusal(stage)):
                 raise InputError(why)
         settings = Settings.from_arguments(context, given, mesh)
+        if context.job is None and context.rank == 0 and context.world_size > 1:
+            # Before a stage of a script for another number of ranks fails.
+            single = " × 1 replica" if settings.mesh.columns == 1 else ""
+            print(f"{context.world_size} ranks: {settings.mesh}{single}", file=sys.stderr)
         coordinate = settings.mesh.find_coordinate(context.rank)
         layers = context.read_layer_split(coordinate.mesh.stages)
         _check_stage_count(stages, coordinate)
