@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipemorph.cli import main
-from pipemorph.commands import init
+from pipemorph.commands.manifest import init
 from pipemorph.manifest import check_training_program, load_job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,7 +106,7 @@ def test_a_name_that_no_job_may_have_is_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_tutorial_has_the_script_that_it_writes() -> None:
-    """Both are the first script that a user reads."""
+    """Equality of the two: each is the first script that some user reads."""
     written = init._make_own_script(init.STAGES, init.MICROBATCHES_PER_STAGE * init.STAGES)
     tutorial = (ROOT / "examples/tutorial/train.py").read_text()
     assert written.partition("\n\n")[2] == tutorial.partition("\n\n")[2]
