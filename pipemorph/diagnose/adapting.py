@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from pipemorph.diagnose.analysis.causes import find_causes
@@ -17,26 +18,27 @@ _CHANGES = {
     " the ranks beside pipemorph serve",
     "torchtitan": "set config.model_spec.pipelining_fn to pipemorph_trainer.torch.titan's, in place"
     " of {}, and start the ranks beside pipemorph serve",
-    "megatron-core": "an integration with Megatron-Core, which lacks three hooks: for the order of"
-    " ops ({} computes its own; get_forward_backward_func returns it), for a backward in two parts"
-    " (backward_step is whole), and for sends that do not block (P2PCommunicator can be replaced)",
-    "deepspeed": "an integration with DeepSpeed, which lacks three hooks: for the order of ops"
-    " ({}.train_batch always runs TrainSchedule), for a backward in two parts (_exec_backward_pass"
-    " is whole), and for sends that do not block (p2p.send does)",
+    "megatron-core": "an integration, as Megatron-Core has no hook for the order of ops ({}"
+    " computes it), a backward in two parts (backward_step is whole) or sends that do not block"
+    " (P2PCommunicator can be replaced)",
+    "deepspeed": "an integration, as DeepSpeed has no hook for the order of ops"
+    " ({}.train_batch runs TrainSchedule), a backward in two parts (_exec_backward_pass is whole)"
+    " or sends that do not block (p2p.send does)",
 }
 """Change by the framework that schedules the ops. ``{}``: its schedule, as observed."""
 
 
 class AdaptingPrediction(NamedTuple):
-    """Gain of adapting. ``seconds``: of a step as it ran; ``predicted``: under PipeMorph;
-    ``gain``: share of the time that it saves; ``error``: of ``predicted``, seconds. ``change``:
-    sentence on the one change that is needed, with the prediction."""
+    """Gain of adapting. ``seconds``: of a step as it ran; ``predicted``: under PipeMorph; ``gain``:
+    share of the time that it saves; ``error``: of ``predicted``, seconds. ``change``: the one
+    change that is needed; ``promise``: the prediction in words, empty if there is no gain."""
 
     seconds: float
     predicted: float
     gain: float
     error: float
     change: str
+    promise: str
 
 
 def predict_adapting(operations: Iterable[Operation]) -> AdaptingPrediction:
@@ -49,28 +51,26 @@ def predict_adapting(operations: Iterable[Operation]) -> AdaptingPrediction:
         table.append_operation(op)
     simulator = StepSimulator(select_steps(table))
     advice, _ = find_remedies(simulator, find_causes(simulator))
-    seconds = sum(step.span for step in simulator.set.steps) / len(simulator.set.steps)
+    seconds = fmean(step.span for step in simulator.set.steps)
     change = describe_change(table.schedule, advice)
     best = max((r for r in advice if r.adapts), key=lambda remedy: remedy.gain, default=None)
     if best is None:
-        return AdaptingPrediction(seconds, seconds, 0.0, 0.0, change)
-    return AdaptingPrediction(seconds, best.predicted_seconds, best.gain, best.error, change)
+        return AdaptingPrediction(seconds, seconds, 0.0, 0.0, *change)
+    return AdaptingPrediction(seconds, best.predicted_seconds, best.gain, best.error, *change)
 
 
-def describe_change(schedule: str, advice: Sequence[Remedy]) -> str:
-    """Sentence on the one change that lets PipeMorph act, with its predicted gain. ``schedule``:
-    framework and schedule of an observed job; empty if nothing is to be said."""
+def describe_change(schedule: str, advice: Sequence[Remedy]) -> tuple[str, str]:
+    """Describe the one change that lets PipeMorph act, and its predicted gain, if there is any.
+    ``schedule``: framework and schedule of an observed job; without them both texts are empty."""
     framework, _, name = schedule.partition(" ")
     if framework not in _CHANGES:
-        return ""
+        return "", ""
     found = sorted((r for r in advice if r.adapts), key=lambda remedy: -remedy.gain)
     if not found:
-        return "there is nothing to gain: PipeMorph's best plan saves less than 1% of a step"
-    change = _CHANGES[framework].format(name or framework)
-    best, *others = map(_format_gain, found)
-    also = f"; {others[0]}" if others else ""
+        return "there is nothing to gain: PipeMorph's best plan saves less than 1% of a step", ""
     half = ", if " + HALF if any(HALF in remedy.condition for remedy in found) else ""
-    return f"{change}: {best}{also}{half}"
+    change = _CHANGES[framework].format(name or framework)
+    return change, "; ".join(map(_format_gain, found)) + half
 
 
 def _format_gain(remedy: Remedy) -> str:

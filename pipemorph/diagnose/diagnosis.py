@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipemorph.diagnose.adapting import describe_change
 from pipemorph.diagnose.analysis.causes import Cause, find_causes
 from pipemorph.diagnose.analysis.remedies import Remedy, find_remedies
 from pipemorph.diagnose.analysis.slowdown import (
@@ -32,6 +33,11 @@ class Diagnosis:
     notes: list[str]
     schedule: str = ""
     """Framework and schedule of an observed job; empty if the recording does not say."""
+
+    @property
+    def change(self) -> str:
+        """The one change that lets PipeMorph act on an observed job, with its predicted gain."""
+        return ": ".join(filter(None, describe_change(self.schedule, self.advice)))
 
     @property
     def ideal_bubble_fraction(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemorph.diagnose.adapting import describe_change
 from pipemorph.diagnose.diagnosis import Diagnosis
 from pipemorph.planning.formats.torch_csv import dump_csv
 
@@ -58,7 +57,7 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             for remedy in diagnosis.advice
         ],
         "schedule": diagnosis.schedule or None,
-        "with_pipemorph": describe_change(diagnosis.schedule, diagnosis.advice) or None,
+        "with_pipemorph": diagnosis.change or None,
         "notes": diagnosis.notes,
     }
 

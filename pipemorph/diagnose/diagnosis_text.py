@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.diagnose.adapting import describe_change, format_prediction, format_seconds
+from pipemorph.diagnose.adapting import format_prediction, format_seconds
 from pipemorph.diagnose.analysis.causes import LEAST_SHARE
 from pipemorph.diagnose.analysis.remedies import AT_BEST, Remedy
 from pipemorph.diagnose.diagnosis import Diagnosis
@@ -53,8 +53,8 @@ def _format_lines(diagnosis: Diagnosis) -> list[str]:
         )
     if not best:
         lines.append("no change that can be predicted saves 1% of a step")
-    if change := describe_change(diagnosis.schedule, diagnosis.advice):
-        lines.append(f"with PipeMorph: {change}")
+    if diagnosis.change:
+        lines.append(f"with PipeMorph: {diagnosis.change}")
     return lines
 
 

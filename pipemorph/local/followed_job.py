@@ -56,6 +56,8 @@ IDLE_RANKS_PER_SECOND = 32
 """Ranks of all steps in a second whose idle time is attributed to causes."""
 AttributeIdle = Callable[[Sequence[OpsTrace]], IdleSeconds | None]
 """Attributes the idle time of a step to causes; None if that is not possible."""
+NEWEST_STEPS = 32
+"""Steps that are held for the prediction of what adapting would give."""
 MOST_ENDED = 4096
 """Processes of earlier attempts that are remembered."""
 POLICIES: dict[bool, tuple[str, ...]] = {
@@ -101,6 +103,10 @@ class FollowedJob:
     """Steps that ranks dropped."""
     reported_at: float | None = None
     """Time of the newest report; None before the first."""
+    newest: deque[dict[int, AlignedStep]] = field(
+        default_factory=lambda: deque(maxlen=NEWEST_STEPS)
+    )
+    """Newest steps of all ranks, of this attempt."""
     _observer: JobObserver | None = None
     _pending: dict[int, dict[int, ObservedStep]] = field(default_factory=dict)
     """Steps that not all ranks have reported."""
@@ -177,6 +183,7 @@ class FollowedJob:
         self._ended.extend(rank.session for rank in self.ranks.values())
         self.ranks.clear()
         self._pending.clear()
+        self.newest.clear()
         self.attempt, self._observer, self._done = self.attempt + 1, None, 0
         if self.controller is not None:
             self.controller.begin_attempt(self.attempt)
@@ -251,6 +258,7 @@ class FollowedJob:
         assert self.mesh is not None and self._observer is not None
         traces = align_traces(ranks)
         self._done = traces[0].iteration + 1
+        self.newest.append(ranks)
         if self.controller is None:
             try:
                 self._start(traces, max(step.step.microbatches for step in ranks.values()))

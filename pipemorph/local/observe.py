@@ -6,13 +6,15 @@ from them, so there is no manifest. They train on if this host ends, unless it h
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from queue import Empty
-from typing import TextIO
+from typing import Any, TextIO
 
+from pipemorph.detection.observed_steps import AlignedStep
 from pipemorph.errors import InputError, one_line
 from pipemorph.local.clock import now
 from pipemorph.local.followed_job import AttributeIdle, FollowedJob
@@ -49,7 +51,13 @@ from pipemorph.local.serve import (
     write_env_file,
 )
 from pipemorph.local.service import ControlService
+from pipemorph.spec.mesh import MeshShape
 
+log = logging.getLogger("pipemorph.observe")
+
+PredictAdapting = Callable[[MeshShape, Sequence[Mapping[int, AlignedStep]], str], dict[str, Any]]
+"""Predicts what adapting would give: the field ``adapting`` of a report. Takes steps of all ranks,
+and the framework with its schedule. Raises :class:`InputError`."""
 JOIN_SECONDS = 60.0
 """Time after which missing ranks are named."""
 SILENT_SECONDS = 10.0
@@ -58,7 +66,11 @@ takes."""
 
 
 def serve_observed(
-    options: ServeOptions, attribute_idle: AttributeIdle, *, stream: TextIO | None = None
+    options: ServeOptions,
+    attribute_idle: AttributeIdle,
+    predict_adapting: PredictAdapting,
+    *,
+    stream: TextIO | None = None,
 ) -> int:
     """Follow an observed job until each of its ranks has reported its end, or the command of
     ``options`` has.
@@ -148,6 +160,7 @@ def serve_observed(
                 if run is not None:
                     run.attempts[-1].record_result(ending, now())
                     conclude_run(run, ending, journal, service, progress.print_note)
+                    run.adapting = _predict_adapting(service.observed, predict_adapting)
         except InputError:
             raise
         except Exception as error:  # The ranks train on; the report is written.
@@ -167,6 +180,17 @@ def serve_observed(
     progress.print_note("\n".join(lines))
     status = status or EXIT_STATUS[ending.outcome]
     return status if complete else status or UNWRITTEN_STATUS
+
+
+def _predict_adapting(job: FollowedJob, predict: PredictAdapting) -> dict[str, Any] | None:
+    """Prediction for the report; None if the steps are none of a pipeline."""
+    if job.mesh is None or 0 not in job.ranks:
+        return None
+    try:
+        return predict(job.mesh, job.newest, job.ranks[0].place.framework)
+    except InputError as error:
+        log.warning("what adapting would give cannot be predicted: %s", error)
+        return None
 
 
 class _RankWatch:

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 111_910,
-    "product code lines": 82_590,
-    "test lines": 106_230,
-    "benchmark lines": 7_520,
+    "product lines": 112_050,
+    "product code lines": 82_690,
+    "test lines": 106_240,
+    "benchmark lines": 7_560,
     "public classes": 765,
-    "modules": 444,
+    "modules": 445,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -128,7 +128,13 @@ def make_report(
     **fields: object,
 ) -> bytes:
     """Report of a rank. ``ahead``: seconds by which its clock is ahead of the host's."""
-    place = ObservedPlace(rank=stage, stages=stages, chunks=(stage,), host=f"host{stage}")
+    place = ObservedPlace(
+        rank=stage,
+        stages=stages,
+        chunks=(stage,),
+        host=f"host{stage}",
+        framework="torch Schedule1F1B",
+    )
     report = StepsReport(
         protocol=1, session=f"{session}{stage}", place=place, clock=-ahead, round_trip=0.001,
         steps=[shift_clock(step, ahead) for step in steps],

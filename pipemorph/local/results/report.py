@@ -178,6 +178,8 @@ class RunRecord:
     first_iteration: int | None = None
     """Iteration with which the first ranks of the run began; None: that of the first sample."""
     goodput_meter: GoodputMeter = field(default_factory=GoodputMeter)
+    adapting: dict[str, Any] | None = None
+    """Prediction of what adapting would give an observed job; None without one."""
     relayouts: list[dict[str, Any]] = field(default_factory=list)
     """Changes of the ranks' places and layers, for the report."""
     training: TrainingStatus | None = None
@@ -288,6 +290,7 @@ class RunRecord:
             "recoveries": [recovery.to_json() for recovery in self.recoveries],
             "relayouts": self.relayouts,
             "predicted": self._compare_prediction(),
+            "adapting": self.adapting,
             "work": self._measure_work(),
             "dispatch": self._describe_dispatch(),
             "saved": sum_saved_time(self.adaptations).to_report(

@@ -65,6 +65,11 @@ class _LinkHistory(TolerantModel):
     slow: list[SlowPeriod] = Field(default_factory=list)
 
 
+class _Adapting(TolerantModel):
+    change: str
+    promise: str = ""
+
+
 class _Metadata(TolerantModel):
     name: str
     namespace: str = "default"
@@ -92,6 +97,8 @@ class ExplainedJob(TolerantModel):
     adaptations: list[AdaptationRecord] = Field(default_factory=list)
     relayouts: list[RunLayoutChange] = Field(default_factory=list)
     links: _LinkHistory = Field(default_factory=_LinkHistory)
+    adapting: _Adapting | None = None
+    """Prediction of what adapting would give an observed job."""
     work: _MicrobatchWork | None = None
     """Work of a run's microbatches; None: unknown, or not at the end of a run."""
     keep_reason: str = ""

@@ -32,6 +32,8 @@ class Explanation:
     decisions: list[str] = field(default_factory=list)
     savings: str = ""
     advice: list[str] = field(default_factory=list)
+    adapting: list[str] = field(default_factory=list)
+    """The one change that lets PipeMorph act on an observed job, and what it would give."""
 
     def label_rows(self) -> list[tuple[str, str]]:
         """Lines, at most :data:`MOST_LINES`; the first of each part has the part's label."""
@@ -47,6 +49,7 @@ class Explanation:
             ("done", _limit_texts(decided, MOST_DECISIONS)),
             ("worth", [self.savings] if self.savings else []),
             ("to do", advice[:MOST_ADVICE]),
+            ("to adapt", self.adapting),
         ]
         return [
             (label if not i else "", one_line(text, MOST_LINE_CHARACTERS))

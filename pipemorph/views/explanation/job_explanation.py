@@ -178,6 +178,8 @@ def build_explanation(job: ExplainedJob) -> Explanation:
             job.gpus,
         )
     story.advice = list_advice(list_causes(job, status))
+    if job.adapting is not None:
+        story.adapting = [text for text in (job.adapting.change, job.adapting.promise) if text]
     return story
 
 

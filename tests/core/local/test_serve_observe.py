@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -64,6 +65,12 @@ def test_an_observed_job_is_followed_and_explained(
     assert "default/observed is Complete; 4 stages; 41 steps" in explained
     assert "link 2 (stage 2 to 3) was late by up to 20 ms, from iteration 15 to 3" in explained
     assert "PipeMorph observed the job, and changed nothing" in explained
+    adapting = json.loads((out / "report.json").read_text())["adapting"]
+    assert adapting["gain"] > 0.05
+    assert adapting["predicted"] == pytest.approx(adapting["seconds"] * (1 - adapting["gain"]))
+    assert "to adapt" in explained
+    assert "replace Schedule1F1B(stage, …) by pipemorph_trainer.torch.AdaptiveSchedule" in explained
+    assert f"{adapting['gain']:.1%} ± " in explained
     for text in (printed, explained):
         assert not any(word in text for word in ("plan v0", "of 0", "loss -", "adaptation", "kept"))
 
