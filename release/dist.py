@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,9 +30,8 @@ from sbom import write_sbom
 ROOT = Path(__file__).resolve().parents[1]
 DIST, WORK = ROOT / "dist", ROOT / "build/dist"
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-GLIBC = "2.28"
+GLIBC = (2, 28)
 ARCHES = ("x86_64", "aarch64")
-PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}"
 PROBLEM = ROOT / "examples/traces/problem.yaml"
 IMPORTS = (
     "import pipemorph, pipemorph_trainer, pipemorph_operator\n"
@@ -90,11 +90,14 @@ def sdist() -> Path:
     return DIST / f"pipemorph-{VERSION}.tar.gz"
 
 
-def wheel(arch: str) -> Path:
-    """The wheel for ``arch`` and this Python. Its name may list older platforms that fit, too."""
+def find_wheels(arch: str) -> list[Path]:
+    """Find the wheel for ``arch`` and this Python."""
     interpreter = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    found = sorted(DIST.glob(f"pipemorph-{VERSION}-{interpreter}-*{PLATFORM}_{arch}*.whl"))
-    if not found:
+    return sorted(DIST.glob(f"pipemorph-{VERSION}-{interpreter}-*_{arch}.whl"))
+
+
+def wheel(arch: str) -> Path:
+    if not (found := find_wheels(arch)):
         raise SystemExit(f"dist: there is no wheel for {arch} in {DIST}: run the step wheels")
     return found[-1]
 
@@ -135,17 +138,30 @@ def _build_wheel(arch: str, source: Path) -> None:
         _PYTHON_HOST_PLATFORM=f"linux-{arch}",
         SETUPTOOLS_EXT_SUFFIX=suffix,
     )
-    (plain,) = built.glob("*.whl")
-    # Refuses a wheel that needs a newer glibc or a library from elsewhere, and names its platform.
-    platform = f"{PLATFORM}_{arch}"
-    run("auditwheel", "repair", "--plat", platform, "--wheel-dir", DIST, plain)
+    _name_platform(arch, *built.glob("*.whl"))
+
+
+def _name_platform(arch: str, plain: Path) -> None:
+    """Have auditwheel name the oldest platform that a wheel fits, and refuse a newer glibc."""
+    for old in find_wheels(arch):
+        old.unlink()
+    # It takes names of platforms for its own processor only.
+    run("auditwheel", "repair", "--plat", "auto", "--wheel-dir", DIST, plain)
+    newest = max(
+        (int(major), int(minor))
+        for major, minor in re.findall(r"manylinux_(\d+)_(\d+)_", wheel(arch).name)
+    )
+    if newest > GLIBC:
+        raise SystemExit(
+            f"dist: {wheel(arch).name} needs glibc {newest}; expected {GLIBC} or older"
+        )
 
 
 def _compiler(arch: str) -> Path:
     """Make the commands of zig's compiler for ``arch``, which CMake takes as single words."""
     folder = WORK / f"zig-{arch}"
     folder.mkdir(parents=True, exist_ok=True)
-    target = f" -target {arch}-linux-gnu.{GLIBC}"
+    target = f" -target {arch}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     for name, options in {"cc": target, "c++": target, "ar": "", "ranlib": ""}.items():
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {name}{options} "$@"\n')
