@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from pipemorph.diagnose.analysis.causes import find_causes
-from pipemorph.diagnose.analysis.remedies import HALF, Remedy, find_remedies
+from pipemorph.diagnose.analysis.remedies import HALF, NOT_COMPARED, Remedy, find_remedies
 from pipemorph.diagnose.analysis.slowdown import StepSimulator
 from pipemorph.diagnose.analysis.steps import select_steps
 from pipemorph.diagnose.operation import Operation
@@ -50,26 +50,31 @@ def predict_adapting(operations: Iterable[Operation]) -> AdaptingPrediction:
     for op in operations:
         table.append_operation(op)
     simulator = StepSimulator(select_steps(table))
-    advice, _ = find_remedies(simulator, find_causes(simulator))
+    advice, notes = find_remedies(simulator, find_causes(simulator))
     seconds = fmean(step.span for step in simulator.set.steps)
-    change = describe_change(table.schedule, advice)
+    change = describe_change(table.schedule, advice, notes)
     best = max((r for r in advice if r.adapts), key=lambda remedy: remedy.gain, default=None)
     if best is None:
         return AdaptingPrediction(seconds, seconds, 0.0, 0.0, *change)
     return AdaptingPrediction(seconds, best.predicted_seconds, best.gain, best.error, *change)
 
 
-def describe_change(schedule: str, advice: Sequence[Remedy]) -> tuple[str, str]:
+def describe_change(
+    schedule: str, advice: Sequence[Remedy], notes: Sequence[str]
+) -> tuple[str, str]:
     """Describe the one change that lets PipeMorph act, and its predicted gain, if there is any.
-    ``schedule``: framework and schedule of an observed job; without them both texts are empty."""
+    ``schedule``: framework and schedule of an observed job; without them both texts are empty.
+    ``notes``: sentences on what cannot be predicted."""
     framework, _, name = schedule.partition(" ")
     if framework not in _CHANGES:
         return "", ""
     found = sorted((r for r in advice if r.adapts), key=lambda remedy: -remedy.gain)
+    change = _CHANGES[framework].format(name or framework)
+    if any(note.startswith(NOT_COMPARED) for note in notes):
+        return change, "what it would give cannot be predicted"
     if not found:
         return "there is nothing to gain: PipeMorph's best plan saves less than 1% of a step", ""
     half = ", if " + HALF if any(HALF in remedy.condition for remedy in found) else ""
-    change = _CHANGES[framework].format(name or framework)
     return change, "; ".join(map(_format_gain, found)) + half
 
 

@@ -37,7 +37,7 @@ class Diagnosis:
     @property
     def change(self) -> str:
         """The one change that lets PipeMorph act on an observed job, with its predicted gain."""
-        return ": ".join(filter(None, describe_change(self.schedule, self.advice)))
+        return ": ".join(filter(None, describe_change(self.schedule, self.advice, self.notes)))
 
     @property
     def ideal_bubble_fraction(self) -> float:

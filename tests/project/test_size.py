@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 112_050,
-    "product code lines": 82_690,
-    "test lines": 106_240,
+    "product lines": 112_060,
+    "product code lines": 82_700,
+    "test lines": 106_300,
     "benchmark lines": 7_560,
     "public classes": 765,
     "modules": 445,

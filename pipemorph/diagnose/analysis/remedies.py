@@ -46,6 +46,8 @@ _F, _B, _W, _LOSS = (CODE_OF_OPTYPE[name] for name in (FORWARD, BACKWARD, WEIGHT
 _SPLIT = frozenset((_F, _B, _W))
 _COMPUTE = _SPLIT | {_LOSS}
 _BETWEEN = frozenset(CODE_OF_OPTYPE[name] for name in (DATA, GC, CHECKPOINT))
+NOT_COMPARED = "Other schedules are not compared"
+"""Begin of a sentence on why there is no prediction of one."""
 AT_BEST = "at best"
 HALF = "half of a backward computes gradients of weights"
 ACTIONS: dict[str, tuple[str, str]] = {
@@ -105,7 +107,7 @@ class _RemedyFinder:
         try:
             yield from self._change_schedule()
         except InputError as error:
-            self.notes.append(f"Other schedules are not compared: {error}.")
+            self.notes.append(f"{NOT_COMPARED}: {error}.")
 
     def _make_saving(
         self, change: str, seconds: float, condition: str = "", **drawn: Any
@@ -187,7 +189,7 @@ class _RemedyFinder:
         any memory. ``before``: seconds of today's order by the model."""
         problem, policy = model.problem, model.policy
         if problem.stage_count * problem.microbatches > MOST_CELLS:
-            self.notes.append("Another order of the ops is not searched: there are too many ops.")
+            self.notes.append(f"{NOT_COMPARED}: there are too many ops.")
             return
         several = problem.multi_stage
         best = 0.0

@@ -125,6 +125,13 @@ def test_nothing_to_gain_is_said() -> None:
     assert (found.gain, found.predicted) == (0.0, found.seconds)
 
 
+def test_a_job_that_is_too_large_gets_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipemorph.diagnose.analysis.remedies.MOST_CELLS", 31)
+    found = predict_adapting(observe(PlayedJob(delay=slow_link)))
+    assert found.change.startswith("replace Schedule1F1B")
+    assert found.promise == "what it would give cannot be predicted"
+
+
 @pytest.mark.parametrize("schedule", ["", "torch Schedule1F1B"])
 def test_the_change_is_the_last_line_of_an_observed_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str

@@ -7,17 +7,18 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from observed_pipelines import read_rows
 
-from pipemorph.diagnose.operation import BACKWARD, WEIGHT
+from pipemorph.diagnose.operation import BACKWARD, FORWARD, WEIGHT
 from pipemorph_trainer.observe.device_marks import ANCHOR_READS, DeviceMarks
 from pipemorph_trainer.observe.import_hooks import call_after_import
 from pipemorph_trainer.observe.observation import Observation, TimedCall
 from pipemorph_trainer.observe.observed_rank import ObservedRank
-from pipemorph_trainer.observe.torch_pipelines import ScheduleHooks
+from pipemorph_trainer.observe.torch_pipelines import ScheduleHooks, hook_schedules
 
 
 def test_a_module_is_hooked_when_it_is_imported(
@@ -135,3 +136,52 @@ def test_stage_zero_has_two_parts_if_it_builds_its_weight_backward(
     observation.stop()
     rows = read_rows(tmp_path)
     assert [row["optype"] for row in rows] == expected
+
+
+def make_schedules(*lacks: str) -> Any:
+    """Module like torch's ``schedules``, without some of the functions that are hooked."""
+
+    class Schedule:
+        def step(self) -> None: ...
+        def _maybe_compute_loss(self) -> None: ...
+
+    class Stage:
+        def forward_one_chunk(self, fwd_chunk_id: int) -> None: ...
+        def backward_one_chunk(self, bwd_chunk_id: int) -> None: ...
+        def backward_weight_one_chunk(self, bwd_chunk_id: int) -> None: ...
+
+    for owner in (Schedule, Stage):
+        for name in lacks:
+            if hasattr(owner, name):
+                delattr(owner, name)
+    functions: dict[str, Any] = {
+        "_batch_p2p": lambda ops: [],
+        "_wait_batch_p2p": lambda works: None,
+    }
+    return SimpleNamespace(
+        PipelineScheduleSingle=Schedule, PipelineScheduleMulti=type("Multi", (Schedule,), {}),
+        _PipelineSchedule=Schedule, _PipelineStageBase=Stage,
+        **{name: call for name, call in functions.items() if name not in lacks},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [("_wait_batch_p2p",), ("_maybe_compute_loss", "_batch_p2p"), ("backward_weight_one_chunk",)],
+)
+def test_removed_functions_are_named_and_the_rest_is_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lacks: tuple[str, ...]
+) -> None:
+    observation = Observation(tmp_path, 0)
+    observation.set_place(ObservedRank(0, 0, 0, (0,)))
+    schedules = make_schedules(*lacks)
+    hook_schedules(observation, schedules)
+    assert observation.active
+    (line,) = caplog.messages
+    assert line == f"torch.distributed.pipelining has no {', '.join(lacks)}: not recorded"
+    stage = schedules._PipelineStageBase()
+    stage.stage_index = 0
+    observation.begin_call(1, 0)
+    stage.forward_one_chunk(0)
+    observation.stop()
+    assert [row["optype"] for row in read_rows(tmp_path)] == [FORWARD]
