@@ -1,4 +1,5 @@
 # make demo        the main job on this machine: a few minutes, no cluster, no GPU
+# make kind        a cluster on this machine, until a job has adapted (needs kind, docker, helm, kubectl)
 # make check       lint, and the tests that your change reaches: one to three minutes
 # make test        lint, types, and all tests that need no testbed
 # make test-all    make test, then sanitizers, mutants, fuzzing, and the tests on testbeds
@@ -45,11 +46,15 @@ export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
 endif
 
-.PHONY: demo check test test-all test-rest test-times testbeds soak bench docs dist locks lint \
-  format setup check-host clean
+.PHONY: demo kind check test test-all test-rest test-times testbeds soak bench docs dist locks \
+  lint format setup check-host clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out demo-out
+
+# Another cluster: make kind FIRST_JOB='--kubeconfig FILE --registry NAME' (--help says more).
+kind: $(STAMP)
+	$(BIN)/python examples/kubernetes/first_job.py $(FIRST_JOB)
 
 # tests/gate/plan.py says what the parts of a run are, docs/testbeds.md how a run is judged. A part
 # of it is run with .venv/bin/python -m pytest.

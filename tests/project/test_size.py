@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 112_060,
     "product code lines": 82_700,
-    "test lines": 106_300,
+    "test lines": 106_490,
     "benchmark lines": 7_560,
     "public classes": 765,
     "modules": 445,
