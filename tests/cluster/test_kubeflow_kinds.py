@@ -1,4 +1,4 @@
-"""The example for Kubeflow Trainer, checked by the kinds of Kubeflow Trainer and JobSet."""
+"""The examples for Kubeflow Trainer and JobSet, checked by the kinds of both."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from testbed.manifests import installed, kinds
 
 pytestmark = pytest.mark.cluster
 
-FOLDER = ROOT / "examples/kubeflow"
+FOLDER = ROOT / "examples"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,13 +31,15 @@ def take(cluster: Cluster, path: Path, namespace: str) -> None:
 
 def job_set() -> Object:
     """The JobSet that Kubeflow Trainer makes of the runtime."""
-    runtime = yaml.safe_load((FOLDER / "runtime.yaml").read_text())
+    runtime = yaml.safe_load((FOLDER / "kubeflow/runtime.yaml").read_text())
     template = runtime["spec"]["template"]
     about = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
     return about | {"metadata": {"name": "gpt"}, "spec": template["spec"]}
 
 
-@pytest.mark.parametrize("name", ["runtime.yaml", "trainjob.yaml"])
+@pytest.mark.parametrize(
+    "name", ["kubeflow/runtime.yaml", "kubeflow/trainjob.yaml", "kubernetes/jobset.yaml"]
+)
 def test_the_example_is_taken(cluster: Cluster, namespace: str, name: str) -> None:
     take(cluster, FOLDER / name, namespace)
 

@@ -1,4 +1,5 @@
-"""The manifests for Kubeflow Trainer, as far as they are ours: what is served, and who finds it."""
+"""The manifests for Kubeflow Trainer and JobSet, as far as they are ours: what is served, and who
+finds it."""
 
 from __future__ import annotations
 
@@ -7,23 +8,54 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from pipemorph.commands import serve as command
 from pipemorph.manifest import parse_job
 
-FOLDER = Path(__file__).parents[3] / "examples/kubeflow"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+    return list(yaml.safe_load_all((EXAMPLES / name).read_text()))
 
 
-def test_served_names_are_those_that_ranks_request() -> None:
-    (runtime,) = documents("runtime.yaml")
-    config, train_job = documents("trainjob.yaml")
-    jobs = {job["name"]: job for job in runtime["spec"]["template"]["spec"]["replicatedJobs"]}
-    pods = {name: job["template"]["spec"]["template"]["spec"] for name, job in jobs.items()}
+def read_kubeflow() -> tuple[dict[str, Any], list[dict[str, Any]], int, str]:
+    """ConfigMap, replicated jobs, number of ranks, and module of the example."""
+    (runtime,) = documents("kubeflow/runtime.yaml")
+    config, train_job = documents("kubeflow/trainjob.yaml")
+    trainer = train_job["spec"]["trainer"]
+    assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    ranks = trainer["numNodes"] * trainer["numProcPerNode"]
+    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    return config, jobs, ranks, trainer["command"][-1]
+
+
+def read_jobset() -> tuple[dict[str, Any], list[dict[str, Any]], int, str]:
+    """ConfigMap, replicated jobs, number of ranks, and module of the example."""
+    config, made = documents("kubernetes/jobset.yaml")
+    jobs = made["spec"]["replicatedJobs"]
+    node = jobs[1]["template"]["spec"]
+    assert node["parallelism"] == node["completions"], "each has an index"
+    (line,) = node["template"]["spec"]["containers"][0]["args"]
+    found = re.search(r"--nnodes=(\d+) --nproc-per-node=(\d+)", line)
+    assert found is not None and int(found[1]) == node["parallelism"]
+    name = made["metadata"]["name"]
+    assert f"--master-addr={name}-node-0-0.{name} " in line
+    (url,) = [
+        each["value"]
+        for each in node["template"]["spec"]["containers"][0]["env"]
+        if each["name"] == "PIPEMORPH_INGEST_URL"
+    ]
+    assert url.startswith(f"https://{name}-control-0-0.{name}:")
+    return config, jobs, int(found[1]) * int(found[2]), line.split()[-1]
+
+
+@pytest.mark.parametrize("read", [read_kubeflow, read_jobset])
+def test_served_names_are_those_that_ranks_request(read: Any) -> None:
+    config, replicated, ranks, module = read()
+    pods = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in replicated}
     (serve,), (node,) = (pods[name]["containers"] for name in ("control", "node"))
 
     ours = serve["args"][0].partition("exec pipemorph ")[2].split()
@@ -47,8 +79,5 @@ def test_served_names_are_those_that_ranks_request() -> None:
     assert "tls.key" not in keys
 
     job = parse_job(config["data"]["job.yaml"])
-    trainer = train_job["spec"]["trainer"]
-    assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    ranks = trainer["numNodes"] * trainer["numProcPerNode"]
     assert job.spec.parallelism.world_size == ranks
-    assert trainer["command"][-1] == job.spec.trainer.module
+    assert module == job.spec.trainer.module
