@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from pipemorph.argument_types import port_type
 from pipemorph.errors import InputError
 from pipemorph.log_level import read_log_level
 
@@ -58,6 +59,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace the results of an earlier run in DIR"
     )
+    parser.add_argument(
+        "--watch",
+        metavar="PORT",
+        nargs="?",
+        type=port_type,
+        const=0,
+        help="with --observe: serve a live page on this port of 127.0.0.1, by default any that is "
+        "free; its address, which is printed, has a token",
+    )
 
     parser.add_argument(
         "--env-file",
@@ -77,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             else "JOB is missing; name a PipeMorphJob manifest, or give --observe for a job that"
             " PipeMorph does not run"
         )
+    if args.watch is not None and not args.observe:
+        raise InputError("--watch: goes with --observe; a job of a manifest has its page elsewhere")
     for name in ("token_file", "secret_file", "tls_cert", "tls_key", "out", "env_file"):
         if getattr(args, name) == "":
             # pathlib would take it as the current folder.
@@ -101,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         force=args.force,
         env_file=_optional_path(args.env_file),
         command=tuple(args.launch),
+        watch=args.watch,
     )
     if args.observe:
         from pipemorph.diagnose.analysis.idle_time import attribute_idle_time

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from queue import Empty
 from typing import Any, TextIO
 
@@ -18,6 +20,12 @@ from pipemorph.detection.observed_steps import AlignedStep
 from pipemorph.errors import InputError, one_line
 from pipemorph.local.clock import now
 from pipemorph.local.followed_job import AttributeIdle, FollowedJob
+from pipemorph.local.live_page import (
+    LivePageServer,
+    LivePageSource,
+    RunState,
+    open_page_listener,
+)
 from pipemorph.local.log_collector import collect_logs
 from pipemorph.local.processes.interrupts import InterruptHandler
 from pipemorph.local.processes.supervision import (
@@ -51,7 +59,9 @@ from pipemorph.local.serve import (
     write_env_file,
 )
 from pipemorph.local.service import ControlService
+from pipemorph.protocol import OpsTrace
 from pipemorph.spec.mesh import MeshShape
+from pipemorph.views.live_page.page_builder import StageTrace
 
 log = logging.getLogger("pipemorph.observe")
 
@@ -60,6 +70,8 @@ PredictAdapting = Callable[[MeshShape, Sequence[Mapping[int, AlignedStep]], str]
 and the framework with its schedule. Raises :class:`InputError`."""
 JOIN_SECONDS = 60.0
 """Time after which missing ranks are named."""
+MOST_OPS = 200_000
+"""Most ops of the newest steps that the live page can show: about 60 MB."""
 SILENT_SECONDS = 10.0
 """Time without reports after which that is said: ranks report once a second, whatever a step
 takes."""
@@ -115,6 +127,9 @@ def serve_observed(
                         f"--listen {one_line(options.listen)} cannot be used: "
                         f"{error.strerror or error}"
                     ) from None
+                listener = None
+                if options.watch is not None:
+                    listener = stack.enter_context(open_page_listener(options.watch))
                 if options.out:
                     folder = outer.enter_context(
                         ResultFolder.claim_folder(options.out, force=options.force)
@@ -128,6 +143,8 @@ def serve_observed(
                     stack.callback(command.end)
                     command.start(variables)
                 watch = _RankWatch(service, progress.print_note)
+                ops, page = _NewestOps(), None
+                service.observed.on_step = ops.add_step
                 while True:
                     stopped = None
                     with suppress(Empty):
@@ -139,6 +156,14 @@ def serve_observed(
                         run, progress.job = RunRecord(job, now()), job
                         run.attempts.append(RunAttempt(0, now()))
                         progress.print_note(format_job_headline(job))
+                        if listener is not None:
+                            source = LivePageSource(
+                                job, journal, ops, partial(_read_run_state, run, service)
+                            )
+                            page = stack.enter_context(
+                                LivePageServer(source.make_document, listener)
+                            )
+                            progress.print_note(f"watch: {page.url}")
                     if command is not None:
                         if isinstance(stopped, SignalReceived):
                             command.send_signal(stopped.number)
@@ -161,6 +186,8 @@ def serve_observed(
                     run.attempts[-1].record_result(ending, now())
                     conclude_run(run, ending, journal, service, progress.print_note)
                     run.adapting = _predict_adapting(service.observed, predict_adapting)
+                    if page is not None:
+                        page.announce_end()
         except InputError:
             raise
         except Exception as error:  # The ranks train on; the report is written.
@@ -191,6 +218,48 @@ def _predict_adapting(job: FollowedJob, predict: PredictAdapting) -> dict[str, A
     except InputError as error:
         log.warning("what adapting would give cannot be predicted: %s", error)
         return None
+
+
+def _read_run_state(run: RunRecord, service: ControlService) -> RunState:
+    """State of the ranks, for the live page. Called from another thread."""
+    if run.training is not None:
+        return RunState(run.to_status(), run.outlook)
+    state = service.read_state()
+    return RunState(state.to_status("Running"), state.outlook)
+
+
+class _NewestOps:
+    """Ops of the newest steps, for the live page. Steps are added by the ingest's thread."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[StageTrace]] = {}
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def add_step(self, traces: Sequence[OpsTrace]) -> None:
+        """Add a step of all ranks."""
+        found = [
+            StageTrace(each.rank, each.stage, each.column, each.iteration, 0, each.ops)
+            for each in traces
+        ]
+        with self._lock:
+            # Ranks that have started again repeat the numbers of steps.
+            self._drop_step(traces[0].iteration)
+            self._steps[traces[0].iteration] = found
+            self._count += sum(len(each.ops) for each in found)
+            while self._count > MOST_OPS and len(self._steps) > 1:
+                self._drop_step(next(iter(self._steps)))
+
+    def _drop_step(self, number: int) -> None:
+        self._count -= sum(len(each.ops) for each in self._steps.pop(number, []))
+
+    def list_iterations(self, column: int) -> list[int]:
+        with self._lock:
+            return sorted(self._steps)
+
+    def read_iteration(self, column: int, iteration: int) -> Sequence[StageTrace]:
+        with self._lock:
+            return self._steps.get(iteration, [])
 
 
 class _RankWatch:

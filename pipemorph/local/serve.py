@@ -92,6 +92,8 @@ class ServeOptions:
     force: bool = False
     env_file: Path | None = None
     command: tuple[str, ...] = ()
+    watch: int | None = None
+    """Port of the live page, 0 for any; None: no page."""
 
 
 def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO | None = None) -> int:

@@ -192,6 +192,8 @@ def _build_alternative_picture(
     measured: IterationPicture, known: WatchedJob, column: int, mesh: MeshShape
 ) -> tuple[IterationPicture | None, str]:
     """Picture of the iteration under the initial plan, or None and the reason."""
+    if known.job.spec.is_observed:
+        return None, "the schedule is the job's own: PipeMorph only observes it"
     if _is_initial_plan(measured.plan_version, known.changes):
         return None, "the initial plan is in force in this iteration"
     outlook = known.outlook

@@ -125,6 +125,7 @@ class PageDocument(_PageModel):
     """Explanation of the job: label and text per line; the label is empty within a part."""
     done: int
     wanted: int
+    """Number of iterations of the job; 0: unknown, as PipeMorph only observes it."""
     seconds: float | None
     """Median of the newest iterations."""
     columns: list[str]

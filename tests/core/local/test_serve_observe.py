@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import free_port
@@ -29,8 +31,9 @@ def post(client: HttpClient, body: bytes) -> None:
             assert time.monotonic() < deadline
 
 
-def report_steps(url: str, token: Path) -> None:
-    """Report steps of all ranks, with link 2 late from step 15 to 29."""
+def report_steps(url: str, token: Path, page: str, seen: list[dict[str, Any]]) -> None:
+    """Report steps of all ranks, with link 2 late from step 15 to 29. Appends the document of the
+    live page to ``seen``."""
     client, now = HttpClient(url, token), time.time()
     order = order_1f1b(STAGES, 4)
     ran = []
@@ -40,20 +43,37 @@ def report_steps(url: str, token: Path) -> None:
     for stage in range(STAGES):
         steps = [each[stage] for each in ran]
         post(client, make_report(stage, STAGES, steps))
+    deadline = time.monotonic() + 20
+    while not seen and time.monotonic() < deadline:
+        with suppress(NoResponseError):
+            answer = HttpClient(page).request_blocking("/view", seconds=5.0)
+            seen += [json.loads(answer.body)] if answer.status == 200 else []
     for stage in range(STAGES):
         post(client, make_report(stage, STAGES, finished=True))
 
 
 def test_an_observed_job_is_followed_and_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, token, out = free_port(), tmp_path / "token", tmp_path / "out"
-    ranks = threading.Thread(target=report_steps, args=(f"http://127.0.0.1:{port}", token))
+    monkeypatch.setattr("secrets.token_urlsafe", lambda _: "not-a-secret")
+    port, watch, token, out = free_port(), free_port(), tmp_path / "token", tmp_path / "out"
+    seen = list[dict[str, Any]]()
+    page = f"http://127.0.0.1:{watch}/not-a-secret"
+    ranks = threading.Thread(
+        target=report_steps, args=(f"http://127.0.0.1:{port}", token, page, seen)
+    )
     ranks.start()
     options = ["--listen", f"127.0.0.1:{port}", "--token-file", str(token), "--out", str(out)]
-    assert main(["serve", "--observe", *options]) == 0
+    assert main(["serve", "--observe", *options, "--watch", str(watch)]) == 0
     ranks.join()
+    (document,) = seen
+    assert (document["wanted"], document["status"]["state"]) == (0, "Running")
+    assert [len(row["kinds"]) for row in document["measured"]["rows"]] == [8] * STAGES
+    assert document["no_alternative"] == "the schedule is the job's own: PipeMorph only observes it"
+    kinds = [[span["kind"] for span in link["spans"]] for link in document["links"]]
+    assert "slow" in kinds[2] and "slow" not in kinds[0] + kinds[1]
     printed = capsys.readouterr().out
+    assert f"watch: {page}/" in printed
     assert f"export PIPEMORPH_TOKEN_FILE={token}" in printed
     assert "SECRET" not in printed
     assert "observed: 4 stages, 4 microbatches, in the order of 1f1b; PipeMorph changes" in printed
@@ -71,7 +91,7 @@ def test_an_observed_job_is_followed_and_explained(
     assert "to adapt" in explained
     assert "replace Schedule1F1B(stage, …) by pipemorph_trainer.torch.AdaptiveSchedule" in explained
     assert f"{adapting['gain']:.1%} ± " in explained
-    for text in (printed, explained):
+    for text in (printed, explained, str(document["explanation"])):
         assert not any(word in text for word in ("plan v0", "of 0", "loss -", "adaptation", "kept"))
 
 
@@ -79,6 +99,7 @@ def test_an_observed_job_is_followed_and_explained(
     ("arguments", "message"),
     [
         (["job.yaml", "--observe"], "--observe: does not go with JOB"),
+        (["job.yaml", "--watch"], "--watch: goes with --observe"),
         ([], "JOB is missing; name a PipeMorphJob manifest, or give --observe"),
     ],
 )

