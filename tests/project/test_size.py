@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 112_140,
-    "product code lines": 82_770,
-    "test lines": 106_600,
+    "product lines": 112_320,
+    "product code lines": 82_900,
+    "test lines": 106_690,
     "benchmark lines": 7_560,
     "public classes": 765,
     "modules": 445,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from profiled_pipelines import make_schedule, place_stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from pipemorph_trainer.context import TrainerContext
@@ -37,6 +38,8 @@ class ObservedRun(NamedTuple):
     evaluate: bool = False
     own_optimizer: bool = False
     """Whether the parameters are updated by the script, and no optimizer of torch."""
+    data_parallel: bool = False
+    """Whether the stages are wrapped by DDP, which reduces their gradients over replicas."""
     breaks: str = ""
 
 
@@ -60,18 +63,29 @@ def train_pipeline(run: ObservedRun) -> dict[str, Any]:
     """Train in the process group that there is, and end it. Returns losses, as hexadecimal, and a
     hash of all gradients and of the parameters."""
     sizes = dist.get_world_size() // run.replicas, run.replicas
-    group = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_shard")).get_group("pp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_shard"))
+    group = mesh.get_group("pp")
     mine, stages = place_stages(run.schedule, group.rank(), group.size())
-    modules = []
+    modules: list[nn.Module] = []
     for index in mine:
         torch.manual_seed(index)
         modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    if run.data_parallel:
+        # Some buckets are reduced while the backward computes. Torch rebuilds them in the second
+        # step, unless parameters may be unused, and fails if a step has several microbatches.
+        modules = [
+            DistributedDataParallel(
+                module, process_group=mesh.get_group("dp_shard"), bucket_cap_mb=1e-3,
+                find_unused_parameters=True,
+            )
+            for module in modules
+        ]  # fmt: skip
     pipeline = make_schedule(run.schedule, modules, group, run.microbatches)
     parameters = [p for module in modules for p in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, 1e-2)
     hashed = hashlib.sha256()
     losses: list[Tensor] = []
-    torch.manual_seed(99)
+    torch.manual_seed(99 + (mesh.get_local_rank("dp_shard") if run.data_parallel else 0))
     samples = torch.randn(run.steps * run.accumulate * 4 * run.microbatches, WIDTH)
     batches = iter(DataLoader(samples, batch_size=4 * run.microbatches))  # type: ignore[arg-type]
 

@@ -24,11 +24,14 @@ LENGTH, WIDTH, WORDS = 32, 64, 128
 
 class FrameworkRun(NamedTuple):
     """Training of three steps. ``chunks``: virtual stages of Megatron-Core per rank. ``overlap``:
-    its receives are waited for later."""
+    its receives, and the reductions over ``replicas``, are waited for later. ``tied``: input and
+    output layers share a weight."""
 
     framework: str
     chunks: int = 1
     overlap: bool = False
+    replicas: int = 1
+    tied: bool = False
     observed: bool = True
 
 
@@ -87,15 +90,16 @@ def train_megatron(run: FrameworkRun) -> dict[str, Any]:
     transformer: Any = import_module("megatron.core.transformer")
     pipelines: Any = import_module("megatron.core.pipeline_parallel")
     random: Any = import_module("megatron.core.tensor_parallel.random")
-    world = dist.get_world_size()
+    distributed: Any = import_module("megatron.core.distributed")
+    stages = dist.get_world_size() // run.replicas
     virtual = run.chunks if run.chunks > 1 else None
-    state.initialize_model_parallel(1, world, virtual_pipeline_model_parallel_size=virtual)
+    state.initialize_model_parallel(1, stages, virtual_pipeline_model_parallel_size=virtual)
     with _OnCpu():
         random.model_parallel_cuda_manual_seed(123)
         config = transformer.TransformerConfig(
-            num_layers=world * run.chunks, hidden_size=WIDTH, num_attention_heads=4,
+            num_layers=stages * run.chunks, hidden_size=WIDTH, num_attention_heads=4,
             use_cpu_initialization=True, pipeline_dtype=torch.float32, attention_dropout=0.0,
-            hidden_dropout=0.0, pipeline_model_parallel_size=world,
+            hidden_dropout=0.0, pipeline_model_parallel_size=stages,
             virtual_pipeline_model_parallel_size=virtual, bias_activation_fusion=False,
             bias_dropout_fusion=False, masked_softmax_fusion=False,
             gradient_accumulation_fusion=False, overlap_p2p_comm=run.overlap,
@@ -112,10 +116,22 @@ def train_megatron(run: FrameworkRun) -> dict[str, Any]:
                     vocab_size=WORDS, max_sequence_length=LENGTH,
                     pre_process=state.is_pipeline_first_stage(**flat),
                     post_process=state.is_pipeline_last_stage(**flat),
-                    share_embeddings_and_output_weights=False,
+                    share_embeddings_and_output_weights=run.tied,
                     position_embedding_type="learned_absolute", **where,
                 )
             )  # fmt: skip
+        if run.replicas > 1:
+            # Reduced buckets as in Megatron's training loop.
+            settings = distributed.DistributedDataParallelConfig(
+                overlap_grad_reduce=run.overlap, bucket_size=20_000
+            )
+            chunks = [
+                distributed.DistributedDataParallel(config, settings, chunk) for chunk in chunks
+            ]
+            config.finalize_model_grads_func = distributed.finalize_model_grads
+            config.no_sync_func = [chunk.no_sync for chunk in chunks]
+            if not virtual:
+                config.no_sync_func = config.no_sync_func[0]
         parameters = [p for chunk in chunks for p in chunk.parameters()]
         optimizer = torch.optim.SGD(parameters, 1e-2)
         step = pipelines.get_forward_backward_func()
@@ -123,6 +139,8 @@ def train_megatron(run: FrameworkRun) -> dict[str, Any]:
         data = [_draw_tokens() for _ in chunks]
         for _ in range(STEPS):
             optimizer.zero_grad()
+            for chunk in chunks if run.replicas > 1 else ():
+                chunk.zero_grad_buffer()
             outputs = step(
                 forward_step_func=_run_forward, model=chunks if virtual else chunks[0],
                 data_iterator=data if virtual else data[0], num_microbatches=MICROBATCHES,
@@ -130,6 +148,7 @@ def train_megatron(run: FrameworkRun) -> dict[str, Any]:
             )  # fmt: skip
             losses += [float(each["loss"]).hex() for each in outputs]
             for parameter in parameters:
+                parameter.grad = getattr(parameter, "main_grad", parameter.grad)
                 if parameter.grad is not None:
                     hashed.update(parameter.grad.numpy().tobytes())
             optimizer.step()
@@ -137,7 +156,9 @@ def train_megatron(run: FrameworkRun) -> dict[str, Any]:
 
 
 def _draw_tokens() -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    # Replicas have other samples.
+    state: Any = import_module("megatron.core.parallel_state")
+    generator = torch.Generator().manual_seed(1 + state.get_data_parallel_rank())
     while True:
         yield torch.randint(0, WORDS, (2, LENGTH + 1), generator=generator)
 

@@ -111,6 +111,33 @@ def test_replicas_are_numbered_by_their_pipelines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.full)]
+)
+def test_reductions_of_ddp_are_apart_from_the_last_backward(tmp_path: Path, schedule: str) -> None:
+    run = ObservedRun(schedule, replicas=2, microbatches=2, steps=3, data_parallel=True)
+    rows, active = train_twice(tmp_path, run, ranks=4)
+    assert all(active)
+    reductions: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["optype"] == "grads-reduce-scatter":
+            start = row["start_ts"]
+            members = reductions.setdefault((row["step"], row["gmc"]), [])
+            members.append((start, start + row["duration"]))
+            assert row["mb_id"] == -1
+    stages = 2 * SCHEDULES[schedule][1]
+    assert sorted(reductions) == [(step, stage) for step in (1, 2) for stage in range(stages)]
+    for members in reductions.values():
+        assert len(members) == 2
+        # A reduction ends when all its members have begun theirs.
+        assert max(start for start, _ in members) < min(end for _, end in members)
+    backwards = [row for row in rows if row["optype"] == "backward-compute"]
+    ends = {(row["rank"], row["start_ts"]) for row in rows if "reduce" in row["optype"]}
+    last = [row for row in backwards if (row["rank"], row["start_ts"] + row["duration"]) in ends]
+    assert len(last) == 2 * 2 * stages
+    assert {row["mb_id"] for row in last} == {1}
+
+
+@pytest.mark.parametrize(
     "breaks",
     ["raises", *(pytest.param(each, marks=pytest.mark.full) for each in ("disk", "folder"))],
 )

@@ -4,6 +4,9 @@ those of ``make soak``."""
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from pipemorph_trainer import TrainerContext, observe
 pytestmark = pytest.mark.soak
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("run", "ranks"),
     [
@@ -26,9 +30,19 @@ pytestmark = pytest.mark.soak
         (FrameworkRun("megatron"), 3),
         (FrameworkRun("megatron", chunks=2), 3),
         (FrameworkRun("megatron", chunks=2, overlap=True), 2),
+        (FrameworkRun("megatron", replicas=2, tied=True), 4),
+        (FrameworkRun("megatron", chunks=2, overlap=True, replicas=2), 4),
         (FrameworkRun("deepspeed"), 2),
     ],
-    ids=["megatron-2", "megatron-3", "megatron-virtual", "megatron-overlap", "deepspeed"],
+    ids=[
+        "megatron-2",
+        "megatron-3",
+        "megatron-virtual",
+        "megatron-overlap",
+        "megatron-replicas",
+        "megatron-overlapped-replicas",
+        "deepspeed",
+    ],
 )
 def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     tmp_path: Path, run: FrameworkRun, ranks: int
@@ -36,24 +50,36 @@ def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     package = {"megatron": "megatron.core", "deepspeed": "deepspeed"}[run.framework]
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} is not installed: it is not checked")
-    observed = run_ranks(ranks, train_framework, run, str(tmp_path))
-    plain = run_ranks(ranks, train_framework, run._replace(observed=False), str(tmp_path))
+    observed = run_ranks(ranks, train_framework, run, str(tmp_path), timeout=280)
+    plain = run_ranks(
+        ranks, train_framework, run._replace(observed=False), str(tmp_path), timeout=280
+    )
     assert observed == plain
     assert any(rank["losses"] for rank in observed)
     rows = read_rows(tmp_path)
-    for optype in ("forward-compute", "backward-compute"):
-        ops = [(r["step"], r["gmc"], r["mb_id"]) for r in rows if r["optype"] == optype]
-        assert sorted(ops) == [
-            (step, chunk, microbatch)
-            for step in (1, 2)
-            for chunk in range(ranks * run.chunks)
-            for microbatch in range(MICROBATCHES)
+    stages = ranks // run.replicas
+    chunks = stages * run.chunks
+
+    def check_ops(optype: str, among: Iterable[int]) -> None:
+        ops = [
+            (r["step"], r["dp_rank"], r["gmc"], r["mb_id"]) for r in rows if r["optype"] == optype
         ]
-    assert sum(row["optype"] == "optimizer" for row in rows) == 2 * ranks
-    messages = sum("recv" in row["optype"] for row in rows)
-    assert messages == (2 * 2 * (ranks - 1) * MICROBATCHES if run.chunks == 1 else 0)
+        expected = product((1, 2), range(run.replicas), among, range(MICROBATCHES))
+        assert sorted(ops) == list(expected), optype
+
+    check_ops("forward-compute", range(chunks))
+    check_ops("backward-compute", range(chunks))
+    check_ops("forward-recv", range(1, chunks))
+    check_ops("forward-send", range(chunks - 1))
+    check_ops("backward-recv", range(chunks - 1))
+    check_ops("backward-send", range(1, chunks))
+    counts = Counter(row["optype"] for row in rows)
+    assert counts["optimizer"] == 2 * ranks
+    if run.replicas > 1:
+        assert counts["grads-reduce-scatter"] == 2 * ranks * run.chunks
+    assert counts["embedding-grads-all-reduce"] == (2 * 2 * run.replicas if run.tied else 0)
     found = diagnose(load_recording([tmp_path]))
-    assert found.steps.stages == ranks
+    assert (found.steps.stages, found.steps.replicas) == (stages, run.replicas)
     name = found.schedule.removeprefix("megatron-core ").removeprefix("deepspeed ")
     assert name.startswith(
         "forward_backward_pipelining_with" if "mega" in run.framework else "Pipe"

@@ -87,7 +87,7 @@ class Observation:
         self._optimizers: list[Any] = []
         """Marks at the starts of the optimizers that run: one may call another."""
         self._pause: Any = None
-        self._omits = 0
+        self.omits = 0
         """Above 0 in a call of the schedule that is not recorded."""
         self._omitted = 0.0
         """Seconds of such calls in this step."""
@@ -132,7 +132,7 @@ class Observation:
         """Return a function that calls ``original``, and passes the call to ``add``."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if not self.active or self._omits:
+            if not self.active or self.omits:
                 return original(*args, **kwargs)
             start = self.mark()
             result = original(*args, **kwargs)
@@ -261,12 +261,12 @@ class Observation:
         if no call of this step has begun."""
         if not self._calls:
             self._ops.clear()
-        self._omits += 1
+        self.omits += 1
         began = perf_counter()
         try:
             return original(*args, **kwargs)
         finally:
-            self._omits -= 1
+            self.omits -= 1
             self._omitted += perf_counter() - began
 
     def add(self, op: MarkedOp) -> None:
@@ -303,7 +303,7 @@ class Observation:
         self.add(MarkedOp(DATA, call.start, call.end))
 
     def _note_collection(self, phase: str, _: object) -> None:
-        if not self.active or self._device is not None or self._omits:
+        if not self.active or self._device is not None or self.omits:
             return
         if phase == "start":
             self._pause = perf_counter()

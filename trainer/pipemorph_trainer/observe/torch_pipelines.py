@@ -54,6 +54,7 @@ def hook_schedules(observation: Observation, schedules: Any) -> None:
     stage = schedules._PipelineStageBase
     for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
         observation.replace(owner, "step", hooks.wrap_step)
+    observation.replace(stage, "backward_one_chunk", hooks.wrap_backward)
     lacks = [
         name
         for owner, name, add in (
@@ -83,6 +84,8 @@ class ScheduleHooks:
         """Schedules that have had their first step, which exchanges shapes."""
         self._posted: dict[int, list[_Message]] = {}
         """Messages by the id of their work, which the schedule holds until it has waited for it."""
+        self._last_gradient: Any = None
+        """Mark at the last gradient of a parameter in a backward that reduces."""
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` of a schedule, which ``eval`` calls as well."""
@@ -122,9 +125,47 @@ class ScheduleHooks:
 
     def add_backward(self, call: TimedCall) -> None:
         """Add a backward, or the gradient of a stage's input. Without a ``dw_builder``, stage 0 has
-        no such gradient: its whole backward is in :meth:`add_weight`."""
+        no such gradient: its whole backward is in :meth:`add_weight`. DDP reduces at the end of the
+        last backward."""
+        ready, self._last_gradient = self._last_gradient, None
+        if ready is not None:
+            self._add(REDUCE_SCATTER, call._replace(start=ready), -1)
+            call = call._replace(end=ready)
         if call.argument(3, "full_backward", True) or not _is_whole_in_weight(call.args[0]):
             self._add(BACKWARD, call, call.argument(1, "bwd_chunk_id"))
+
+    def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``backward_one_chunk``. In the last one, DDP's reducer waits for all reductions at its
+        end, and launches the last of them after the last gradient of a parameter."""
+        observation = self._observation
+
+        def backward(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            is_last = kwargs.get("last_backward", args[3] if len(args) > 3 else False)
+            if not is_last or not observation.active or observation.omits:
+                return original(stage, *args, **kwargs)
+            hooks: list[Any] = []
+            observation.guard(self._watch_gradients, stage.submod, hooks)
+            try:
+                return original(stage, *args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        return backward
+
+    def _watch_gradients(self, module: Any, hooks: list[Any]) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        if isinstance(module, DistributedDataParallel):
+            parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
+            for parameter in parameters:
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._note_gradient))
+
+    def _note_gradient(self, _: Any) -> None:
+        self._observation.guard(self._mark_gradient)
+
+    def _mark_gradient(self) -> None:
+        self._last_gradient = self._observation.mark()
 
     def add_weight(self, call: TimedCall) -> None:
         """Add the gradient of a stage's weights."""
