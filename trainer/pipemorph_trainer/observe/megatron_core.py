@@ -261,7 +261,7 @@ class _MegatronHooks:
 
 
 def _has_tied(models: Sequence[Any]) -> bool:
-    """Whether input and output layers share a weight."""
+    """True if input and output layers share a weight."""
     model = models[0]
     while hasattr(model, "module"):
         model = model.module
