@@ -15,14 +15,12 @@ sys.exit(not pathlib.Path(sysconfig.get_paths()['include'], 'Python.h').exists()
     [ -z "$missing" ] || (apt-get update && apt-get install -y --no-install-recommends $missing \
  && rm -rf /var/lib/apt/lists/*)
 WORKDIR /src
-COPY pyproject.toml ./
 # Not in an environment that pip makes anew for each build: what is compiled could not be kept.
+COPY release/locks/build.txt /locks/
 RUN python3 -m venv /opt/build \
- && /opt/build/bin/python -c "import tomllib; print('\n'.join( \
-tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'] + ['cmake', 'ninja']))" > /tmp/requirements.txt \
- && /opt/build/bin/pip install --no-cache-dir -r /tmp/requirements.txt
+ && /opt/build/bin/pip install --no-cache-dir --no-deps --require-hashes -r /locks/build.txt
 ENV PATH=/opt/build/bin:$PATH
-COPY CMakeLists.txt LICENSE ./
+COPY CMakeLists.txt LICENSE pyproject.toml ./
 COPY csrc ./csrc
 # What is compiled alone, in a layer that stays while only Python and README.md change.
 RUN touch README.md && mkdir -p pipemorph trainer/pipemorph_trainer operator/pipemorph_operator \
@@ -34,18 +32,23 @@ COPY operator/pipemorph_operator ./operator/pipemorph_operator
 RUN pip wheel --no-build-isolation --no-cache-dir --no-deps -w /wheels .
 
 # --- operator: reconcile and ingest, which plans with the compiled search; no torch ---------------
-FROM ${BASE} AS operator
+# Installed from outside, so that the image has no pip.
+FROM ${BASE} AS operator-packages
 ARG PIP_INDEX_URL=
-RUN python3 -m venv /opt/pipemorph
-ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-COPY pyproject.toml /tmp/
-# The core's dependencies and those of the extra, from the one place that lists them.
-RUN python -c "import tomllib; p = tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']; \
-print('\n'.join(p['dependencies'] + p['optional-dependencies']['operator']))" > /tmp/requirements.txt \
- && pip install --no-cache-dir -r /tmp/requirements.txt && rm /tmp/requirements.txt /tmp/pyproject.toml
+RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/pipemorph
+COPY release/locks/operator.txt /locks/
+ARG INSTALL="/opt/pip/bin/pip --python /opt/pipemorph/bin/python install --no-cache-dir --no-deps"
+RUN $INSTALL --require-hashes -r /locks/operator.txt
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \
- && python -c "import pipemorph_operator.__main__, pipemorph_operator.ingest.__main__, sys; \
+RUN $INSTALL /wheels/pipemorph-*.whl && /opt/pip/bin/pip --python /opt/pipemorph/bin/python check
+
+FROM ${BASE} AS operator
+# BASE may have a pip of its own.
+RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/ensurepip \
+  /usr/local/lib/python3*/site-packages/pip /usr/local/lib/python3*/site-packages/pip-*
+COPY --from=operator-packages /opt/pipemorph /opt/pipemorph
+ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+RUN python -c "import pipemorph_operator.__main__, pipemorph_operator.ingest.__main__, sys; \
 from pipemorph.planning import _planner; sys.exit('torch' in sys.modules)"
 WORKDIR /work
 USER 65532:65532
@@ -67,16 +70,18 @@ RUN python3 -c "import ctypes; ctypes.CDLL('libcrypto.so.3')" 2>/dev/null \
  || python3 -c "import ctypes; ctypes.CDLL('libcrypto.so.1.1')" 2>/dev/null || (apt-get update \
  && apt-get install -y --no-install-recommends libssl3 \
  && rm -rf /var/lib/apt/lists/*)
-COPY pyproject.toml /tmp/
-# torch, the gigabytes, in a layer that stays while only our own code changes.
+# torch, the gigabytes, in a layer that stays while only our own code changes. With BASE's torch goes
+# BASE's numpy, if it has one.
+COPY release/locks/numpy.txt release/locks/trainer.txt release/locks/trainer-torch.txt /locks/
+ARG LOCKED="install --no-cache-dir --no-deps --require-hashes -r"
 RUN case "$TORCH" in pip) site= ;; base) site=--system-site-packages ;; \
       *) echo "TORCH is $TORCH; expected pip or base" >&2; exit 1 ;; esac \
- && python3 -m venv $site /opt/pipemorph \
- && /opt/pipemorph/bin/python -c "import sys, tomllib; p = tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']; \
-print('\n'.join(r for r in p['dependencies'] + p['optional-dependencies']['trainer'] \
-if sys.argv[1] == 'pip' or not r.startswith('torch')))" "$TORCH" > /tmp/requirements.txt \
- && /opt/pipemorph/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-      -r /tmp/requirements.txt && rm /tmp/requirements.txt /tmp/pyproject.toml
+ && python3 -m venv $site /opt/pipemorph && cd /opt/pipemorph/bin \
+ && if [ "$TORCH$TORCH_INDEX" = pip ]; then ./pip $LOCKED /locks/trainer-torch.txt; else \
+      ./pip $LOCKED /locks/trainer.txt \
+      && { ./python -c "import numpy" 2>/dev/null || ./pip $LOCKED /locks/numpy.txt; } \
+      && { [ "$TORCH" = base ] || ./pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" \
+             "$(grep -o '^torch==[0-9.]*' /locks/trainer-torch.txt)"; }; fi
 # `pipemorph fabric check` probes with pyverbs, which the distribution's Python runs if ours is another.
 RUN /usr/bin/python3 -c "import pyverbs.device" 2>/dev/null || (apt-get update \
  && apt-get install -y --no-install-recommends python3-pyverbs \

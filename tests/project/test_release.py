@@ -61,6 +61,18 @@ def test_locks_of_the_trainer_have_the_same_versions() -> None:
     assert "torch" not in read_pins("trainer") and "numpy" not in read_pins("trainer")
 
 
+def test_images_install_other_packages_by_hash_only() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    named = re.findall(r"-r (\S+)|\$LOCKED (\S+?);?(?= |$)", "\n".join(lines))
+    assert {Path(a or b).stem for a, b in named if "/" in (a or b)} == LOCKS.keys()
+    for line in lines:
+        if re.search(r" -r( |\"|$)", line):
+            assert "--require-hashes -r" in line, line
+    # From another index, so with hashes that no lock can have.
+    assert len(re.findall("--extra-index-url", text)) == 1
+
+
 def read_jobs() -> dict[str, Any]:
     jobs: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]
     return jobs

@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 112_320,
     "product code lines": 82_900,
-    "test lines": 106_690,
+    "test lines": 106_700,
     "benchmark lines": 7_560,
     "public classes": 765,
     "modules": 445,
