@@ -68,8 +68,9 @@ class Remedy:
     sample that it saves. ``condition``: what must hold that the recording does not say; empty: no
     more than it says. ``schedule``: of the change, if it has one, and ``problem``: the model that
     it was simulated with, seconds. ``adapts``: PipeMorph would run it. ``error``: of its
-    prediction, seconds: the spread of the steps, and what of a step as it ran the simulation does
-    not explain. ``removal``: change of the recorded times, if that is one.
+    prediction, seconds: the spread of the steps, what of a step as it ran the simulation does not
+    explain, and what a plan takes longer if a slow link is narrow. ``removal``: change of the
+    recorded times, if that is one.
     """
 
     change: str
@@ -217,12 +218,15 @@ class _RemedyFinder:
         """Plan for PipeMorph's runtime, within today's memory and with any: its sends do not block
         a rank, and slow links have queues of their own. ``best``: seconds that others save."""
         slow = next((cause for cause in self.causes if cause.link is not None), None)
-        limited = model.plan_links({cause.link for cause in self.causes if cause.link is not None})
+        links = {cause.link for cause in self.causes if cause.link is not None}
+        limited, narrow = (model.plan_links(links, narrow=each) for each in (False, True))
         explained = model.rest + before
         error = abs(self.span - explained) + pstdev(step.span for step in self.set.steps)
         for problem in (limited, _lift_limits(limited)):
             planned = plan(problem, Policy.PIPEMORPH)
             predicted = model.rest + planned.simulation.makespan
+            at_worst = plan(problem.model_copy(update={"links": narrow.links}), Policy.PIPEMORPH)
+            later = at_worst.simulation.makespan - planned.simulation.makespan
             saved = self.span - predicted
             if saved <= best + LEAST_GAIN / 2 * self.span:
                 continue
@@ -243,7 +247,7 @@ class _RemedyFinder:
             yield self._make_saving(
                 f"{name}, with {memory}", saved, ", and ".join(conditions),
                 schedule=planned.schedule, problem=problem, adapts=True,
-                error=error / self.span * predicted if self.span else 0.0,
+                error=max(0.0, later) + error / self.span * predicted if self.span else 0.0,
             )  # fmt: skip
 
     def _change_microbatches(
@@ -487,15 +491,19 @@ class _ReplicaModel:
             by_link[min(way)].append(median(since if pstdev(since) < pstdev(times) else times))
         return {link: fmean(found) for link, found in by_link.items()}
 
-    def plan_links(self, slow: Container[int]) -> Problem:
+    def plan_links(self, slow: Container[int], *, narrow: bool) -> Problem:
         """Problem with the links of PipeMorph's runtime. ``slow``: links that are delegated, by
-        their first stage."""
+        their first stage; with ``narrow`` each of their messages occupies the link: sizes are not
+        recorded, so what they take may be a delay or a transfer."""
         stages = self.set.chunk_stages
         several = self.problem.multi_stage
         links = []
         for i, (a, b) in enumerate(pairwise(stages)):
             route = Route.DELEGATED if min(a, b) in slow else Route.DIRECT
-            links.append(build_link(route, self.message_delays.get(i, 0.0), several=several))
+            link = build_link(route, self.message_delays.get(i, 0.0), several=several)
+            if narrow and route is Route.DELEGATED:
+                link = link.model_copy(update={"transfer": link.delay, "delay": 0.0})
+            links.append(link)
         return self.problem.model_copy(update={"links": tuple(links)})
 
     def order_microbatches(self, step: RecordedStep) -> tuple[float, float]:
