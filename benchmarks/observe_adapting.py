@@ -18,13 +18,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -36,6 +34,8 @@ from pipemorph.diagnose.analysis.steps import StepSet
 from pipemorph.diagnose.diagnosis import diagnose
 from pipemorph.diagnose.formats.registry import load_recording
 from pipemorph.diagnose.operation import BACKWARD, FORWARD, OPTYPES, WEIGHT
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 STAGES, MICROBATCHES, WIDTH = 4, 8, 16
 OP_SECONDS, DELAY_SECONDS = 0.025, 0.060
@@ -96,68 +96,11 @@ def train(schedule: Any, stage: Any, steps: int) -> list[float]:
     return [end - begin for begin, end in pairwise(begins)]
 
 
-def make_delayed_group() -> Any:
-    """Process group over gloo whose messages between two ranks take longer.
-
-    A queue per direction carries one of them at a time, as a communicator does; the work of a send
-    is over when its message has been carried."""
-    import torch.distributed as dist
-
-    class DelayedSend(dist.Work):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.over = threading.Event()
-
-        def wait(self, timeout: Any = None) -> bool:
-            if not self.over.wait(DEADLINE_SECONDS):
-                raise TimeoutError(f"a send was not over after {DEADLINE_SECONDS} s")
-            return True
-
-    class DelayedGroup(dist.ProcessGroup):
-        def __init__(self, gloo: Any) -> None:
-            super().__init__(gloo.rank(), gloo.size())
-            self.gloo = gloo
-            self.queue: SimpleQueue[Any] = SimpleQueue()
-            threading.Thread(target=self.carry_messages, daemon=True).start()
-
-        def carry_messages(self) -> None:
-            while True:
-                work, call = self.queue.get()
-                time.sleep(DELAY_SECONDS)
-                call().wait()
-                work.over.set()
-
-        def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
-            if {self.rank(), target} != {LINK, LINK + 1}:
-                return self.gloo.send(tensors, target, tag)
-            work = DelayedSend()
-            self.queue.put((work, lambda: self.gloo.send(tensors, target, tag)))
-            return work
-
-        def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-            return self.gloo.recv(tensors, source, tag)
-
-        def allreduce(self, *args: Any) -> Any:
-            return self.gloo.allreduce(*args)
-
-        def getBackendName(self) -> str:
-            return "delayed"
-
-        def getGroupName(self) -> str:
-            return "delayed"
-
-        def _get_backend(self, device: Any) -> Any:
-            return self.gloo._get_backend(device)
-
-    group = DelayedGroup(dist.group.WORLD)
-    dist.Backend.register_backend("delayed", lambda *_: group, devices=["cpu"])
-    return dist.new_group(backend="delayed")
-
-
 def train_torch(name: str, folder: str) -> None:
     """Program of a rank under torch's own schedule, observed."""
     import torch
     import torch.distributed as dist
+    from delayed_group import make_delayed_group
     from torch.distributed.pipelining import schedules
 
     from pipemorph_trainer.observe import observe
@@ -165,7 +108,7 @@ def train_torch(name: str, folder: str) -> None:
     torch.set_num_threads(1)
     observation = observe(folder)
     dist.init_process_group("gloo")
-    stage = make_stage(dist.get_rank(), make_delayed_group())
+    stage = make_stage(dist.get_rank(), make_delayed_group(LINK, DELAY_SECONDS))
     kind: Any = getattr(schedules, name)
     single = issubclass(kind, schedules.PipelineScheduleSingle)
     made = kind(stage if single else [stage], MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
@@ -174,8 +117,7 @@ def train_torch(name: str, folder: str) -> None:
     if stage.is_first:
         print(json.dumps(seconds), flush=True)
     dist.barrier()
-    # The delayed group cannot be destroyed.
-    os._exit(0)
+    dist.destroy_process_group()
 
 
 def train_adaptive(file: str) -> None:

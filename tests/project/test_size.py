@@ -22,10 +22,10 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 112_320,
+    "product lines": 112_330,
     "product code lines": 82_900,
-    "test lines": 106_700,
-    "benchmark lines": 7_560,
+    "test lines": 106_720,
+    "benchmark lines": 7_500,
     "public classes": 765,
     "modules": 445,
     "leaves of spec": 113,

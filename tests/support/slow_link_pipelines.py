@@ -11,15 +11,14 @@ import argparse
 import hashlib
 import json
 import os
-import threading
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from delayed_group import make_delayed_group
 from profiled_pipelines import make_schedule
 from torch import Tensor, nn
 
@@ -39,61 +38,6 @@ class SlowLinkRun:
     link: int = 0
     delay: float = 0.02
     late_from: int = 8
-
-
-class _LateWork:
-    """Receive that ends ``delay`` seconds after its message came."""
-
-    def __init__(self, work: Any, delay: float) -> None:
-        self.work, self._delay = work, delay
-        self._ends = 0.0
-        self._came = threading.Event()
-
-    def complete(self) -> None:
-        self.work.wait()
-        self._ends = time.monotonic() + self._delay
-        self._came.set()
-
-    def wait(self) -> None:
-        self._came.wait()
-        time.sleep(max(0.0, self._ends - time.monotonic()))
-
-
-class LateLink:
-    """Delays what one rank receives from another, as a slow network does: messages follow each
-    other, and each takes longer."""
-
-    def __init__(self, peers: set[int], delay: float) -> None:
-        self.delay = 0.0
-        self._peers, self._late = peers, delay
-        self._queues: dict[int, SimpleQueue[_LateWork]] = {}
-        module: Any = dist
-        original = module.batch_isend_irecv
-
-        def send_and_receive(ops: list[Any]) -> list[Any]:
-            return [self._delay_work(op, work) for op, work in zip(ops, original(ops), strict=True)]
-
-        module.batch_isend_irecv = send_and_receive
-
-    def begin(self) -> None:
-        """Begin to delay messages."""
-        self.delay = self._late
-
-    def _delay_work(self, op: Any, work: Any) -> Any:
-        if op.op is not dist.irecv or op.peer not in self._peers or not self.delay:
-            return work
-        late = _LateWork(work, self.delay)
-        if op.peer not in self._queues:
-            queue: SimpleQueue[_LateWork] = SimpleQueue()
-            self._queues[op.peer] = queue
-
-            def complete_works() -> None:
-                while True:
-                    queue.get().complete()
-
-            threading.Thread(target=complete_works, daemon=True).start()
-        self._queues[op.peer].put(late)
-        return late
 
 
 class _Sleep(torch.autograd.Function):
@@ -123,18 +67,17 @@ class _Stage(nn.Module):
 def train_slow_link(run: SlowLinkRun) -> str:
     """Train in the process group that there is. Returns a hash of gradients and parameters."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    peers = {run.link, run.link + 1} - {rank} if rank in (run.link, run.link + 1) else set()
-    link = LateLink(peers, run.delay)
+    group = make_delayed_group(run.link, 0.0)
     torch.manual_seed(rank)
     stage = _Stage(run.forward)
-    schedule = make_schedule(run.schedule, [stage], dist.group.WORLD, run.microbatches)
+    schedule = make_schedule(run.schedule, [stage], group, run.microbatches)
     optimizer = torch.optim.AdamW(stage.parameters(), 1e-2)
     hashed = hashlib.sha256()
     torch.manual_seed(99)
     samples = torch.randn(run.microbatches, WIDTH)
     for step in range(run.steps):
         if step == run.late_from:
-            link.begin()
+            group.delay = run.delay
         args = (samples,) if rank == 0 else ()
         losses: list[Tensor] = []
         kwargs = {"target": samples.sin(), "losses": losses} if rank == size - 1 else {}
