@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 112_330,
     "product code lines": 82_900,
-    "test lines": 106_720,
+    "test lines": 106_722,
     "benchmark lines": 7_500,
     "public classes": 765,
     "modules": 445,

@@ -77,7 +77,9 @@ def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     assert counts["optimizer"] == 2 * ranks
     if run.replicas > 1:
         assert counts["grads-reduce-scatter"] == 2 * ranks * run.chunks
-    assert counts["embedding-grads-all-reduce"] == (2 * 2 * run.replicas if run.tied else 0)
+    # DeepSpeed has the instruction in each step, also without tied weights.
+    reduces = run.tied or run.framework == "deepspeed"
+    assert counts["embedding-grads-all-reduce"] == (2 * 2 * run.replicas if reduces else 0)
     found = diagnose(load_recording([tmp_path]))
     assert (found.steps.stages, found.steps.replicas) == (stages, run.replicas)
     name = found.schedule.removeprefix("megatron-core ").removeprefix("deepspeed ")
