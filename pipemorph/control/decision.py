@@ -469,10 +469,8 @@ def record_cpu_contention(state: DecisionState, now: float) -> None:
     """Record once that a host has more ranks than processors, so that measurements say little."""
     crowding, spec = state.job_state.stages.crowding, state.spec
     adapts = spec.adaptation.enabled and spec.schedule.policy_kind is Policy.PIPEMORPH
-    if crowding > 1 and adapts:
-        _record_once(
-            state, now, "crowded", reasons.describe_cpu_contention(crowding, bool(spec.faults))
-        )
+    if crowding > 1 and (adapts or spec.is_observed):
+        _record_once(state, now, "crowded", reasons.describe_cpu_contention(crowding, spec))
 
 
 def _knows_activation_sizes(state: DecisionState, now: float) -> bool:

@@ -112,8 +112,10 @@ def _summarize_arrivals(arrivals: Sequence[_Arrival]) -> dict[str, Any]:
     return {"wire": wire, "slack": None if exact else nearest.slack}
 
 
-def build_profiles(step: ObservedStep, column: int) -> list[StageProfile]:
-    """Mean op times of the stages of a rank."""
+def build_profiles(
+    step: ObservedStep, column: int, crowding: float | None = None
+) -> list[StageProfile]:
+    """Mean op times of the stages of a rank. ``crowding``: of its host."""
     found = []
     for stage in step.stages:
         times: dict[str, list[int]] = defaultdict(list)
@@ -130,6 +132,7 @@ def build_profiles(step: ObservedStep, column: int) -> list[StageProfile]:
                 backward_weight=means.get("W", 0.0) if apart else 0.0,
                 split="deferred" if apart else "fused",
                 peak_memory=0,
+                crowding=crowding,
             )
         )
     return found

@@ -266,11 +266,9 @@ class FollowedJob:
                 log.warning("steps cannot be observed: %s", one_line(str(error)))
                 return
         for rank, (step, shift, *_) in ranks.items():
-            column = self.mesh.find_coordinate(rank).column
-            monitor = self.ranks[rank].monitor
-            monitor.observe_windows(
-                (), step.ended_at + shift, profiles=build_profiles(step, column)
-            )
+            known, column = self.ranks[rank], self.mesh.find_coordinate(rank).column
+            profiles = build_profiles(step, column, known.place.crowding)
+            known.monitor.observe_windows((), step.ended_at + shift, profiles=profiles)
         for at, receiver, sender, window in build_windows(self.mesh, ranks):
             load = {
                 "waited": ranks[receiver].waiting * WINDOW_SECONDS,

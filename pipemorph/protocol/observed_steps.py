@@ -46,6 +46,8 @@ class ObservedPlace(ProtocolModel):
     host: Name
     """Name of its host: ranks of one host share its clock."""
     transport: Literal["gloo", "nccl"] = "gloo"
+    crowding: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """See :class:`~pipemorph.protocol.StageProfile`."""
     framework: Name = "torch"
     """Framework and schedule that run."""
 

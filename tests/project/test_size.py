@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 112_330,
-    "product code lines": 82_900,
-    "test lines": 106_722,
+    "product lines": 112_340,
+    "product code lines": 82_910,
+    "test lines": 106_750,
     "benchmark lines": 7_500,
     "public classes": 765,
     "modules": 445,

@@ -125,6 +125,7 @@ def make_report(
     *,
     session: str = "a",
     ahead: float = 0.0,
+    crowding: float | None = None,
     **fields: object,
 ) -> bytes:
     """Report of a rank. ``ahead``: seconds by which its clock is ahead of the host's."""
@@ -134,6 +135,7 @@ def make_report(
         chunks=(stage,),
         host=f"host{stage}",
         framework="torch Schedule1F1B",
+        crowding=crowding,
     )
     report = StepsReport(
         protocol=1, session=f"{session}{stage}", place=place, clock=-ahead, round_trip=0.001,

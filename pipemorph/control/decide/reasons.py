@@ -48,10 +48,12 @@ def explain_blocked_adaptation(spec: JobSpec, crowding: float) -> str | None:
     return None
 
 
-def describe_cpu_contention(crowding: float, adapts: bool) -> str:
-    """Text if a host has more ranks than processors. ``adapts``: the plan may still change."""
+def describe_cpu_contention(crowding: float, spec: JobSpec) -> str:
+    """Text if a host has more ranks than processors."""
     what = f"{crowding:.3g} ranks per processor compute on a host, so it is slow when links are not"
-    if adapts:
+    if spec.is_observed:
+        return f"{what}; give each rank a processor"
+    if spec.faults:
         return f"{what}; the job has spec.faults: the plan may change"
     return f"{what}: the plan stays; give each rank a processor"
 

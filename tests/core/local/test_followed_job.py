@@ -170,6 +170,19 @@ def test_bad_bodies_are_refused_in_one_line(body: bytes) -> None:
     assert "\n" not in json.loads(reply.body)["error"]
 
 
+def test_ranks_that_share_a_processor_are_named() -> None:
+    host = Host()
+    for step in range(1, 4):
+        for stage, each in enumerate(run_step(step, host.now, order_1f1b(STAGES, 2), {})):
+            body = make_report(stage, STAGES, [each], crowding=2.0)
+            assert host.job.handle_report(body).status == 200
+        host.now += 1
+    assert [each.line for each in host.journal.view.decisions] == [
+        "2 ranks per processor compute on a host, so it is slow when links are not; give each rank"
+        " a processor"
+    ]
+
+
 def test_replies_have_the_clock_of_the_host() -> None:
     host = Host()
     reply = host.job.handle_report(make_report(0, STAGES))

@@ -19,7 +19,7 @@ from pipemorph.protocol.observed_steps import MOST_STEPS, ObservedPlace
 from pipemorph_trainer.observe import step_reporter
 from pipemorph_trainer.observe.observation import Observation
 from pipemorph_trainer.observe.observed_rank import ObservedRank
-from pipemorph_trainer.observe.step_reporter import StepReporter
+from pipemorph_trainer.observe.step_reporter import StepReporter, describe_place
 from pipemorph_trainer.observe.step_rows import FinishedStep, make_step
 from pipemorph_trainer.record import RecordedOp
 
@@ -173,6 +173,17 @@ def test_an_impossible_place_ends_reports_and_not_the_recording(
     observation.stop()
     (line,) = rank.lines
     assert line.startswith("steps are not reported, training goes on: ValidationError")
+
+
+@pytest.mark.parametrize(("backend", "local"), [("gloo", "3"), ("gloo", ""), ("nccl", "3")])
+def test_ranks_on_processors_report_how_many_share_them(
+    monkeypatch: pytest.MonkeyPatch, backend: str, local: str
+) -> None:
+    monkeypatch.setattr(step_reporter, "compute_crowding", lambda ranks: ranks / 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    place = describe_place(ObservedRank(5, 1, 0, (1, 3), ranks=2, backend=backend))
+    assert place.crowding == (1.5 if (backend, local) == ("gloo", "3") else None)
+    assert (place.stages, place.chunks, place.transport) == (4, (1, 3), backend)
 
 
 def test_times_between_ops_have_their_causes() -> None:

@@ -35,7 +35,7 @@ from pipemorph.protocol.observed_steps import (
 from pipemorph_trainer.observe.observed_rank import ObservedRank
 from pipemorph_trainer.observe.step_rows import FinishedStep, make_step
 from pipemorph_trainer.record import RecordedOp
-from pipemorph_trainer.telemetry.run_queue import RunQueue
+from pipemorph_trainer.telemetry.run_queue import RunQueue, compute_crowding
 
 _log = logging.getLogger("pipemorph_trainer.observe")
 
@@ -229,7 +229,10 @@ def _describe_refusal(status: int, reason: str) -> str:
 
 
 def describe_place(place: ObservedRank) -> ObservedPlace:
-    """Describe the place of a rank for the host."""
+    """Describe the place of a rank for the host. Ranks with messages over gloo compute on
+    processors."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    computes = "nccl" not in place.backend and local.isdecimal()
     return ObservedPlace(
         rank=place.rank,
         stages=place.ranks * len(place.chunks),
@@ -238,6 +241,7 @@ def describe_place(place: ObservedRank) -> ObservedPlace:
         chunks=tuple(sorted(place.chunks)),
         host=_read_host_name(),
         transport="nccl" if "nccl" in place.backend else "gloo",
+        crowding=compute_crowding(int(local)) if computes else None,
         framework=place.schedule[:64],
     )
 
