@@ -24,7 +24,6 @@ COMMANDS = {
     "diagnose": "pipemorph.commands.diagnose",
     "doctor": "pipemorph.commands.doctor",
     "explain": "pipemorph.commands.explain",
-    "fabric": "pipemorph.commands.fabric",
     "init": "pipemorph.commands.manifest.init",
     "plan": "pipemorph.commands.plan",
     "replay": "pipemorph.commands.replay",

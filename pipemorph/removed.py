@@ -19,7 +19,7 @@ FIELDS: Mapping[str, str] = {
     "spec.placement.gang.coscheduling.scheduleTimeoutSeconds": "leave it out; it is 300",
     "spec.placement.nodeExclusion.afterAttempts": "leave it out; it is 2",
     "spec.placement.nodeExclusion.maxNodes": "leave it out; it is 8",
-    "spec.placement.rdma.check": "run pipemorph fabric check between the hosts before the job",
+    "spec.placement.rdma.check": "run pipemorph bench link between two hosts before the job",
     "spec.transport.directDuplex": "leave it out, or use Options(direct_duplex=...) of a Pipeline",
     "spec.transport.flightBytes": "leave it out; it is 512 MiB",
     "spec.transport.queues": "leave it out; it is 8",
@@ -62,18 +62,15 @@ PROBLEM_FIELDS: Mapping[str, str] = {
 """Fields of the entries of a problem file."""
 
 COMMANDS: Mapping[str, str] = {
+    "fabric": "use bench link between two hosts, or ib_write_bw of perftest for a port alone",
     "links": "use top JOB or explain JOB",
 }
-"""Subcommands of ``pipemorph``, as in ``fabric check``."""
+"""Subcommands of ``pipemorph``, as in ``bench link``."""
 
 _PAGE = "the pod of rank 0 serves the page, and the Secret of the page has its token"
 
 ARGUMENTS: Mapping[str, str] = {
     "plan --time-limit": "leave it out",
-    "fabric --listen": "use --hosts and --shell, which starts the other hosts",
-    "fabric --port": "the remote shell of --shell needs no port",
-    "fabric --secret-file": "the remote shell of --shell needs no secret",
-    "fabric --wait": "the remote shell of --shell starts the other hosts at once",
     "watch --ingest": _PAGE,
     "watch --service-account": _PAGE,
     "timeline --ingest": _PAGE,

@@ -54,7 +54,7 @@ def test_a_removed_policy_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["links", "a/b"], "links: was removed; use top"),
-        (["fabric", "check"], "fabric check: was removed; use bench"),
+        (["bench", "page"], "bench page: was removed; use top"),
         (["run", "JOB", "--page=3"], "run --page: was removed; use --watch"),
     ],
 )
@@ -64,7 +64,7 @@ def test_removed_commands_and_arguments(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "REMOVED_COMMANDS", {"links": "use top", "fabric check": "use bench"})
+    monkeypatch.setattr(cli, "REMOVED_COMMANDS", {"links": "use top", "bench page": "use top"})
     monkeypatch.setattr(cli, "ARGUMENTS", {"run --page": "use --watch"})
     assert cli.main(arguments) == 2
     assert capsys.readouterr().err == f"pipemorph {message}\n"

@@ -67,9 +67,8 @@ ADVICE = {
     "port": "check cable, optics and switch port of each port named, or take its node out of use",
     "fell-back": "run pipemorph doctor in a pod at one end of the link: it says why the agreed"
     " transport is not in use",
-    "reduction": "check the network between the replicas of that stage with pipemorph fabric check",
-    "link": "check the network between the hosts of the slow link: pipemorph fabric check, or"
-    " pipemorph bench link between two of them",
+    "reduction": "check the network between the replicas of that stage with pipemorph bench link",
+    "link": "check the network between the hosts of the slow link with pipemorph bench link",
     "stage": "look at the clock and the other users of the slow stage's host; pipemorph advise"
     " says what another split of the layers would give",
     "unequal": "give the longest stage fewer layers: adaptation.relayout moves them, pipemorph"

@@ -27,7 +27,6 @@ COMMANDS = [
     (["bench", "link", "--gid-index"], ["256"]),
     (["bench", "link", "--traffic-class"], ["256"]),
     (["bench", "link", "--service-level"], ["16"]),
-    (["fabric", "check", "--hosts", "a,b", "--gid-index"], ["256"]),
     (["replay", "trace", "problem", "--iterations"], ["0"]),
     (["replay", "trace", "problem", "--delegation"], ["1000.1"]),
     (["replay", "trace", "problem", "--replicas"], ["0", "1025"]),

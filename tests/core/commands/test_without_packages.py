@@ -144,7 +144,6 @@ def test_a_missing_script_is_reported_before_ranks_start(tmp_path: Path) -> None
         (["plan", PROBLEM, "--out", "x.JSON.gz"], "x.JSON.gz is no format of this command"),
         (["advise", PROBLEM, "--out", "x.html"], "use one of .json, .txt, or give --output"),
         (["replay", TRACE, PROBLEM, "--out", "x.svg"], "use one of .json, .txt, .html, .htm, or"),
-        (["fabric", "check", "--hosts", "a,b", "--out", "x.html"], "use one of .json, .txt, or"),
     ],
     ids=lambda found: found[0] if isinstance(found, list) else "",
 )

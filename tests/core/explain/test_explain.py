@@ -291,13 +291,13 @@ def test_a_slow_link_is_reported_whether_or_not_the_plan_was_changed() -> None:
     lines = explain(report(late(), adaptations=[], links={"slow": [slow_time()]}))
     assert "was late by up to 60 ms, from iteration 10 to the end" in lines[1]
     assert "forward" not in "".join(lines), "it is reported once"
-    assert "pipemorph fabric check" in "".join(lines)
+    assert "pipemorph bench link" in "".join(lines)
 
 
 def test_a_link_that_is_slow_at_the_end_is_advised_on() -> None:
     lines = explain(report(late(), adaptations=[change(1)], links={"slow": [slow_time()]}))
     assert "from iteration 10 to the end" in lines[1]
-    assert "pipemorph fabric check" in lines[-1]
+    assert "pipemorph bench link" in lines[-1]
 
 
 def test_a_change_that_did_not_bring_its_promise() -> None:
@@ -438,8 +438,7 @@ def test_a_job_of_a_cluster() -> None:
         " is slow by 60.0 ms one way",
         "worth    the plan changes saved 1 min 30 s (± 2.0 s), 0.10 rank-hours, against the initial"
         " plan",
-        "to do    check the network between the hosts of the slow link: pipemorph fabric check, or"
-        " pipemorph bench link between two of them",
+        "to do    check the network between the hosts of the slow link with pipemorph bench link",
     ]
 
 

@@ -1,1 +1,0 @@
-"""``pipemorph fabric check``: measures connections between the RDMA ports of hosts by verbs."""
