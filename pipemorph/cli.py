@@ -16,24 +16,25 @@ from pipemorph.removed import COMMANDS as REMOVED_COMMANDS
 from pipemorph.standard_streams import open_closed_streams, silence_stream
 
 # Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of the given
-# subcommand is imported, so `plan` does not load the imports of `run`.
+# subcommand is imported, so `plan` does not load the imports of `run`. In the order of the help: to
+# train, what a job did, without a job, a machine, a cluster, a shell and an editor.
 COMMANDS = {
-    "advise": "pipemorph.commands.advise",
-    "bench": "pipemorph.commands.bench",
-    "completion": "pipemorph.commands.completion",
-    "diagnose": "pipemorph.commands.diagnose",
-    "doctor": "pipemorph.commands.doctor",
-    "explain": "pipemorph.commands.explain",
     "init": "pipemorph.commands.manifest.init",
-    "plan": "pipemorph.commands.plan",
-    "replay": "pipemorph.commands.replay",
     "run": "pipemorph.commands.run",
-    "schema": "pipemorph.commands.manifest.schema",
     "serve": "pipemorph.commands.serve",
+    "explain": "pipemorph.commands.explain",
+    "diagnose": "pipemorph.commands.diagnose",
+    "plan": "pipemorph.commands.plan",
     "simulate": "pipemorph.commands.simulate",
-    "timeline": "pipemorph.commands.cluster.timeline",
+    "advise": "pipemorph.commands.advise",
+    "replay": "pipemorph.commands.replay",
+    "doctor": "pipemorph.commands.doctor",
+    "bench": "pipemorph.commands.bench",
     "top": "pipemorph.commands.cluster.top",
     "watch": "pipemorph.commands.cluster.watch",
+    "timeline": "pipemorph.commands.cluster.timeline",
+    "schema": "pipemorph.commands.manifest.schema",
+    "completion": "pipemorph.commands.completion",
 }
 
 

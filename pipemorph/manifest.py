@@ -13,15 +13,15 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.extras import require_trainer
+from pipemorph.field_names import suggest_field
 from pipemorph.removed import FIELDS, POLICIES, VALUES, describe_removal
 from pipemorph.spec.base import FieldError
 from pipemorph.spec.job_spec import PipeMorphJob
@@ -277,15 +277,7 @@ def _describe_unknown_field(location: tuple[int | str, ...]) -> str:
     """Message for an unknown field, with the most similar known one."""
     if gone := describe_removal(FIELDS, re.sub(r"\[\d+\]", "", _format_path(location))):
         return f"{_format_path(location)}: {gone}"
-    name = str(location[-1])
-    model = _find_model(location[:-1])
-    known = [field.alias or key for key, field in model.model_fields.items()] if model else []
-    folded = {key.lower().replace("_", ""): key for key in known}
-    near = get_close_matches(name.lower().replace("_", ""), folded, n=1, cutoff=0.6)
-    hint = f"; did you mean {folded[near[0]]}?" if near else ""
-    if not near and known:
-        hint = f"; known fields: {', '.join(known)}"
-    return f"{_format_path(location)}: is not a known field{hint}"
+    return f"{_format_path(location)}: is not a known field{suggest_field(PipeMorphJob, location)}"
 
 
 def _describe_removed_value(where: str, found: object) -> str | None:
@@ -297,27 +289,6 @@ def _describe_removed_value(where: str, found: object) -> str | None:
     if path == "spec.schedule.policy":
         replacements.update(POLICIES)
     return describe_removal(replacements, found)
-
-
-def _find_model(location: Sequence[int | str]) -> type[BaseModel] | None:
-    """Model at ``location``; None if not found."""
-    model: type[BaseModel] | None = PipeMorphJob
-    for part in location:
-        if isinstance(part, int) or model is None:
-            continue
-        field = next(
-            (f for k, f in model.model_fields.items() if part in (k, f.alias)),
-            None,
-        )
-        model = next(_iterate_models(field.annotation), None) if field is not None else None
-    return model
-
-
-def _iterate_models(annotation: object) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _iterate_models(inner)
 
 
 def _format_path(location: Sequence[int | str]) -> str:

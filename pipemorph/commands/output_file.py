@@ -46,8 +46,14 @@ def choose_output_format(args: argparse.Namespace, formats: Sequence[str], defau
     return found
 
 
-def write_output(data: bytes, out: str | None) -> None:
-    """Write ``data`` to the file ``out``; None: to stdout.
+def print_progress(text: str) -> None:
+    """Print what a command does, for a person who waits: on standard error, if it is a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_output(data: bytes, out: str | None, summary: str = "") -> None:
+    """Write ``data`` to the file ``out``, and print that with a ``summary``; None: to stdout.
 
     Raises :class:`InputError` if the write fails, BrokenPipeError if stdout's reader has closed it.
     """
@@ -67,3 +73,4 @@ def write_output(data: bytes, out: str | None) -> None:
         Path(out).write_bytes(data)
     except OSError as error:
         raise InputError(f"cannot write {one_line(out)}: {error.strerror}") from None
+    print_progress(f"wrote {one_line(out)}{': ' if summary else ''}{summary}")

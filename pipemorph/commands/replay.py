@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipemorph.argument_types import number_type, whole_number_type
-from pipemorph.commands.output_file import add_output_arguments, choose_output_format, write_output
+from pipemorph.commands.output_file import (
+    add_output_arguments,
+    choose_output_format,
+    print_progress,
+    write_output,
+)
 from pipemorph.planning import Dispatch
 from pipemorph.planning.problem import load_problem
 from pipemorph.removed import DISPATCHES, refuse_removed
@@ -90,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         iterations=args.iterations,
         seed=args.seed,
         delegation=args.delegation / 100,
+        note=print_progress,
     )
     match output:
         case "json":
@@ -99,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
             text = render_replay_page(found, trace, title, args.replicas)
         case _:
             text = render_parts(*format_replay(found), out=args.out)
-    write_output(text.encode(), args.out)
+    share = found.compute_oracle_share("adaptive")
+    summary = "" if share is None else f"adapting gets {share:.0%} of what the oracle gets"
+    write_output(text.encode(), args.out, summary)
     return 0
 
 

@@ -57,8 +57,9 @@ def write_simulation(
             text = dump_communication_csv(schedule, ran.execution.end)
         write_output(text.encode(), args.out)
         return
+    headline = format_headline(fields)
     timeline = Timeline.from_simulation(
-        ran, problem, title=format_headline(fields), microbatch_order=microbatch_order
+        ran, problem, title=headline, microbatch_order=microbatch_order
     )
     match output:
         case "text":
@@ -67,11 +68,11 @@ def write_simulation(
                 width = max(LEAST_COLUMNS, min(COLUMNS, os.get_terminal_size().columns - LABELS))
             write_output((render_text(timeline, width) + "\n").encode(), args.out)
         case "html":
-            write_output(render_html(timeline, collect_stats(fields)).encode(), args.out)
+            write_output(render_html(timeline, collect_stats(fields)).encode(), args.out, headline)
         case _:
             if args.out is None and sys.stdout.isatty():
                 raise InputError("--output png needs --out FILE if stdout is a terminal")
-            write_output(render_png(timeline), args.out)
+            write_output(render_png(timeline), args.out, headline)
 
 
 def collect_stats(fields: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pipemorph.errors import InputError
+from pipemorph.field_names import suggest_field
 from pipemorph.planning.ir import (
     Dispatch,
     Plan,
@@ -674,7 +675,6 @@ def quote_value(value: object) -> str:
 
 _EXPECTED = {
     "missing": "is missing",
-    "extra_forbidden": "is not a known field",
     "model_type": "is not a mapping",
     "tuple_type": "is not a list",
     "too_short": "needs at least one entry",
@@ -692,10 +692,11 @@ def describe_problem_error(error: ValidationError) -> str:
         return f"{name}: {quote_value(found)} {message}" if name else message
     if kind == "missing":
         return f"{name} is missing"
-    if kind == "extra_forbidden" and (
-        gone := describe_removal(PROBLEM_FIELDS, str(first["loc"][-1]))
-    ):
-        return f"{name} {gone}"
+    if kind == "extra_forbidden":
+        if gone := describe_removal(PROBLEM_FIELDS, str(first["loc"][-1])):
+            return f"{name} {gone}"
+        hint = suggest_field(Problem, first["loc"])
+        return f"{name}: {quote_value(found)} is not a known field{hint}"
     if kind == "enum":
         gone = describe_removal(
             {"policy": POLICIES, "dispatch": DISPATCHES}.get(name, {}), str(found)
@@ -720,6 +721,11 @@ def parse_problem(text: str) -> Problem:
     if not isinstance(data, dict):
         raise InputError(f"is {quote_value(data)}; expected the fields of a problem")
     check_plain_data(data, MAX_VALUES)
+    if data.get("kind") == "PipeMorphJob":
+        raise InputError(
+            "is the manifest of a job, for pipemorph run; expected a problem: microbatches, stages "
+            "with their op times, and links (docs/reference/problem-file.md)"
+        )
     try:
         return Problem.model_validate(data)
     except ValidationError as error:

@@ -130,6 +130,7 @@ def replay_trace(
     iterations: int | None = None,
     seed: int = 0,
     known: ReplayResult | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> ReplayResult:
     """Train through ``trace`` with every contender. ``problem`` is in milliseconds.
 
@@ -137,8 +138,9 @@ def replay_trace(
     :class:`~pipemorph.replay.simulated_links.SimulatedLinks`. ``replicas``: number of replicas;
     their iterations end together. ``iterations``: number of iterations, by default until the last
     line of the trace and :data:`~pipemorph.replay.link_trace.TAIL_ITERATIONS` more. ``known``: a
-    replay of the same problem, trace and iterations, which provides the other contenders. Raises
-    :class:`InputError` for a problem that a replay does not support.
+    replay of the same problem, trace and iterations, which provides the other contenders. ``note``
+    receives the contender that trains next. Raises :class:`InputError` for a problem that a replay
+    does not support.
     """
     problem.require_equal_microbatches("replay")
     spec = build_job_spec(problem, dispatch, replicas)
@@ -156,16 +158,18 @@ def replay_trace(
         iterations = _count_iterations(trace, each, fixed["static"])
 
     adaptive = AdaptiveTrainer(spec, each, telemetry, seed)
-    took = {"adaptive": _run_training(iterations, lambda _, __: adaptive.step().seconds)}
+
+    def train(name: str, step: Step) -> TrainingRun:
+        note(f"{iterations} iterations: {name}")
+        return _run_training(iterations, step)
+
+    took = {"adaptive": train("adaptive", lambda _, __: adaptive.step().seconds)}
     if known is not None:
         trained = known.runs | took
     else:
-        trained = {
-            name: _run_training(iterations, _make_fixed_step(each, made))
-            for name, made in fixed.items()
-        }
+        trained = {name: train(name, _make_fixed_step(each, made)) for name, made in fixed.items()}
         oracles = [OracleTrainer(problem, mine, fixed["static"]).step for mine in each]
-        trained |= took | {"oracle": _run_training(iterations, _combine_steps(oracles))}
+        trained |= took | {"oracle": train("oracle", _combine_steps(oracles))}
     return ReplayResult(
         iterations,
         trained,

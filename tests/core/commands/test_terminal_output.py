@@ -11,6 +11,7 @@ import pytest
 from cluster_jobs import SLOW, Kubectl, adapted, cluster_job, running
 from terminal import Screen, Terminal
 
+from pipemorph.cli import main
 from pipemorph.terminal import StreamConsole, make_single_line, make_table, render_parts
 
 HOSTILE = "[bold]a[/bold]\x1b[2J\x1b]0;title\x07\u202eb\x9b31m :bomb: [link=http://x]c[/link]"
@@ -88,3 +89,35 @@ def test_a_narrow_terminal_has_the_first_columns_and_no_line_of_two() -> None:
         "LEFT",
         "S/ITER",
     ]
+
+
+PROBLEM = """
+microbatches: 2
+stages:
+- {forward: 1, backward_input: 1, backward_weight: 1}
+- {forward: 1, backward_input: 1, backward_weight: 1}
+links: [{delay: 1}]
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_person_who_waits_sees_what_is_done_and_written(
+    terminal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problem, trace, page = (tmp_path / name for name in ("problem.yaml", "t.jsonl", "page.html"))
+    problem.write_text(PROBLEM)
+    trace.write_text('{"at_iteration": 1, "links": {"0": {"delay_ms": 9}}}\n')
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert main(["replay", str(trace), str(problem), "--iterations", "4", "--out", str(page)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    if not terminal:
+        assert lines == []
+        return
+    assert [line for line in lines if line.endswith(": adaptive")] == ["4 iterations: adaptive"]
+    assert lines[-1].startswith(f"wrote {page}")
+    assert main(["plan", str(problem), "--out", str(page)]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"wrote {page}: pipemorph")
