@@ -54,7 +54,7 @@ def test_a_removed_policy_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["links", "a/b"], "links: was removed; use top"),
-        (["bench", "page"], "bench page: was removed; use top"),
+        (["fabric", "check"], "fabric check: was removed; use bench"),
         (["run", "JOB", "--page=3"], "run --page: was removed; use --watch"),
     ],
 )
@@ -64,7 +64,7 @@ def test_removed_commands_and_arguments(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "REMOVED_COMMANDS", {"links": "use top", "bench page": "use top"})
+    monkeypatch.setattr(cli, "REMOVED_COMMANDS", {"links": "use top", "fabric check": "use bench"})
     monkeypatch.setattr(cli, "ARGUMENTS", {"run --page": "use --watch"})
     assert cli.main(arguments) == 2
     assert capsys.readouterr().err == f"pipemorph {message}\n"
@@ -75,7 +75,7 @@ def test_arguments_after_two_dashes_are_those_of_the_users_command(
 ) -> None:
     monkeypatch.setattr(cli, "ARGUMENTS", {"serve --page": "use --watch"})
     assert cli.main(["serve", "--", "python", "--page"]) == 2
-    assert "was removed" not in capsys.readouterr().err
+    assert "JOB is missing" in capsys.readouterr().err
 
 
 def test_the_crd_keeps_a_removed_field_for_the_operator_to_refuse() -> None:
