@@ -12,6 +12,9 @@ import torch
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.torch.titan import pipelining_fn
 
+STEPS = 30
+"""Steps under plain torchrun; a manifest has its own number."""
+
 
 def run_on_cpu():
     """Call it before torchtitan's other modules are imported: they look for a GPU then."""
@@ -122,7 +125,10 @@ def make_config(steps):
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         run_on_cpu()
-    config = make_config(TrainerContext.from_env().iterations)
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()  # torchtitan prints a line per step.
+    config = make_config(TrainerContext.from_env().iterations or STEPS)
     config.model_spec.pipelining_fn = pipelining_fn
     trainer = config.build()
     trainer.train()
