@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 112_340,
-    "product code lines": 82_910,
-    "test lines": 106_750,
+    "product lines": 111_490,
+    "product code lines": 82_270,
+    "test lines": 106_200,
     "benchmark lines": 7_500,
-    "public classes": 765,
-    "modules": 445,
+    "public classes": 754,
+    "modules": 441,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }
