@@ -82,6 +82,10 @@ RUN case "$TORCH" in pip) site= ;; base) site=--system-site-packages ;; \
       && { ./python -c "import numpy" 2>/dev/null || ./pip $LOCKED /locks/numpy.txt; } \
       && { [ "$TORCH" = base ] || ./pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" \
              "$(grep -o '^torch==[0-9.]*' /locks/trainer-torch.txt)"; }; fi
+# `pipemorph doctor` reads MTUs by pyverbs, where the distribution's Python is that of BASE.
+RUN /usr/bin/python3 -c "import pyverbs.device" 2>/dev/null || (apt-get update \
+ && apt-get install -y --no-install-recommends python3-pyverbs \
+ && rm -rf /var/lib/apt/lists/*)
 ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \
