@@ -4,10 +4,12 @@ those of ``make soak``."""
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import run_ranks
@@ -17,6 +19,8 @@ from titan_job import TitanJob, TitanRun, train
 
 from pipemorph.diagnose.diagnosis import diagnose
 from pipemorph.diagnose.formats.registry import load_recording
+from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.service import ControlService
 from pipemorph_trainer import TrainerContext, observe
 
 pytestmark = pytest.mark.soak
@@ -86,6 +90,31 @@ def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     assert name.startswith(
         "forward_backward_pipelining_with" if "mega" in run.framework else "Pipe"
     )
+
+
+def train_and_report(
+    context: TrainerContext, run: FrameworkRun, host: tuple[str, str], folder: str
+) -> dict[str, Any]:
+    """Train on this rank, observed by ``pipemorph serve`` at a URL with a token file."""
+    os.environ |= dict(zip(("PIPEMORPH_INGEST_URL", "PIPEMORPH_TOKEN_FILE"), host, strict=True))
+    return train_framework(context, run, folder)
+
+
+@pytest.mark.parametrize("framework", ["megatron", "deepspeed"])
+def test_steps_reach_serve(tmp_path: Path, framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: it is not checked")
+    token, journal = tmp_path / "token", RunJournal()
+    with ControlService(None, journal) as service:
+        token.write_text(service.token)
+        host, folder = (service.url, str(token)), str(tmp_path / "ops")
+        run_ranks(2, train_and_report, FrameworkRun(framework), host, folder, timeout=280)
+        assert service.observed is not None
+        assert service.observed.finished
+        controller = service.observed.controller
+    assert controller is not None
+    assert controller.running_plan.warmup == (2, 1)
+    assert [each.index for each in journal.list_iterations()] == [1, 2]
 
 
 def train_titan(context: TrainerContext, job: TitanJob, folder: str) -> TitanRun:
