@@ -44,6 +44,8 @@ CONTENTS = {
         "how-to/adapt-torch-stages",
         "how-to/torchtitan",
         "how-to/kubeflow-trainer",
+        "how-to/use-with-other-libraries",
+        "how-to/use-from-python",
         "how-to/megatron-core",
         "how-to/observe",
         "how-to/diagnose-a-profiler-trace",

@@ -75,6 +75,16 @@ def test_files_that_are_named(name: str) -> None:
     assert not missing, f"{name} names files that do not exist"
 
 
+def test_the_site_lists_every_page() -> None:
+    listed = (ROOT / "docs/conf.py").read_text()
+    pages = [name[len("docs/") : -len(".md")] for name in PAGES if name.startswith("docs/")]
+    by_index = ("index", "decisions/0")
+    missing = [
+        each for each in pages if not each.startswith(by_index) and f'"{each}"' not in listed
+    ]
+    assert not missing, "add them to CONTENTS of docs/conf.py"
+
+
 def test_the_threat_model_names_tests_that_exist() -> None:
     page = (ROOT / "docs/reference/attacks.md").read_text()
     found = re.findall(r"`([\w/]+\.py): (test_\w+)`", page)
