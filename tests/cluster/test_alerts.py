@@ -1,6 +1,7 @@
 """The chart's alerts by Prometheus's own tool, on made-up series: which fire, and when."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from operator_support import CHART, ROOT
 from prometheus_client import REGISTRY
 from rendered_chart import rendered
-from testbed import prometheus
+from testbed import TestbedError, prometheus
 
 import pipemorph_operator.metrics
 from pipemorph.cli import COMMANDS
@@ -53,6 +55,11 @@ def refused(reason: str) -> str:
     return of("ingest", "pipemorph_ingest_refused_total", reason=reason)
 
 
+def restarted(pod: str) -> str:
+    return of("operator", "pipemorph_operator_jobs_restarted_total", pod=pod, job_namespace="team")
+
+
+RECOVERIES = f"pipemorph_job_recoveries{{{JOB}}}"
 OTHERS = 'pipemorph_operator_leads{namespace="other",service="y-operator-metrics",pod="c"}'
 ACCUSED = of("operator", "pipemorph_node_accusing_jobs", node="n7")
 FAILED = of("operator", "pipemorph_operator_reconcile_seconds_count", result="error")
@@ -83,6 +90,31 @@ PROVOKED = {
         14,
         GPT,
     ),
+    "PipeMorphStageSlow": Provoked(
+        {f"pipemorph_job_slow_stages{{{JOB}}}": "1x30"},
+        {f"pipemorph_job_slow_stages{{{JOB}}}": "1x10 0x20"},
+        20,
+        GPT,
+    ),
+    "PipeMorphReductionSlow": Provoked(
+        {f"pipemorph_job_slow_reductions{{{JOB}}}": "2x30"},
+        {f"pipemorph_job_slow_reductions{{{JOB}}}": "2x10 0x20"},
+        20,
+        GPT,
+    ),
+    "PipeMorphGoodputLow": Provoked(
+        {f"pipemorph_job_goodput_fraction{{{JOB}}}": "0.7x60"},
+        # The start of a job.
+        {f"pipemorph_job_goodput_fraction{{{JOB}}}": "0+0.04x60"},
+        40,
+        GPT,
+    ),
+    "PipeMorphRecoveriesRepeated": Provoked(
+        {RECOVERIES: "2x10 3x10 5x10 7x60"},
+        {RECOVERIES: "2x10 3x10 4x10 5x60"},
+        60,
+        GPT,
+    ),
     "PipeMorphRailSick": Provoked(
         {f"pipemorph_job_rails_healthy{{{JOB}}}": "0x10"},
         {f"pipemorph_job_rails_healthy{{{JOB}}}": "1x10"},
@@ -100,6 +132,13 @@ PROVOKED = {
         {ACCUSED: "1x20"},
         10,
         {"node": "n7"},
+    ),
+    "PipeMorphJobsRestarting": Provoked(
+        # Two replicas of the operator, one after the other.
+        {restarted("a"): "0 1 2x60", restarted("b"): "0x30 1 2 3x60"},
+        {restarted("a"): "0 1x60", restarted("b"): "0x30 1x60"},
+        60,
+        {"job_namespace": "team"},
     ),
     "PipeMorphNoLeader": Provoked(
         {leads("operator", "a"): "0x10", leads("operator", "b"): "0x10", OTHERS: "1x10"},
@@ -152,6 +191,14 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rules") / "rules.yaml"
     path.write_text(yaml.safe_dump(rule["spec"]))
     return path
+
+
+def chart_rules(**values: Any) -> dict[str, dict[str, Any]]:
+    """Rules of the chart with these values below ``metrics.alerts``, by alert."""
+    set_values: dict[str, Any] = {"metrics.alerts.enabled": True}
+    set_values |= {f"metrics.alerts.{name}": value for name, value in values.items()}
+    (rule,) = (each for each in rendered(**set_values) if each["kind"] == "PrometheusRule")
+    return {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}
 
 
 def alerts(rules: Path) -> dict[str, dict[str, Any]]:
@@ -250,3 +297,44 @@ def test_each_says_what_to_do(rules: Path) -> None:
             assert verb in known, f"{name}: {command}"
         used = re.findall(r"\$labels\.(\w+)", annotations["summary"] + annotations["description"])
         assert set(used) <= labels.keys(), f"{name}: its series have no {set(used) - labels.keys()}"
+
+
+def test_each_has_a_runbook_that_the_page_of_alerts_links_to() -> None:
+    """Links of pages are tested with all others."""
+    page = (ROOT / "docs/reference/alerts.md").read_text()
+    linked = dict(re.findall(r"(?m)^\| `(\w+)` \|.*\]\(([^)]+)\) \|$", page))
+    plain, addressed = chart_rules(), chart_rules(runbooks="https://docs.example/x/")
+    for name, rule in plain.items():
+        path = rule["annotations"]["runbook"]
+        assert os.path.normpath(f"docs/reference/{linked[name]}") == path, name
+        assert "runbook_url" not in rule["annotations"], name
+        assert addressed[name]["annotations"]["runbook_url"] == f"https://docs.example/x/{path}"
+
+
+def test_thresholds_and_times_are_values() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["metrics"]["alerts"]["rules"]
+    assert set(values) == set(PROVOKED)
+    changed = {
+        name: {"for": "77s"} | ({"threshold": 4321} if "threshold" in value else {})
+        for name, value in values.items()
+    }
+    for name, rule in chart_rules(rules=changed).items():
+        assert rule["for"] == "77s", name
+        assert ("4321" in rule["expr"]) == ("threshold" in values[name]), name
+    one = chart_rules(**{"rules.PipeMorphLinkSlow.for": "2m"})["PipeMorphLinkSlow"]
+    assert one["expr"].endswith("> 0") and one["annotations"]["summary"].endswith("for 2m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rules.PipeMorphLinkSlo", {"threshold": 1, "for": "1m"}),
+        ("rules.PipeMorphLinkSlow.for", "15 minutes"),
+        ("rules.PipeMorphLinkSlow.threshold", "1"),
+        ("rules.PipeMorphNoLeader.threshold", 1),
+        ("runbooks", "docs.example"),
+    ],
+)
+def test_invalid_values_are_refused(name: str, value: object) -> None:
+    with pytest.raises(TestbedError, match=name.rpartition(".")[2]):
+        chart_rules(**{name: value})

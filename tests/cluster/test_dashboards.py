@@ -217,6 +217,15 @@ def test_a_lane_per_link_with_its_state(
     assert set(mapping["options"]) == {str(int(state)) for state in metrics.LinkStateCode}
 
 
+def test_legends_have_no_label_that_is_empty_without_columns(
+    dashboards: dict[str, dict[str, Any]],
+) -> None:
+    for dashboard in dashboards.values():
+        for panel in dashboard["panels"]:
+            for target in panel.get("targets", ()):
+                assert "{{column}}" not in target.get("legendFormat", ""), panel["title"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_panels_have_rows_and_do_not_overlap(
     name: str, dashboards: dict[str, dict[str, Any]]

@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 111_490,
     "product code lines": 82_270,
-    "test lines": 106_240,
+    "test lines": 106_340,
     "benchmark lines": 7_500,
     "public classes": 754,
     "modules": 441,

@@ -149,3 +149,12 @@ readinessProbe:
   periodSeconds: 5
   timeoutSeconds: 5
 {{- end -}}
+
+{{- /* Annotations of an alert: the page that says what to do, and its address if there is one. */}}
+{{- define "pipemorph.runbook" -}}
+{{- $page := index . 1 -}}
+runbook: {{ $page }}
+{{- with (index . 0).Values.metrics.alerts.runbooks }}
+runbook_url: {{ printf "%s/%s" (trimSuffix "/" .) $page | quote }}
+{{- end }}
+{{- end -}}
