@@ -68,7 +68,12 @@ def add_parser(subparsers: Any) -> None:
         help="with --observe: serve a live page on this port of 127.0.0.1, by default any that is "
         "free; its address, which is printed, has a token",
     )
-
+    parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="serve metrics of the job for Prometheus at this address, /metrics, over plain HTTP "
+        "and without a token; needs prometheus-client",
+    )
     parser.add_argument(
         "--env-file",
         metavar="FILE",
@@ -114,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         env_file=_optional_path(args.env_file),
         command=tuple(args.launch),
         watch=args.watch,
+        metrics=args.metrics,
     )
     if args.observe:
         from pipemorph.diagnose.analysis.idle_time import attribute_idle_time

@@ -56,6 +56,7 @@ from pipemorph.local.serve import (
     make_tls_context,
     parse_listen,
     prepare_command,
+    start_metrics,
     write_env_file,
 )
 from pipemorph.local.service import ControlService
@@ -127,6 +128,7 @@ def serve_observed(
                         f"--listen {one_line(options.listen)} cannot be used: "
                         f"{error.strerror or error}"
                     ) from None
+                start_metrics(options, service, stack, progress.print_note)
                 listener = None
                 if options.watch is not None:
                     listener = stack.enter_context(open_page_listener(options.watch))

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import ssl
@@ -94,6 +95,8 @@ class ServeOptions:
     command: tuple[str, ...] = ()
     watch: int | None = None
     """Port of the live page, 0 for any; None: no page."""
+    metrics: str | None = None
+    """HOST:PORT of the metrics; None: no metrics."""
 
 
 def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO | None = None) -> int:
@@ -141,6 +144,7 @@ def serve_job(manifest: str, options: ServeOptions, *, stream: TextIO | None = N
                         f"--listen {one_line(options.listen)} cannot be used: "
                         f"{error.strerror or error}"
                     ) from None
+                start_metrics(options, service, stack, progress.print_note)
                 if options.out:
                     folder = outer.enter_context(
                         ResultFolder.claim_folder(options.out, force=options.force)
@@ -228,8 +232,8 @@ def prepare_command(
     )  # fmt: skip
 
 
-def parse_listen(text: str) -> tuple[str, int]:
-    """``HOST:PORT`` or ``[IPV6]:PORT``. Raises :class:`InputError`."""
+def parse_listen(text: str, option: str = "--listen") -> tuple[str, int]:
+    """``HOST:PORT`` or ``[IPV6]:PORT``, of ``option``. Raises :class:`InputError`."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -238,10 +242,42 @@ def parse_listen(text: str) -> tuple[str, int]:
     # int() raises another error for thousands of digits.
     if not (colon and host and re.fullmatch(r"\d{1,5}", port, re.ASCII) and int(port) < 1 << 16):
         raise InputError(
-            f"--listen is {one_line(text)!r}; expected HOST:PORT, such as 127.0.0.1:7411 or "
+            f"{option} is {one_line(text)!r}; expected HOST:PORT, such as 127.0.0.1:7411 or "
             "[::1]:7411; port 0 is any free port"
         )
     return host, int(port)
+
+
+def start_metrics(
+    options: ServeOptions, service: ControlService, stack: ExitStack, note: Callable[[str], None]
+) -> None:
+    """Serve the metrics of the service's job for Prometheus, if ``options`` ask for them, until
+    ``stack`` is closed: those that the ingest of a cluster exports, over plain HTTP and without a
+    token as there. Raises :class:`InputError`."""
+    if options.metrics is None:
+        return
+    host, port = parse_listen(options.metrics, "--metrics")
+    try:
+        # Imported late: it is optional.
+        from prometheus_client import start_http_server
+
+        from pipemorph.views.status.job_metrics import update_job_metrics
+    except ImportError:
+        raise InputError(
+            "--metrics needs prometheus-client, which is not installed: "
+            f"{shlex.quote(sys.executable)} -m pip install 'prometheus-client>=0.20'"
+        ) from None
+    try:
+        server, _ = start_http_server(port, host)
+    except OSError as error:
+        raise InputError(
+            f"--metrics {one_line(options.metrics)} cannot be used: {error.strerror or error}"
+        ) from None
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
+    service.update_metrics = update_job_metrics
+    shown = f"[{host}]" if ":" in host else host
+    note(f"metrics: http://{shown}:{server.server_port}/metrics")
 
 
 def is_loopback(host: str) -> bool:

@@ -90,6 +90,9 @@ class ControlService:
     ) -> None:
         self._journal = journal
         self.token = token or secrets.token_urlsafe(32)
+        self.update_metrics: Callable[..., None] | None = None
+        """Updates metrics of the job, see :func:`job_metrics.update_job_metrics`; None: nothing
+        does."""
         self.reported_at: float | None = None
         """Time of the newest report, monotonic; None before the first."""
         self.observed: FollowedJob | None = None
@@ -163,10 +166,16 @@ class ControlService:
         """State of the training. Raises TimeoutError if the ingest does not answer."""
 
         def read_controller() -> ControlSnapshot:
-            reported_at = None if self.reported_at is None else now() - self.seconds_since_report()
-            return ControlSnapshot.from_controller(self._controller, reported_at, now())
+            return ControlSnapshot.from_controller(self._controller, self._get_report_time(), now())
 
         return self._call_in_loop(read_controller)
+
+    def _get_report_time(self) -> float | None:
+        """Wall clock of the newest report; None before the first. The host of an observed job
+        reports to its controller without an end, so there it is that of a rank."""
+        if self.observed is not None:
+            return self.observed.reported_at
+        return None if self.reported_at is None else now() - self.seconds_since_report()
 
     def _call_in_loop(self, what: Callable[[], T]) -> T:
         """Call a function in the thread of the ingest."""
@@ -198,6 +207,17 @@ class ControlService:
                     continue
             name = self._job.metadata
             await self._server.handler.tick_job(name.namespace, name.name)
+            if self.update_metrics is not None:
+                at, controller = now(), self._controller
+                source = StatusInput(controller, self._get_report_time())
+                view = controller.get_job_view(at)
+                self.update_metrics(
+                    (name.namespace, name.name),
+                    summarize_training(source, at, view),
+                    update_conditions(source, [], at, view),
+                    source.reported_at,
+                    recoveries=controller.attempt, links=view.links, idle=view.idle_totals,
+                )  # fmt: skip
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_SECONDS)

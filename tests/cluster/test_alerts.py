@@ -16,9 +16,10 @@ from testbed import TestbedError, prometheus
 
 import pipemorph_operator.metrics
 from pipemorph.cli import COMMANDS
+from pipemorph.views.status import job_metrics
 from pipemorph_trainer.telemetry import metrics as rank_metrics
 
-assert pipemorph_operator.metrics, "its metrics are registered when it is imported"
+assert pipemorph_operator.metrics and job_metrics, "imported, they register their metrics"
 
 JOB = 'namespace="team",name="gpt"'
 TESTBEDS = ("api", "prometheus")

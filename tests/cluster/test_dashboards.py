@@ -20,8 +20,8 @@ from pipemorph.planning import Op, OpKind, Route, Schedule
 from pipemorph.protocol import LinkSample, RailSample, StageProfile, TransportSample, WireTime
 from pipemorph.spec.job_status import AdaptationSummary, TrainingStatus
 from pipemorph.spec.status_links import FallenLinkStatus, SlowLink
+from pipemorph.views.status import job_metrics
 from pipemorph_operator import metrics
-from pipemorph_operator.ingest import job_metrics
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
 from pipemorph_trainer.telemetry.metrics import RankMetrics
@@ -91,7 +91,7 @@ def show(plan: int, recoveries: int) -> None:
         idle={"link": float(plan), "bubble": 0.5 * plan},
     )  # fmt: skip
     values = (("faulty_rdma_ports", 1.0), ("congested_rdma_ports", 1.0))
-    metrics.set_job_gauges(*JOB, values)
+    job_metrics.set_job_gauges(*JOB, values)
 
 
 def serve_platform() -> None:
@@ -173,7 +173,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for each, _ in served:
             each.shutdown()
             each.server_close()
-        metrics.remove_job_series(*JOB)
+        job_metrics.remove_job_series(*JOB)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -214,7 +214,7 @@ def test_a_lane_per_link_with_its_state(
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
     states = {row["metric"]["link"]: mapping["options"][row["value"][1]]["text"] for row in rows}
     assert states == {"1": "slow, delegated", "2": "fell back", "3": "narrow", "4": "unknown"}
-    assert set(mapping["options"]) == {str(int(state)) for state in metrics.LinkStateCode}
+    assert set(mapping["options"]) == {str(int(state)) for state in job_metrics.LinkStateCode}
 
 
 def test_legends_have_no_label_that_is_empty_without_columns(

@@ -22,6 +22,7 @@ from pipemorph.spec.job_spec import JobSpec
 from pipemorph.spec.job_status import UsefulTime, find_condition
 from pipemorph.spec.running_subset import RunningSubset
 from pipemorph.spec.status_recoveries import PodReplacement
+from pipemorph.views.status.job_metrics import remove_job_series
 from pipemorph_operator import names
 from pipemorph_operator.ingest.auth import TokenRequirements
 from pipemorph_operator.ingest.layout_changer import update_layout
@@ -34,10 +35,7 @@ from pipemorph_operator.ingest.status.status_writer import StatusWriter
 from pipemorph_operator.ingest.status.tracked_job import Key, PlacedTime, TrackedJob
 from pipemorph_operator.kube.client import KubeClient, Object
 from pipemorph_operator.kube.job_object import read_job, read_status
-from pipemorph_operator.metrics import (
-    JOBS_TRACKED,
-    remove_job_series,
-)
+from pipemorph_operator.metrics import JOBS_TRACKED
 from pipemorph_operator.policy.lifetime import is_managed_here
 from pipemorph_operator.resources.attempt import build_token_audience
 

@@ -70,15 +70,21 @@ def command(folder: Path, *arguments: str, lacks: tuple[str, ...] = PACKAGES) ->
         (["run", "module.yaml", "--out", "out"], ("torch",), "torch>=2.11"),
         (["run", "script.yaml", "--out", "out"], ("numpy",), "torch>=2.11"),
         (["plan", PROBLEM, "--out", "x.png"], ("matplotlib",), "matplotlib>=3.8"),
+        (
+            ["serve", "--observe", "--listen", "127.0.0.1:0", "--token-file", "token",
+             "--metrics", "127.0.0.1:0", "--out", "out"],
+            ("prometheus_client",), "prometheus-client>=0.20",
+        ),
         (["completion", "zsh"], ("shtab",), "shtab>=1.7"),
     ],
-)
+)  # fmt: skip
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tmp_path: Path, arguments: list[str], lacks: tuple[str, ...], extra: str
 ) -> None:
     status, said = command(tmp_path, *arguments, lacks=lacks)
     assert status == 2, said
-    assert f"need {lacks[0]}, which" in said or f"needs {lacks[0]}, which" in said
+    package = lacks[0].replace("_", "-")
+    assert f"need {package}, which" in said or f"needs {package}, which" in said
     assert f"not installed: {sys.executable} -m pip install " in said and f"'{extra}'" in said
     assert said.count("\n") == 1 and not (tmp_path / "out").exists()
 

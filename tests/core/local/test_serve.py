@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from served import Served, certificate, job, manifest
+from waiting import until
 
 from pipemorph.cli import main
 from pipemorph.local import serve
 from pipemorph.local.results.journal import RunJournal, RunView
 from pipemorph.local.serve import JoinTracker, parse_listen
+from pipemorph.local.service import ControlService
+from pipemorph.views.status.job_metrics import remove_job_series, update_job_metrics
 
 
 @pytest.fixture
@@ -187,6 +191,22 @@ def test_ranks_of_other_sizes_and_attempts_are_refused_and_named_once() -> None:
     assert status == 409
     assert "Set PIPEMORPH_ATTEMPT to 3" in answer["error"]
     assert roll.handle_join({"rank": "x"}, "").status == 400
+
+
+# --- what it exports --------------------------------------------------------------------------
+
+
+def test_a_served_job_has_the_metrics_of_a_job_in_a_cluster() -> None:
+    def read(metric: str) -> float | None:
+        labels = {"namespace": "lab", "name": "served"}
+        return REGISTRY.get_sample_value(f"pipemorph_job_{metric}", labels)
+
+    with ControlService(job(stages=2), RunJournal()) as service:
+        service.update_metrics = update_job_metrics
+        until(lambda: read("iteration") == 0.0, "no metrics")
+    assert (read("slow_links"), read("recoveries")) == (0.0, 0.0)
+    assert read("last_report_timestamp_seconds") is None, "no rank has reported"
+    remove_job_series("lab", "served")
 
 
 # --- how it ends ------------------------------------------------------------------------------

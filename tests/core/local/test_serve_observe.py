@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from launch import free_port
 from observed_ranks import USUAL, make_report, order_1f1b, run_step
+from prometheus_client.parser import text_string_to_metric_families
 
 from pipemorph.cli import main
 from pipemorph.http_client import HttpClient, NoResponseError
@@ -31,23 +33,24 @@ def post(client: HttpClient, body: bytes) -> None:
             assert time.monotonic() < deadline
 
 
-def report_steps(url: str, token: Path, page: str, seen: list[dict[str, Any]]) -> None:
-    """Report steps of all ranks, with link 2 late from step 15 to 29. Appends the document of the
-    live page to ``seen``."""
+def report_steps(url: str, token: Path, late_until: int, look: Callable[[], bool]) -> None:
+    """Report steps of all ranks, with link 2 late from step 15 up to a step, and their end once
+    ``look`` returns True."""
     client, now = HttpClient(url, token), time.time()
     order = order_1f1b(STAGES, 4)
     ran = []
     for step in range(1, STEPS + 1):
-        ran.append(run_step(step, now, order, {2: USUAL + 0.02 * (15 <= step < 30)}, noise=1e-4))
+        wires = {2: USUAL + 0.02 * (15 <= step < late_until)}
+        ran.append(run_step(step, now, order, wires, noise=1e-4))
         now = ran[-1][0].ended_at
     for stage in range(STAGES):
         steps = [each[stage] for each in ran]
         post(client, make_report(stage, STAGES, steps))
     deadline = time.monotonic() + 20
-    while not seen and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         with suppress(NoResponseError):
-            answer = HttpClient(page).request_blocking("/view", seconds=5.0)
-            seen += [json.loads(answer.body)] if answer.status == 200 else []
+            if look():
+                break
     for stage in range(STAGES):
         post(client, make_report(stage, STAGES, finished=True))
 
@@ -59,9 +62,14 @@ def test_an_observed_job_is_followed_and_explained(
     port, watch, token, out = free_port(), free_port(), tmp_path / "token", tmp_path / "out"
     seen = list[dict[str, Any]]()
     page = f"http://127.0.0.1:{watch}/not-a-secret"
-    ranks = threading.Thread(
-        target=report_steps, args=(f"http://127.0.0.1:{port}", token, page, seen)
-    )
+
+    def look() -> bool:
+        answer = HttpClient(page).request_blocking("/view", seconds=5.0)
+        seen.extend([json.loads(answer.body)] if answer.status == 200 else [])
+        return bool(seen)
+
+    address = f"http://127.0.0.1:{port}"
+    ranks = threading.Thread(target=report_steps, args=(address, token, 30, look))
     ranks.start()
     options = ["--listen", f"127.0.0.1:{port}", "--token-file", str(token), "--out", str(out)]
     assert main(["serve", "--observe", *options, "--watch", str(watch)]) == 0
@@ -95,11 +103,44 @@ def test_an_observed_job_is_followed_and_explained(
         assert not any(word in text for word in ("plan v0", "of 0", "loss -", "adaptation", "kept"))
 
 
+def test_prometheus_finds_the_metrics_of_an_observed_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, metrics, token = free_port(), free_port(), tmp_path / "token"
+    found = dict[str, float]()
+
+    def look() -> bool:
+        answer = HttpClient(f"http://127.0.0.1:{metrics}").request_blocking("/metrics", seconds=5.0)
+        for family in text_string_to_metric_families(answer.body.decode()):
+            for name, labels, value, *_ in family.samples:
+                if {"namespace": "default", "name": "observed"}.items() <= labels.items():
+                    label = labels.get("link", labels.get("cause", ""))
+                    found[f"{name.removeprefix('pipemorph_job_')} {label}".strip()] = value
+        return "link_delay_seconds 2" in found
+
+    address = f"http://127.0.0.1:{port}"
+    ranks = threading.Thread(target=report_steps, args=(address, token, STEPS + 1, look))
+    ranks.start()
+    options = ["--listen", f"127.0.0.1:{port}", "--token-file", str(token)]
+    assert main(["serve", "--observe", *options, "--metrics", f"127.0.0.1:{metrics}"]) == 0
+    ranks.join()
+    assert f"metrics: http://127.0.0.1:{metrics}/metrics\n" in capsys.readouterr().out
+    assert found["link_delay_seconds 2"] == pytest.approx(0.02, rel=0.1)
+    assert (found["slow_links"], found["link_state 2"]) == (1, 1)
+    assert found["iteration_seconds"] == pytest.approx(0.24, abs=0.1)
+    assert found["iteration"] >= STEPS
+    assert sum(found[each] for each in found if each.startswith("idle_seconds_total ")) > 0
+    assert time.time() - found["last_report_timestamp_seconds"] < 60
+    assert found["wanted_plan_version"] == found["applied_plan_version"] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["job.yaml", "--observe"], "--observe: does not go with JOB"),
         (["job.yaml", "--watch"], "--watch: goes with --observe"),
+        (["--observe", "--metrics", "7411"], "--metrics is '7411'; expected HOST:PORT"),
+        (["--observe", "--metrics", "192.0.2.1:0"], "--metrics 192.0.2.1:0 cannot be used"),
         ([], "JOB is missing; name a PipeMorphJob manifest, or give --observe"),
     ],
 )

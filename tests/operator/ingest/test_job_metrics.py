@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY
 from pipemorph.control import Health, LinkState
 from pipemorph.spec.job_status import AdaptationSummary, TrainingStatus
 from pipemorph.spec.status_links import FallenLinkStatus, SlowLink
-from pipemorph_operator.ingest import job_metrics
-from pipemorph_operator.metrics import remove_job_series
+from pipemorph.views.status import job_metrics
+from pipemorph.views.status.job_metrics import remove_job_series
 
 JOB = ("team", "figures")
 

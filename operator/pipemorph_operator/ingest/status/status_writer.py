@@ -21,9 +21,8 @@ from pipemorph.spec.job_status import (
     TrainingStatus,
     UsefulTime,
 )
-from pipemorph.views.status import status_text
+from pipemorph.views.status import job_metrics, status_text
 from pipemorph.views.status.summary import summarize_training, update_conditions
-from pipemorph_operator.ingest import job_metrics
 from pipemorph_operator.ingest.status import write_schedule
 from pipemorph_operator.ingest.status.condition_events import EventSender
 from pipemorph_operator.ingest.status.status_fence import StatusOvertakenError
