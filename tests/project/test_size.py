@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 111_550,
     "product code lines": 82_320,
-    "test lines": 106_400,
+    "test lines": 106_420,
     "benchmark lines": 7_500,
     "public classes": 754,
     "modules": 441,

@@ -110,6 +110,18 @@ def test_it_fits_its_window(
     assert len(browser.requests) == 1, "it loads nothing"
 
 
+def test_the_page_of_an_observed_job_names_no_plans(browser: Browser, tmp_path: Path) -> None:
+    known, traces = watched(4, 12, "healthy")
+    document = build_page_document(known, traces, column=0, live=False)
+    path = tmp_path / "page.html"
+    path.write_text(render_live_page(document.model_copy(update={"wanted": 0})))
+    browser.look(path.as_uri())
+    assert "plan" not in browser.eval("document.querySelector('.keys').innerText")
+    room = browser.eval("document.getElementById('room').textContent")
+    assert room.startswith("Microbatches in flight, by stage")
+    assert "the plan has no limit" not in room
+
+
 @pytest.mark.parametrize("case", get_args(Case))
 def test_every_case_is_drawn(browser: Browser, tmp_path: Path, case: Case) -> None:
     browser.look(page_of(tmp_path, case, 8, 24))
