@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -16,27 +17,44 @@ from pipemorph.removed import COMMANDS as REMOVED_COMMANDS
 from pipemorph.standard_streams import open_closed_streams, silence_stream
 
 # Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of the given
-# subcommand is imported, so `plan` does not load the imports of `run`. In the order of the help: to
-# train, what a job did, without a job, a machine, a cluster, a shell and an editor.
-COMMANDS = {
-    "init": "pipemorph.commands.manifest.init",
-    "run": "pipemorph.commands.run",
-    "serve": "pipemorph.commands.serve",
-    "explain": "pipemorph.commands.explain",
-    "diagnose": "pipemorph.commands.diagnose",
-    "plan": "pipemorph.commands.plan",
-    "simulate": "pipemorph.commands.simulate",
-    "advise": "pipemorph.commands.advise",
-    "replay": "pipemorph.commands.replay",
-    "doctor": "pipemorph.commands.doctor",
-    "bench": "pipemorph.commands.bench",
-    "top": "pipemorph.commands.cluster.top",
-    "watch": "pipemorph.commands.cluster.watch",
-    "timeline": "pipemorph.commands.cluster.timeline",
-    "schema": "pipemorph.commands.manifest.schema",
-    "completion": "pipemorph.commands.completion",
+# subcommand is imported, so `plan` does not load the imports of `run`.
+COMMAND_GROUPS = {
+    "train": {
+        "init": "pipemorph.commands.manifest.init",
+        "run": "pipemorph.commands.run",
+        "serve": "pipemorph.commands.serve",
+    },
+    "what a job did": {
+        "explain": "pipemorph.commands.explain",
+        "diagnose": "pipemorph.commands.diagnose",
+    },
+    "without a job": {
+        "plan": "pipemorph.commands.plan",
+        "simulate": "pipemorph.commands.simulate",
+        "advise": "pipemorph.commands.advise",
+        "replay": "pipemorph.commands.replay",
+    },
+    "this machine": {
+        "doctor": "pipemorph.commands.doctor",
+        "bench": "pipemorph.commands.bench",
+    },
+    "jobs of a cluster": {
+        "top": "pipemorph.commands.cluster.top",
+        "watch": "pipemorph.commands.cluster.watch",
+        "timeline": "pipemorph.commands.cluster.timeline",
+    },
+    "editor and shell": {
+        "schema": "pipemorph.commands.manifest.schema",
+        "completion": "pipemorph.commands.completion",
+    },
 }
+"""Modules of subcommands by heading of the help, in its order."""
 
+COMMANDS = {name: module for group in COMMAND_GROUPS.values() for name, module in group.items()}
+
+PLUGIN = "kubectl pipemorph"
+PLUGIN_COMMANDS = ("explain", *COMMAND_GROUPS["jobs of a cluster"])
+"""Commands of the kubectl plugin: those that read jobs of a cluster."""
 
 LAUNCHING_COMMANDS = ("serve",)
 """Commands that start the program after ``--``."""
@@ -51,10 +69,20 @@ class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message, MOST)} (see {self.prog} --help)\n")
 
+    def format_help(self) -> str:
+        """Text of the help. Those of all commands have a heading above each group."""
+        text = super().format_help()
+        if " " in self.prog:
+            return text
+        for heading, commands in COMMAND_GROUPS.items():
+            listed = rf"^    (?={next(iter(commands))}\s)"
+            text = re.sub(listed, f"\n  {heading}:\n    ", text, flags=re.MULTILINE)
+        return text
+
 
 def run_kubectl_plugin() -> int:
     """Run ``kubectl pipemorph``, for which kubectl starts the program ``kubectl-pipemorph``."""
-    return main(prog="kubectl pipemorph")
+    return main(prog=PLUGIN)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pipemorph") -> int:
@@ -78,6 +106,12 @@ def _run_subcommand(arguments: list[str], prog: str) -> int:
     if gone := _find_removal_message(arguments):
         print(f"{prog} {gone}", file=sys.stderr)
         return 2
+    if prog == PLUGIN and arguments[:1] and arguments[0] in COMMANDS.keys() - PLUGIN_COMMANDS:
+        print(
+            f"{prog} {arguments[0]}: reads no job of a cluster; use pipemorph {arguments[0]}",
+            file=sys.stderr,
+        )
+        return 2
     args = parse_arguments(arguments, prog)
     try:
         status = import_module(COMMANDS[args.command]).run(args)
@@ -95,7 +129,8 @@ def _run_subcommand(arguments: list[str], prog: str) -> int:
 def parse_arguments(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """The parsed arguments. ``launch``: those after ``--``, of a command that starts a program."""
     named = [name for name in COMMANDS if arguments[:1] == [name]]
-    parser = _build_parser(COMMANDS if named in ([], ["completion"]) else named, prog)
+    every = PLUGIN_COMMANDS if prog == PLUGIN else COMMANDS
+    parser = _build_parser(every if named in ([], ["completion"]) else named, prog)
     end = len(arguments)
     if arguments[:1] and arguments[0] in LAUNCHING_COMMANDS:
         end = _find_end_of_options(arguments)
@@ -127,10 +162,16 @@ def _build_parser(commands: Iterable[str], prog: str) -> argparse.ArgumentParser
         prog=prog,
         description="Pipeline-parallel training that adapts its schedule to slow links.",
     )
+    if prog == PLUGIN:
+        parser.epilog = (
+            "All other commands are those of the program pipemorph: see pipemorph --help."
+        )
     parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
     # `completion` needs it, to complete all subcommands.
     parser.set_defaults(parser=parser)
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
     for name in commands:
         import_module(COMMANDS[name]).add_parser(subparsers)
     return parser

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipemorph.commands.output_file import write_output
-from pipemorph.errors import InputError
 from pipemorph.extras import missing_package_error
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 FILES = ("FILE", "DIR", "PROBLEM", "PLAN", "TRACE", "JOB")
 """Metavars of arguments that may be file names."""
 
@@ -21,16 +20,13 @@ def add_parser(subparsers: Any) -> None:
         help="print a shell's completion script",
         description="Print a script that completes subcommands, options and file names. For bash:"
         ' eval "$(pipemorph completion bash)"; for zsh, write it to a file _pipemorph in a folder'
-        " of $fpath. Exit status: 0, or 2 for invalid input.",
+        " of $fpath; for fish, to ~/.config/fish/completions/pipemorph.fish. Exit status: 0, or 2"
+        " for invalid input.",
     )
     parser.add_argument("shell", choices=SHELLS, help="shell to complete for")
 
 
 def run(args: argparse.Namespace) -> int:
-    if " " in args.parser.prog:
-        raise InputError(
-            f"{args.parser.prog} is completed by kubectl's own script; use pipemorph completion"
-        )
     try:
         import shtab
     except ImportError:

@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 111_550,
-    "product code lines": 82_320,
-    "test lines": 106_420,
+    "product lines": 111_590,
+    "product code lines": 82_350,
+    "test lines": 106_460,
     "benchmark lines": 7_500,
     "public classes": 754,
     "modules": 441,

@@ -11,7 +11,7 @@ import pytest
 from pipemorph.cli import COMMANDS, main
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_has_all_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -26,7 +26,7 @@ def test_the_script_has_all_commands(shell: str, capsys: pytest.CaptureFixture[s
         (["pipemorph", "ex"], {"explain"}),
         (["pipemorph", "top", "--o"], {"--once"}),
         (["pipemorph", "run", "job."], {"job.yaml"}),
-        (["pipemorph", "completion", ""], {"bash", "zsh"}),
+        (["pipemorph", "completion", ""], {"bash", "zsh", "fish"}),
     ],
 )
 def test_bash_completes(
