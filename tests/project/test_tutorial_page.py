@@ -19,6 +19,12 @@ def test_tutorial_shows_the_files_that_it_runs() -> None:
         assert (ROOT / "examples/tutorial" / name).read_text().endswith(shown)
 
 
+def test_readme_shows_the_end_of_the_tutorials_script() -> None:
+    shown, *_ = read_blocks("README.md", "python")
+    assert shown.startswith("context = ")
+    assert (ROOT / "examples/tutorial/train.py").read_text().endswith(f"\n{shown}")
+
+
 def test_torchtitan_page_shows_lines_of_its_example() -> None:
     (shown,) = read_blocks("docs/how-to/torchtitan.md", "python")
     imported, used = shown.split("\n\n", 1)
