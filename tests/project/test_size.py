@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 111_590,
     "product code lines": 82_350,
-    "test lines": 106_460,
+    "test lines": 106_470,
     "benchmark lines": 7_500,
     "public classes": 754,
     "modules": 441,

@@ -104,9 +104,12 @@ def _describe_slow_link(link: LinkState) -> str:
 
 
 def _format_confidence(link: LinkState) -> str:
-    """Text for the confidence, rounded down, so that 99.6 % is not 100 %; no number while the
+    """Text for the confidence, rounded down; over 99 % it is not called 100 %. No number while the
     newest windows contradict it."""
-    return "in doubt" if link.in_doubt else f"{int(100 * link.confidence + 1e-9)}%"
+    if link.in_doubt:
+        return "in doubt"
+    percent = int(100 * link.confidence + 1e-9)
+    return f"{percent}%" if percent <= 99 else "over 99%"
 
 
 # --- of a decision ------------------------------------------------------------------------

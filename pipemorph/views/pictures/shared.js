@@ -1,4 +1,4 @@
-const percent = x => x === null ? "–" : (100 * x).toFixed(1) + "%";
+const percent = x => x === null ? "–" : (Math.round(1000 * x) / 10).toFixed(1) + "%"; // never "-0.0%"
 const ms = x => x < 1000 ? (x < 100 ? +x.toFixed(1) : Math.round(x)) + " ms" : (x / 1000).toFixed(2) + " s";
 // All text from the data goes through textContent.
 function make(tag, attributes, text, parent) {

@@ -244,3 +244,5 @@ def test_a_link_that_may_be_well_again_is_not_called_slow_by_nothing() -> None:
     surely = replace(slow(1, 0.03, 0.9), in_doubt=True)
     text = reasons.explain_decision("slow", [slow(0, 0.0065, 0.996), surely], DEMO)
     assert "(forward, 99% sure), link 1 is slow by 30.0 ms one way (forward, in doubt)" in text
+    certain = reasons.explain_decision("slow", [slow(confidence=1.0)], DEMO)
+    assert "(forward, over 99% sure)" in certain

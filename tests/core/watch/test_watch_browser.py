@@ -375,7 +375,7 @@ def replay_page(folder: Path) -> str:
     trained["1f1b"] = TrainingRun((0.5,) * 20, "link 2 is down")
     changes = [
         ReplayedChange(3, "link 1 is slow by 20 ms " * 5, 0.3, 0.29),
-        ReplayedChange(21, "a link recovered", 0.1, None),
+        ReplayedChange(21, "a link recovered", -0.0004, None),
     ]
     lines = (
         '{"at_iteration": 2, "links": {"0": {"delay_ms": 20}, "1": {"gbps": 2.5}}}',
@@ -438,6 +438,8 @@ def test_the_page_of_a_replay_can_be_read(
 def test_keys_go_through_a_replay(browser: Browser, tmp_path: Path) -> None:
     """Wherever the focus is, as on the live page."""
     browser.look(replay_page(tmp_path))
+    shown = browser.eval("document.getElementById('changes').textContent")
+    assert "promised 0.0%" in shown and "measured 29.0%" in shown
 
     def pressed(key: str) -> int:
         browser.press(key)
