@@ -75,7 +75,7 @@ def command(folder: Path, *arguments: str, lacks: tuple[str, ...] = PACKAGES) ->
              "--metrics", "127.0.0.1:0", "--out", "out"],
             ("prometheus_client",), "prometheus-client>=0.20",
         ),
-        (["completion", "zsh"], ("shtab",), "shtab>=1.7"),
+        (["completion", "zsh"], ("shtab",), "shtab>=1.13"),
     ],
 )  # fmt: skip
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
