@@ -55,7 +55,7 @@ class PipelineModule(lightning.LightningModule):
 
 
 def make_batches(replica: int, iterations: int) -> DataLoader:
-    """The same batches on all stages of a replica, so no sampler divides them over ranks."""
+    """Batches for all stages of a replica alike, so no sampler divides them over ranks."""
     generator = torch.Generator().manual_seed(replica)
     tokens = torch.randint(0, TOKENS, (iterations * BATCH, LENGTH), generator=generator)
     return DataLoader(TensorDataset(tokens, (tokens * 7 + 3) % TOKENS), batch_size=BATCH)

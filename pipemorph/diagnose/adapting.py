@@ -15,9 +15,9 @@ from pipemorph.diagnose.operation_table import OperationTable
 
 _CHANGES = {
     "torch": "replace {}(stage, …) by pipemorph_trainer.torch.AdaptiveSchedule(stage, …), and start"
-    " the ranks beside pipemorph serve",
+    " the ranks under pipemorph serve",
     "torchtitan": "set config.model_spec.pipelining_fn to pipemorph_trainer.torch.titan's, in place"
-    " of {}, and start the ranks beside pipemorph serve",
+    " of {}, and start the ranks under pipemorph serve",
     "megatron-core": "an integration, as Megatron-Core has no hook for the order of ops ({}"
     " computes it), a backward in two parts (backward_step is whole) or sends that do not block"
     " (P2PCommunicator can be replaced)",

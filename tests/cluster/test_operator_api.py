@@ -38,7 +38,7 @@ pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
 
 JOB_SET = ROOT / "examples/kubernetes/jobset.yaml"
-"""Of a kind that :mod:`test_kubeflow_kinds` installs."""
+"""Example of a kind that :mod:`test_kubeflow_kinds` installs."""
 EXAMPLES = sorted(set((ROOT / "examples/kubernetes").glob("*.yaml")) - {JOB_SET})
 
 

@@ -30,18 +30,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
-    """Answer the questions of a terminal; returns what is asked."""
-    asked: list[str] = []
+    """Answer the questions of a terminal; returns them."""
+    questions: list[str] = []
     waiting = iter(answers)
 
     def read(question: str) -> str:
-        asked.append(question)
+        questions.append(question)
         return next(waiting)
 
     monkeypatch.setattr("builtins.input", read)
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
-    return asked
+    return questions
 
 
 @pytest.mark.parametrize("model", init.MODELS)
@@ -67,25 +67,27 @@ def test_manifest_and_script_fit_each_other(
 def test_nothing_is_asked_without_a_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("it asks"))
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("a question was printed"))
     assert main(["init", "mine"]) == 0
     assert "cd mine\n  pipemorph run job.yaml --out out\n" in capsys.readouterr().out
     assert load_job("mine/job.yaml").spec.parallelism.stages == init.STAGES
 
 
 def test_three_questions_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = answer(monkeypatch, "0", "3", "", "tree", "gpt")
+    questions = answer(monkeypatch, "0", "3", "", "tree", "gpt")
     assert main(["init", "mine"]) == 0
-    assert [each.split()[0] for each in asked] == ["stages"] * 2 + ["microbatches"] + ["model"] * 2
+    assert [each.split()[0] for each in questions] == ["stages"] * 2 + ["microbatches"] + [
+        "model"
+    ] * 2
     job = load_job("mine/job.yaml").spec
     assert (job.parallelism.stages, job.schedule.microbatches) == (3, 24)
     assert "examples.gpt" in Path("mine/train.py").read_text()
 
 
 def test_only_what_is_missing_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = answer(monkeypatch, "")
+    questions = answer(monkeypatch, "")
     assert main(["init", "--stages", "2", "--model", "own"]) == 0
-    assert asked == ["microbatches [16]: "]
+    assert questions == ["microbatches [16]: "]
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "train.py"])
