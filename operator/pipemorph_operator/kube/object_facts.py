@@ -143,6 +143,8 @@ class PodFacts:
     disrupted: bool = False
     deletion_deadline: datetime | None = None
     """End of its grace period, if it is being deleted."""
+    ended: bool = False
+    """True if all its containers have ended, as its node reported."""
     failed: bool = False
     """True if it has ended, and a container did not exit with code 0."""
     problem: str = ""
@@ -197,6 +199,7 @@ class PodFacts:
                 for c in status.get("conditions") or ()
             ),
             deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
+            ended=status.get("phase") in ("Failed", "Succeeded"),
             failed=status.get("phase") == "Failed",
             problem=problem,
             rejected_by_node=bool(problem)

@@ -128,7 +128,9 @@ def detect_lost_node(pods: Sequence[PodFacts], parallelism: Parallelism) -> Atte
 
 def seconds_until_lost(pod: PodFacts) -> float | None:
     """Seconds until a deleted pod must be gone; 0 if its node does not respond; else None."""
-    if pod.node is None or pod.deletion_deadline is None:
+    # A pod that ended before its grace period is deleted again, with a period of 0, by its node;
+    # it exists until the Job controller has counted it, which may take long.
+    if pod.node is None or pod.deletion_deadline is None or pod.ended:
         return None
     return max(0.0, pod.grace_seconds + LOST_SECONDS - pod.ending_seconds)
 

@@ -19,6 +19,7 @@ from pipemorph.spec.sections.placement import NodeExclusion
 from pipemorph.spec.status_links import AttemptNodes, SlowLink
 from pipemorph.views.status.conditions import format_time, update_condition
 from pipemorph_operator import names
+from pipemorph_operator.kube.object_facts import PodFacts
 from pipemorph_operator.policy import attempt_end, conditions, lifetime, node_exclusion
 
 TWO, FOUR = (Parallelism(stages=n, replicas=n, order=["dp_replicate", "pp"]) for n in (2, 4))
@@ -220,6 +221,32 @@ def test_only_a_pod_on_a_node_that_is_being_deleted_can_be_lost(
     assert attempt_end.seconds_until_lost(found) == seconds
     overdue = replace(found, ending_seconds=1e4)
     assert (attempt_end.detect_lost_node([overdue], TWO) is not None) is (seconds is not None)
+
+
+def test_a_node_that_reported_the_end_of_a_deleted_pod_responds() -> None:
+    # As the API server shows it until the Job controller has removed its finalizer.
+    found = PodFacts.from_object(
+        {
+            "metadata": {
+                "name": "gpt-0-1",
+                "deletionTimestamp": "2026-01-01T00:00:00Z",
+                "deletionGracePeriodSeconds": 0,
+                "finalizers": ["batch.kubernetes.io/job-tracking"],
+            },
+            "spec": {"nodeName": "n"},
+            "status": {
+                "phase": "Failed",
+                "containerStatuses": [
+                    {"name": "trainer", "state": {"terminated": {"exitCode": EXIT_SAVED}}}
+                ],
+            },
+        }
+    )
+    slow = replace(found, ending_seconds=60.0)
+    assert attempt_end.detect_lost_node([slow], TWO) is None
+    assert attempt_end.seconds_until_lost(slow) is None
+    cause = attempt_end.classify_failure(failed(), [slow], TWO, saves=True)
+    assert cause.reason == names.R_SAVED
 
 
 def test_delays_grow_and_end() -> None:
