@@ -5,4 +5,11 @@ its cost. The trainer executes its plans; the operator (or ``pipemorph run`` on 
 it.
 """
 
-__version__ = "0.1.0"
+
+def __getattr__(name: str) -> str:
+    """Read ``__version__`` from the package's metadata, which takes an import of 30 ms."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version(__name__)

@@ -21,15 +21,15 @@ import sys
 import sysconfig
 import tarfile
 import time
-import tomllib
 import zipfile
 from pathlib import Path
 
 from sbom import write_sbom
+from version import read_version
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST, WORK = ROOT / "dist", ROOT / "build/dist"
-VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+VERSION = read_version()
 GLIBC = (2, 28)
 ARCHES = ("x86_64", "aarch64")
 PROBLEM = ROOT / "examples/traces/problem.yaml"

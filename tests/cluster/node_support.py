@@ -12,12 +12,14 @@ from testbed import ApiError, TestbedError, wait_for
 from testbed.node import RESOURCE, Node
 from testbed.node_cluster import NodeCluster
 
+from pipemorph import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/pipemorph-operator"
 RELEASE, SYSTEM = "pipemorph", "pipemorph-system"
 OPERATOR = f"{RELEASE}-pipemorph-operator"
 INGEST = f"{OPERATOR}-ingest"
-TRAINER_IMAGE = "pipemorph/trainer:0.1.0"
+TRAINER_IMAGE = f"pipemorph/trainer:{__version__}"
 # Values of README and docs/how-to/install.md, but for the registry.
 INSTALL = ("--namespace", SYSTEM, "--set", f"trainer.image={TRAINER_IMAGE}")
 # Ranks import torch, all at once.

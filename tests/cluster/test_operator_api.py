@@ -26,6 +26,7 @@ from operator_support import (
 from rendered_chart import rendered
 from testbed import ApiError, TestbedError, wait_for
 
+from pipemorph import __version__
 from pipemorph.planning.problem import MAX_CELLS
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.kube.client import METADATA_ONLY, KubeClient
@@ -478,7 +479,7 @@ DIGEST = "sha256:" + "0a" * 32
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
-        ({}, "pipemorph/operator:0.1.0"),
+        ({}, f"pipemorph/operator:{__version__}"),
         ({"tag": "1.2"}, "pipemorph/operator:1.2"),
         ({"digest": DIGEST}, f"pipemorph/operator@{DIGEST}"),
         ({"digest": DIGEST, "tag": "1.2"}, f"pipemorph/operator:1.2@{DIGEST}"),
@@ -531,7 +532,7 @@ def test_the_chart_is_a_dependency_with_a_condition(jobs: Jobs, tmp_path: Path) 
     parent = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
     own = {
         "name": "pipemorph-operator",
-        "version": "0.1.0",
+        "version": __version__,
         "condition": "pipemorph-operator.enabled",
     }
     (tmp_path / "Chart.yaml").write_text(json.dumps(parent | {"dependencies": [own]}))

@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 111_590,
-    "product code lines": 82_350,
-    "test lines": 106_470,
+    "product lines": 111_600,
+    "product code lines": 82_360,
+    "test lines": 106_490,
     "benchmark lines": 7_500,
     "public classes": 754,
     "modules": 441,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 
+from pipemorph import __version__
 from testbed import tools
 from testbed.errors import TestbedError
 from testbed.processes import output
@@ -30,7 +31,6 @@ from testbed.steps import Say, run_step
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = ("operator", "trainer")
-VERSION = "0.1.0"
 FILES = {"/usr/bin/buildah": "buildah", "/usr/sbin/debootstrap": "debootstrap"}
 # Debian's release with the same Python as the tests', whose torch it must be able to load.
 _SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}
@@ -51,7 +51,7 @@ class HostMount:
 
 def image_name(target: str) -> str:
     """Name of the image in the chart and the examples, with the registry that it implies."""
-    return f"docker.io/pipemorph/{target}:{VERSION}"
+    return f"docker.io/pipemorph/{target}:{__version__}"
 
 
 def torch_mounts() -> list[HostMount]:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from cluster_jobs import SLOW, adapted, cluster_job, found, running
 
+from pipemorph import __version__
+
 SCRIPT = Path(__file__).resolve().parents[3] / "examples/kubernetes/first_job.py"
 PROGRAM = """#!/usr/bin/python3
 import json, os, pathlib, sys
@@ -96,8 +98,8 @@ def test_a_kind_cluster_is_made_and_gets_the_images(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("one-link has adapted, ")
     assert last.endswith(" s after the start: plan v1: link 0 is slow")
-    load = "kind load docker-image pipemorph/operator:0.1.0 pipemorph/trainer:0.1.0"
-    assert f"{load} --name pipemorph" in programs.lines()
+    images = " ".join(f"pipemorph/{each}:{__version__}" for each in ("operator", "trainer"))
+    assert f"kind load docker-image {images} --name pipemorph" in programs.lines()
 
 
 def test_images_for_another_cluster_are_pushed(
@@ -107,7 +109,7 @@ def test_images_for_another_cluster_are_pushed(
     programs.ready()
     options = ["--kubeconfig", str(tmp_path / "config"), "--registry", "registry.example/team"]
     assert run_script(monkeypatch, *options) == 0
-    assert "docker push registry.example/team/trainer:0.1.0" in programs.lines()
+    assert f"docker push registry.example/team/trainer:{__version__}" in programs.lines()
     assert not [call for call in programs.calls() if call.startswith("kind")]
     (helm,) = [line for line in programs.lines() if line.startswith("helm")]
     assert "image.repository=registry.example/team/operator" in helm
