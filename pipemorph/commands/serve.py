@@ -83,7 +83,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need the server.
-    from pipemorph.local.serve import ServeOptions, serve_job
+    from pipemorph.local.serve import serve_job
+    from pipemorph.local.served_run import ServeOptions
 
     if args.observe == (args.job is not None):
         raise InputError(

@@ -24,10 +24,10 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 111_600,
     "product code lines": 82_360,
-    "test lines": 106_490,
+    "test lines": 106_520,
     "benchmark lines": 7_500,
-    "public classes": 754,
-    "modules": 441,
+    "public classes": 755,
+    "modules": 442,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -19,7 +19,8 @@ from waiting import until
 from pipemorph.cli import main
 from pipemorph.local import serve
 from pipemorph.local.results.journal import RunJournal, RunView
-from pipemorph.local.serve import JoinTracker, parse_listen
+from pipemorph.local.serve import JoinTracker
+from pipemorph.local.served_run import parse_listen
 from pipemorph.local.service import ControlService
 from pipemorph.views.status.job_metrics import remove_job_series, update_job_metrics
 

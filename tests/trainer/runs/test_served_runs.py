@@ -15,7 +15,8 @@ from served import Served, certificate, job, manifest, torchrun
 
 from pipemorph.errors import InputError
 from pipemorph.local.results.journal import RunJournal
-from pipemorph.local.serve import JoinTracker, ServeOptions, make_tls_context
+from pipemorph.local.serve import JoinTracker
+from pipemorph.local.served_run import ServeOptions, make_tls_context
 from pipemorph.local.service import ControlService
 from pipemorph_trainer.context import TrainerContext, request_job
 
