@@ -48,34 +48,10 @@ DEADLINE_SECONDS = 120
 
 def make_stage(rank: int, group: Any) -> Any:
     """Stage of torch's pipelining whose F, B and W sleep."""
-    import torch
-    from torch import Tensor, nn
-    from torch.distributed.pipelining import PipelineStage
+    from sleeping_stages import make_sleeping_stage
 
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(_: Any, x: Tensor, scale: Tensor) -> Tensor:
-            time.sleep(OP_SECONDS)
-            return x * scale
-
-        @staticmethod
-        def backward(_: Any, grad: Tensor) -> Any:
-            time.sleep(OP_SECONDS)
-            return grad.clone(), torch.zeros(())
-
-    class SleepingStage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = Sleep.apply(x, self.scale)
-            return found
-
-    return PipelineStage(
-        SleepingStage(), rank, STAGES, torch.device("cpu"), group=group,
-        dw_builder=lambda: lambda: time.sleep(OP_SECONDS),
-    )  # fmt: skip
+    seconds = dict.fromkeys(("forward", "backward", "weight"), OP_SECONDS)
+    return make_sleeping_stage(rank, STAGES, group=group, **seconds)
 
 
 def train(schedule: Any, stage: Any, steps: int) -> list[float]:

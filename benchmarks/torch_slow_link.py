@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -28,6 +27,8 @@ from typing import Any
 from goals import finish_benchmark, make_parser
 from ranks import run_ranks
 from slow_link import MICROBATCHES, OURS, STAGES, TIMES, VARIANTS, run_delays
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 DELAY_MS = 60.0
 FASTER_THAN_DEFAULT, FASTER_THAN_BEST = 3.0, 2.0
@@ -101,8 +102,8 @@ def rank_main(iterations: int) -> None:
     """Program of a rank; rank 0 prints a line of JSON per schedule."""
     import torch
     import torch.distributed as dist
-    from torch import Tensor, nn
-    from torch.distributed.pipelining import PipelineStage, schedules
+    from sleeping_stages import make_sleeping_stage
+    from torch.distributed.pipelining import schedules
 
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -110,39 +111,13 @@ def rank_main(iterations: int) -> None:
     forward, backward, weight = (
         TIMES[k] / 1e3 for k in ("forward", "backwardInput", "backwardWeight")
     )
-
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(_: Any, x: Tensor, scale: Tensor) -> Tensor:
-            time.sleep(forward)
-            return x * scale
-
-        @staticmethod
-        def backward(_: Any, grad: Tensor) -> Any:
-            time.sleep(backward)
-            return grad, torch.zeros(())
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = Sleep.apply(x, self.scale)
-            return found
-
-    def make_weight_backward() -> Callable[[], None]:
-        return lambda: time.sleep(weight)
-
     queues = TransferQueues(rank)
     x = torch.ones(MICROBATCHES, WIDTH)
     for name, (kind, options, queues.per_direction) in SCHEDULES.items():
-        stage = PipelineStage(
-            Stage(), rank, STAGES, torch.device("cpu"), dw_builder=make_weight_backward
-        )
+        stage = make_sleeping_stage(rank, STAGES, forward=forward, backward=backward, weight=weight)
         given = stage if kind == "Schedule1F1B" else [stage]
         schedule = getattr(schedules, kind)(
-            given, MICROBATCHES, loss_fn=nn.functional.mse_loss, **options
+            given, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss, **options
         )
         times = []
         for iteration in range(iterations + 1):

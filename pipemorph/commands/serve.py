@@ -124,10 +124,9 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.observe:
         from pipemorph.diagnose.analysis.idle_time import attribute_idle_time
-        from pipemorph.diagnose.formats.observed_steps import predict_observed
         from pipemorph.local.observe import serve_observed
 
-        return serve_observed(options, attribute_idle_time, predict_observed)
+        return serve_observed(options, attribute_idle_time)
     return serve_job(args.job, options)
 
 

@@ -17,18 +17,19 @@ from pydantic import ValidationError
 from pipemorph.control import JobController
 from pipemorph.control.first_plan import initial_plan, initial_routes
 from pipemorph.detection.job_observer import JobObserver
-from pipemorph.detection.observed_steps import (
-    WINDOW_SECONDS,
-    AlignedStep,
-    align_traces,
-    build_profiles,
-    build_windows,
-    list_stage_ops,
-    summarize_step,
-)
 from pipemorph.detection.rank_monitor import RankMonitor
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
+from pipemorph.local.observed_steps import (
+    WINDOW_SECONDS,
+    AlignedStep,
+    align_step,
+    build_profiles,
+    build_windows,
+    has_all_stages,
+    list_stage_ops,
+    summarize_step,
+)
 from pipemorph.planning import Plan, Schedule
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.validator import validate
@@ -196,9 +197,8 @@ class FollowedJob:
         known.finished |= report.finished
         known.waiting = report.waiting
         self.dropped = max(self.dropped, report.dropped)
-        stages = set(report.place.chunks)
         for step in report.steps:
-            if step.step > known.newest and {each.ops.stage for each in step.stages} == stages:
+            if step.step > known.newest and has_all_stages(known.place, step):
                 known.newest = step.step
                 self._pending.setdefault(step.step, {})[rank] = step
         if self._observer is not None and (not report.steps or known.finished):
@@ -222,19 +222,18 @@ class FollowedJob:
             if number > complete:
                 break
             found = self._pending.pop(number)
-            if len(found) == len(self.ranks):
-                self._process_step(
-                    {
-                        rank: AlignedStep(
-                            found[rank],
-                            shifts[rank],
-                            self.ranks[rank].place.transport,
-                            self.ranks[rank].waiting,
-                        )
-                        for rank in sorted(found)
-                    },
-                    now,
-                )
+            if len(found) < len(self.ranks):
+                continue
+            try:
+                steps = {
+                    rank: align_step(
+                        self.mesh, known.place, found[rank], shifts[rank], known.waiting
+                    )
+                    for rank, known in sorted(self.ranks.items())
+                }
+                self._process_step(steps, now)
+            except ValidationError as error:
+                log.warning("step %d has impossible times: %s", number, one_line(str(error), 200))
         self._drop_steps(2 * MOST_STEPS)
         self._report(now)
 
@@ -256,19 +255,19 @@ class FollowedJob:
 
     def _process_step(self, ranks: dict[int, AlignedStep], now: float) -> None:
         assert self.mesh is not None and self._observer is not None
-        traces = align_traces(ranks)
+        traces = [trace for step in ranks.values() for trace in step.traces]
         self._done = traces[0].iteration + 1
         self.newest.append(ranks)
         if self.controller is None:
             try:
-                self._start(traces, max(step.step.microbatches for step in ranks.values()))
+                self._start(traces)
             except InputError as error:
                 log.warning("steps cannot be observed: %s", one_line(str(error)))
                 return
-        for rank, (step, shift, *_) in ranks.items():
-            known, column = self.ranks[rank], self.mesh.find_coordinate(rank).column
-            profiles = build_profiles(step, column, known.place.crowding)
-            known.monitor.observe_windows((), step.ended_at + shift, profiles=profiles)
+        for rank, step in ranks.items():
+            known = self.ranks[rank]
+            profiles = build_profiles(step, known.place.crowding)
+            known.monitor.observe_windows((), step.ended_at, profiles=profiles)
         for at, receiver, sender, window in build_windows(self.mesh, ranks):
             load = {
                 "waited": ranks[receiver].waiting * WINDOW_SECONDS,
@@ -283,9 +282,9 @@ class FollowedJob:
         if now - self._idle_at >= max(1.0, len(ranks) / IDLE_RANKS_PER_SECOND):
             self._idle_at = now
             sample = sample.model_copy(update={"idle": self.attribute_idle(traces)})
-        for rank, (step, shift, *_) in ranks.items():
+        for rank, step in ranks.items():
             finished = sample if rank == 0 else None
-            self._send_report(rank, step.ended_at + shift, now, finished=finished)
+            self._send_report(rank, step.ended_at, now, finished=finished)
         self._observer.update_states(now)
         self._report(now)
         self.on_step(traces)
@@ -329,11 +328,12 @@ class FollowedJob:
         report = observer.build_report(self._sequence, now, 0)
         observer.record_delivery(report, controller.process_report(report, now))
 
-    def _start(self, traces: Sequence[OpsTrace], microbatches: int) -> None:
+    def _start(self, traces: Sequence[OpsTrace]) -> None:
         """Make the job from the first step of all ranks. Raises :class:`InputError`."""
         assert self.mesh is not None
         place = self.ranks[0].place
         ops = list_stage_ops(self.mesh, traces)
+        microbatches = max(len({*trace.microbatches}) for trace in traces)
         self.job, plan = make_observed_job(self.name, self.mesh, place, microbatches, ops)
         self.controller = JobController(
             self.job.spec, attempt=self.attempt, on_report=self.on_report, endless=True, plan=plan

@@ -10,10 +10,10 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from pipemorph.detection.observed_steps import AlignedStep
+from pipemorph.diagnose.adapting import predict_adapting
 from pipemorph.errors import InputError
 from pipemorph.local.clock import now
 from pipemorph.local.followed_job import AttributeIdle, FollowedJob
@@ -24,14 +24,10 @@ from pipemorph.local.served_run import COMMAND, ServedRun, ServeOptions
 from pipemorph.local.service import ControlService
 from pipemorph.protocol import OpsTrace
 from pipemorph.spec.job_spec import PipeMorphJob
-from pipemorph.spec.mesh import MeshShape
 from pipemorph.views.live_page.page_builder import StageTrace
 
 log = logging.getLogger("pipemorph.observe")
 
-PredictAdapting = Callable[[MeshShape, Sequence[Mapping[int, AlignedStep]], str], dict[str, Any]]
-"""Predicts what adapting would give: the field ``adapting`` of a report. Takes steps of all ranks,
-and the framework with its schedule. Raises :class:`InputError`."""
 JOIN_SECONDS = 60.0
 """Time after which missing ranks are named."""
 MOST_OPS = 200_000
@@ -44,13 +40,12 @@ takes."""
 def serve_observed(
     options: ServeOptions,
     attribute_idle: AttributeIdle,
-    predict_adapting: PredictAdapting,
     *,
     stream: TextIO | None = None,
 ) -> int:
     """Follow an observed job until each of its ranks has reported its end, or the command of
     ``options`` has, see :meth:`ServedRun.serve`."""
-    return _ObservedRun(attribute_idle, predict_adapting, options, stream).serve()
+    return _ObservedRun(attribute_idle, options, stream).serve()
 
 
 class _ObservedRun(ServedRun):
@@ -59,12 +54,11 @@ class _ObservedRun(ServedRun):
     def __init__(
         self,
         attribute_idle: AttributeIdle,
-        predict_adapting: PredictAdapting,
         options: ServeOptions,
         stream: TextIO | None = None,
     ) -> None:
         super().__init__(options, stream)
-        self._attribute_idle, self._predict = attribute_idle, predict_adapting
+        self._attribute_idle = attribute_idle
         self._ops = _NewestOps()
 
     @property
@@ -113,11 +107,9 @@ class _ObservedRun(ServedRun):
         return AttemptResult(AttemptOutcome.COMPLETED) if finished else None
 
     def predict_adapting(self) -> dict[str, Any] | None:
-        job = self.observed
-        if job.mesh is None or 0 not in job.ranks:
-            return None  # The steps are none of a pipeline.
+        steps = (step for ranks in self.observed.newest for step in ranks.values())
         try:
-            return self._predict(job.mesh, job.newest, job.ranks[0].place.framework)
+            return predict_adapting(op for step in steps for op in step.operations)._asdict()
         except InputError as error:
             log.warning("what adapting would give cannot be predicted: %s", error)
             return None

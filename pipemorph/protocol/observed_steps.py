@@ -13,24 +13,24 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipemorph.protocol.message_base import Count, ProtocolModel, ResponseModel, Seconds, WallClock
-from pipemorph.protocol.op_traces import MOST_OPS, Microseconds, OpsTrace
+from pipemorph.protocol.op_traces import Microseconds
 from pipemorph.protocol.states import PRINTABLE
 
 OBSERVATION_PROTOCOL: Literal[1] = 1
 MAX_STEPS_BYTES = 4 << 20
-MOST_STEPS, MOST_CHUNKS = 64, 64
-"""Most steps of a report, and most stages of a rank."""
+MOST_STEPS, MOST_CHUNKS, MOST_ROWS = 64, 64, 65_536
+"""Most steps of a report, stages of a rank, and rows of a step."""
 
 Number = Annotated[int, Field(ge=0, lt=1 << 20)]
 Size = Annotated[int, Field(ge=1, le=100_000)]
+Signed = Annotated[int, Field(ge=-1, lt=1 << 20)]
+Duration = Annotated[int, Field(ge=0, le=10**12)]
 Name = Annotated[str, Field(min_length=1, max_length=64), PRINTABLE]
-MessageKind = Literal["F", "B"]
-"""Messages of forwards go to the next stage, those of backwards to the one before."""
-SentMessage = tuple[MessageKind, Number, Microseconds]
-"""Kind, microbatch, and when the rank began to send; microseconds after the trace's origin."""
-ReceivedMessage = tuple[MessageKind, Number, Microseconds, Microseconds, Microseconds]
-"""Kind, microbatch, when the receive was posted, when the rank began to wait for it, and when it
-had it."""
+ObservedRow = tuple[
+    Name, Signed, Signed, Microseconds, Duration, Microseconds | None, Microseconds | None
+]
+"""Row of an op table: op type, stage, microbatch (-1 where there is none); start after ``began_at``
+and duration; of a receive, when it was posted, and when the rank began to wait for it."""
 ClockOffset = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 
 
@@ -52,26 +52,14 @@ class ObservedPlace(ProtocolModel):
     """Framework and schedule that run."""
 
 
-class ObservedStage(ProtocolModel):
-    """Ops of a stage in a step, and its messages to and from other ranks."""
-
-    ops: OpsTrace
-    sends: Annotated[list[SentMessage], Field(max_length=MOST_OPS)] = Field(default_factory=list)
-    receives: Annotated[list[ReceivedMessage], Field(max_length=MOST_OPS)] = Field(
-        default_factory=list
-    )
-
-
 class ObservedStep(ProtocolModel):
-    """Step of a rank. ``seconds``: from the end of the step before, without evaluations."""
+    """Step of a rank, from the end of the one before. ``omitted``: seconds in evaluations."""
 
     step: Count
-    microbatches: Size
+    began_at: WallClock
     ended_at: WallClock
-    seconds: Seconds
-    collected: Seconds = 0.0
-    """Time in Python's garbage collector."""
-    stages: Annotated[list[ObservedStage], Field(max_length=MOST_CHUNKS)]
+    omitted: Seconds = 0.0
+    rows: Annotated[list[ObservedRow], Field(max_length=MOST_ROWS)]
 
 
 class StepsReport(ProtocolModel):

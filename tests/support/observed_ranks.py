@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from pipemorph.diagnose.operation import (
+    BACKWARD,
+    BACKWARD_RECV,
+    BACKWARD_SEND,
+    FORWARD,
+    FORWARD_RECV,
+    FORWARD_SEND,
+)
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.protocol import OpsTrace
 from pipemorph.protocol.observed_steps import (
-    MessageKind,
     ObservedPlace,
-    ObservedStage,
+    ObservedRow,
     ObservedStep,
-    ReceivedMessage,
-    SentMessage,
     StepsReport,
 )
-from pipemorph.protocol.op_traces import RankTimes
 
-FORWARD, BACKWARD = 0.010, 0.020
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
 USUAL = 0.001
 """Seconds of an op, and of a message on a healthy link."""
 Order = Sequence[Sequence[tuple[OpKind, int]]]
@@ -45,7 +48,7 @@ def run_step(
     """Run a step on all ranks, by one clock. ``wires``: seconds of a message by link."""
     done: dict[tuple[OpKind, int, int], float] = {}
     ran: list[list[TimedOp]] = [[] for _ in order]
-    receives: dict[int, list[tuple[MessageKind, int, float, float]]] = defaultdict(list)
+    receives: dict[int, list[tuple[str, int, float, float]]] = defaultdict(list)
     positions, free = [0] * len(order), [began] * len(order)
     while any(at < len(ops) for at, ops in zip(positions, order, strict=True)):
         for stage, ops in enumerate(order):
@@ -58,9 +61,9 @@ def run_step(
                         break
                     wire = wires.get(min(stage, source), USUAL) + noise * ((7 * m + step) % 3)
                     start = max(start, done[kind, source, m] + wire)
-                    letter: MessageKind = "F" if kind is OpKind.F else "B"
-                    receives[stage].append((letter, m, free[stage], start))
-                free[stage] = start + (FORWARD if kind is OpKind.F else BACKWARD)
+                    optype = FORWARD_RECV if kind is OpKind.F else BACKWARD_RECV
+                    receives[stage].append((optype, m, free[stage], start))
+                free[stage] = start + (FORWARD_SECONDS if kind is OpKind.F else BACKWARD_SECONDS)
                 done[kind, stage, m] = free[stage]
                 ran[stage].append(TimedOp(kind, m, start, free[stage]))
                 positions[stage] += 1
@@ -75,47 +78,31 @@ def _make_step(
     step: int,
     stage: int,
     ops: Sequence[TimedOp],
-    received: Sequence[tuple[MessageKind, int, float, float]],
+    received: Sequence[tuple[str, int, float, float]],
     span: tuple[float, float, int],
 ) -> ObservedStep:
     began, ended, stages = span
 
-    def to_microseconds(at: float) -> int:
-        return round(1e6 * (at - began))
+    def make_row(optype: str, m: int, start: float, end: float) -> ObservedRow:
+        at, until = round(1e6 * (start - began)), round(1e6 * (end - began))
+        moments = (at, at) if optype in (FORWARD_RECV, BACKWARD_RECV) else (None, None)
+        return optype, stage, m, at, until - at, *moments
 
-    sends: list[SentMessage] = [
-        ("F" if op.kind is OpKind.F else "B", op.microbatch, to_microseconds(op.end))
-        for op in ops
-        if (stage < stages - 1 if op.kind is OpKind.F else stage > 0)
-    ]
-    receives: list[ReceivedMessage] = [
-        (kind, m, to_microseconds(posted), to_microseconds(posted), to_microseconds(end))
-        for kind, m, posted, end in received
-    ]
-    trace = OpsTrace.from_ops(
-        (stage, stage, 0), step, 0, began, [op[:4] for op in ops],
-        waits=[
-            (OpKind.F if kind == "F" else OpKind.BW, m, posted, end)
-            for kind, m, posted, end in received
-        ],
-        rank_times=RankTimes(window=ended - began),
-    )  # fmt: skip
-    assert trace is not None
-    return ObservedStep(
-        step=step, microbatches=len({op.microbatch for op in ops}), ended_at=ended,
-        seconds=ended - began, stages=[ObservedStage(ops=trace, sends=sends, receives=receives)],
-    )  # fmt: skip
+    rows = []
+    for op in ops:
+        is_forward = op.kind is OpKind.F
+        rows.append(make_row(FORWARD if is_forward else BACKWARD, *op[1:4]))
+        if stage < stages - 1 if is_forward else stage > 0:
+            optype = FORWARD_SEND if is_forward else BACKWARD_SEND
+            rows.append(make_row(optype, op.microbatch, op.end, op.end))
+    rows.extend(make_row(*each) for each in received)
+    return ObservedStep(step=step, began_at=began, ended_at=ended, rows=rows)
 
 
 def shift_clock(step: ObservedStep, seconds: float) -> ObservedStep:
     """Step by a clock that is ahead."""
-    stages = [
-        each.model_copy(
-            update={"ops": each.ops.model_copy(update={"origin": each.ops.origin + seconds})}
-        )
-        for each in step.stages
-    ]
-    return step.model_copy(update={"ended_at": step.ended_at + seconds, "stages": stages})
+    times = {"began_at": step.began_at + seconds, "ended_at": step.ended_at + seconds}
+    return step.model_copy(update=times)
 
 
 def make_report(

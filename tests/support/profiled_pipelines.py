@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from sleeping_stages import Sleep
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -67,21 +68,6 @@ class PipelineRun(NamedTuple):
     def first_profiled(self) -> int:
         """First step in the trace."""
         return 0 if self.whole else 2
-
-
-class Sleep(torch.autograd.Function):
-    """Identity whose forward and backward take times of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_seconds = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)
-        return grads[0].clone(), None, None
 
 
 class TimedStage(nn.Module):

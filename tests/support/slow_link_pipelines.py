@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from delayed_group import make_delayed_group
 from profiled_pipelines import make_schedule
+from sleeping_stages import Sleep
 from torch import Tensor, nn
 
 WIDTH = 16
@@ -40,19 +40,6 @@ class SlowLinkRun:
     late_from: int = 8
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return grads[0], None
-
-
 class _Stage(nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -60,7 +47,8 @@ class _Stage(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Sleep.apply(self.layer(x), self._seconds)
+        apply: Any = Sleep.apply
+        found: Tensor = apply(self.layer(x), self._seconds, 2 * self._seconds)
         return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from observed_ranks import USUAL, make_report, order_1f1b, run_step
+from observed_ranks import USUAL, make_report, order_1f1b, run_step, shift_clock
 
 from pipemorph.control import JobController
 from pipemorph.diagnose.analysis.idle_time import attribute_idle_time
@@ -113,6 +113,18 @@ def test_steps_that_a_rank_left_out_are_dropped() -> None:
             assert host.job.handle_report(make_report(stage, STAGES, sent)).status == 200
         host.now += 1
     assert [each.index for each in host.journal.list_iterations()] == [2, 4, 6, 8]
+
+
+def test_steps_with_impossible_times_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    host = Host()
+    order = order_1f1b(STAGES, 2)
+    for step in range(1, 4):
+        for stage, each in enumerate(run_step(step, host.now, order, {})):
+            shifted = shift_clock(each, 1e9 if (step, stage) == (2, 1) else 0.0)
+            assert host.job.handle_report(make_report(stage, STAGES, [shifted])).status == 200
+        host.now += 1
+    assert [each.index for each in host.journal.list_iterations()] == [1, 3]
+    assert "step 2 has impossible times: " in caplog.text
 
 
 def test_ranks_that_start_again_begin_another_attempt() -> None:

@@ -13,14 +13,20 @@ import pytest
 from launch import free_port
 
 from pipemorph.diagnose.operation import BACKWARD, FORWARD, GC, LOSS, OPTIMIZER
+from pipemorph.local.observed_steps import align_step, has_all_stages
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.service import ControlService
 from pipemorph.protocol.observed_steps import MOST_STEPS, ObservedPlace
+from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.observe import step_reporter
 from pipemorph_trainer.observe.observation import Observation
 from pipemorph_trainer.observe.observed_rank import ObservedRank
-from pipemorph_trainer.observe.step_reporter import StepReporter, describe_place
-from pipemorph_trainer.observe.step_rows import FinishedStep, make_step
+from pipemorph_trainer.observe.step_reporter import (
+    FinishedStep,
+    StepReporter,
+    describe_place,
+    make_step,
+)
 from pipemorph_trainer.record import RecordedOp
 
 PLACE = ObservedPlace(rank=0, stages=1, chunks=(0,), host="h")
@@ -195,14 +201,17 @@ def test_times_between_ops_have_their_causes() -> None:
         RecordedOp(BACKWARD, 1.3, 0.2, 0, 0, 0),
         RecordedOp(OPTIMIZER, 1.6, 0.3),
     ]
-    step = make_step(PLACE, FinishedStep(4, ops, began=0.0, ended=2.0, omitted=0.5))
-    assert step is not None
-    assert (step.seconds, step.microbatches) == (1.5, 1)
-    (stage,) = step.stages
-    assert (stage.ops.kinds, stage.ops.durations) == ("FB", [150_000, 200_000])
-    times = stage.ops.rank_times
+    step = make_step(FinishedStep(4, ops, began=0.0, ended=2.0, omitted=0.5))
+    assert has_all_stages(PLACE, step)
+    aligned = align_step(MeshShape(1), PLACE, step, shift=100.0)
+    assert (aligned.seconds, aligned.ended_at) == (1.5, 102.0)
+    (trace,) = aligned.traces
+    assert (trace.kinds, trace.durations) == ("FB", [150_000, 200_000])
+    assert trace.ops[0].start == pytest.approx(101.0)
+    times = trace.rank_times
     assert times is not None
     assert (times.window, times.optimizer) == (1.5, pytest.approx(0.3))
     assert (times.gc, times.pauses) == (0.05, [(200_000, 10_000)])
     assert times.data == pytest.approx(1.0 - 0.5 - 0.05)
-    assert make_step(PLACE, FinishedStep(4, ops[-1:], 0.0, 2.0)) is None
+    for rows in (ops[-1:], [*ops, RecordedOp(FORWARD, 1.0, 0.1, 0, 1, 1)]):
+        assert not has_all_stages(PLACE, make_step(FinishedStep(4, rows, 0.0, 2.0)))

@@ -19,6 +19,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -26,6 +27,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.http_client import BlockingResolver, HttpClient, NoResponseError, validate_url
 from pipemorph.protocol.observed_steps import (
     MAX_STEPS_BYTES,
+    MOST_ROWS,
     MOST_STEPS,
     ObservedPlace,
     ObservedStep,
@@ -33,7 +35,6 @@ from pipemorph.protocol.observed_steps import (
     StepsReport,
 )
 from pipemorph_trainer.observe.observed_rank import ObservedRank
-from pipemorph_trainer.observe.step_rows import FinishedStep, make_step
 from pipemorph_trainer.record import RecordedOp
 from pipemorph_trainer.telemetry.run_queue import RunQueue, compute_crowding
 
@@ -52,6 +53,16 @@ CROWDED_STEPS = MOST_STEPS // 2
 """Steps between two reports from which only every second one is reported."""
 LAST_SECONDS = 2.0
 """Longest wait for the last report at the end of the process."""
+
+
+class FinishedStep(NamedTuple):
+    """Step of a rank. ``began``, ``ended``: wall clock; ``omitted``: seconds in evaluations."""
+
+    step: int
+    ops: Sequence[RecordedOp]
+    began: float
+    ended: float
+    omitted: float = 0.0
 
 
 class StepReporter:
@@ -158,9 +169,7 @@ class StepReporter:
         found = []
         with suppress(IndexError):
             while True:
-                recorded = self._queue.popleft()
-                if (step := make_step(self._place, recorded)) is not None:
-                    found.append(step)
+                found.append(make_step(self._queue.popleft()))
         if len(found) > CROWDED_STEPS and not self._failures:
             # All ranks report the same steps, whichever of them are slower.
             self._stride *= 2
@@ -214,6 +223,27 @@ class StepReporter:
                 "steps are not reported to %s (%s); trying again, training goes on",
                 one_line(self._url), one_line(why, 300),
             )  # fmt: skip
+
+
+def make_step(recorded: FinishedStep) -> ObservedStep:
+    """Make the message of a step."""
+    began = recorded.began
+
+    def shift(at: float) -> int:
+        return round(1e6 * (at - began))
+
+    rows = [
+        (
+            op.optype, op.global_chunk, op.microbatch, shift(op.start), round(1e6 * op.duration),
+            None if op.posted is None else shift(op.posted),
+            None if op.waited is None else shift(op.waited),
+        )
+        for op in recorded.ops[:MOST_ROWS]
+    ]  # fmt: skip
+    return ObservedStep(
+        step=recorded.step, began_at=began, ended_at=recorded.ended, omitted=recorded.omitted,
+        rows=rows,
+    )  # fmt: skip
 
 
 class _RefusedError(Exception):
