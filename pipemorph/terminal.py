@@ -42,16 +42,19 @@ GAP = 2
 
 class StreamConsole(Console):
     """Console on a stream. It never hides the cursor, so a kill cannot leave it hidden, and raises
-    the errors of the stream. ``terminal``: the stream is a terminal; None: by ``isatty``."""
+    the errors of the stream. ``terminal``: the stream is a terminal; None: by ``isatty``.
+    ``plain_columns``: width if it is none."""
 
-    def __init__(self, stream: TextIO, *, terminal: bool | None = None) -> None:
+    def __init__(
+        self, stream: TextIO, *, terminal: bool | None = None, plain_columns: int = PLAIN_COLUMNS
+    ) -> None:
         if terminal is None:
             terminal = stream.isatty()
         coloured = terminal and not os.environ.get("NO_COLOR")
         super().__init__(
             file=stream, force_terminal=terminal, force_jupyter=False, markup=False,
             highlight=False, emoji=False, color_system="auto" if coloured else None,
-            width=None if terminal else PLAIN_COLUMNS,
+            width=None if terminal else plain_columns,
         )  # fmt: skip
 
     def show_cursor(self, show: bool = True) -> bool:
@@ -117,10 +120,13 @@ def make_table(
     return made
 
 
-def render_parts(*parts: RenderableType, out: str | None = None) -> str:
-    """Render the parts below each other, for standard output; plain text for a file ``out``."""
+def render_parts(
+    *parts: RenderableType, out: str | None = None, plain_columns: int = PLAIN_COLUMNS
+) -> str:
+    """Render the parts below each other, for standard output; plain text for a file ``out``.
+    ``plain_columns``: width of output that is no terminal."""
     written, terminal = io.StringIO(), out is None and sys.stdout.isatty()
-    console = StreamConsole(written, terminal=terminal)
+    console = StreamConsole(written, terminal=terminal, plain_columns=plain_columns)
     for part in parts:
         console.print(Text(make_printable(part)) if isinstance(part, str) else part)
     if terminal:

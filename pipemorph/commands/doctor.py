@@ -14,6 +14,8 @@ from pipemorph.commands.output_file import write_output
 
 STYLES = {"ok": "green", "missing": "bold red", "warning": "yellow", "absent": "dim"}
 """Styles of rows by verdict."""
+COLUMNS = 100
+"""Width of text that is not for a terminal, such as a pod's log: advice is long."""
 TRAINER_SECONDS = 120.0
 """Time limit of the trainer query: importing torch from a cold disk is slow."""
 
@@ -62,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         rows = [[line.verdict, line.name, line.found, line.advice] for line in lines]
         found_here = make_table(["verdict", "what", "found", "what to do"], rows, styles=STYLES)
         text = render_parts(
-            found_here, *(["", f"missing: {', '.join(missing)}"] if missing else [])
+            found_here,
+            *(["", f"missing: {', '.join(missing)}"] if missing else []),
+            plain_columns=COLUMNS,
         )
     write_output(text.encode(), None)
     return 1 if missing else 0

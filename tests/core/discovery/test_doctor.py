@@ -570,6 +570,7 @@ def test_the_command(
     text = capsys.readouterr().out
     assert text.rstrip().endswith("missing: GPUs")
     assert "ok           RDMA devices" in text
+    assert max(map(len, text.splitlines())) <= 100, "a pod's log is read as it is"
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--require", "wings"])
 
