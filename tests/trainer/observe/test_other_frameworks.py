@@ -3,7 +3,6 @@ those of ``make soak``."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ import pytest
 from launch import run_ranks
 from observed_pipelines import read_rows
 from other_frameworks import MICROBATCHES, FrameworkRun, train_framework
+from soak_packages import require_package
 from titan_job import TitanJob, TitanRun, train
 
 from pipemorph.diagnose.diagnosis import diagnose
@@ -51,9 +51,7 @@ pytestmark = pytest.mark.soak
 def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     tmp_path: Path, run: FrameworkRun, ranks: int
 ) -> None:
-    package = {"megatron": "megatron.core", "deepspeed": "deepspeed"}[run.framework]
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        pytest.fail(f"{package} is missing; `make soak` installs it")
+    require_package(run.framework)
     observed = run_ranks(ranks, train_framework, run, str(tmp_path), timeout=280)
     plain = run_ranks(
         ranks, train_framework, run._replace(observed=False), str(tmp_path), timeout=280
@@ -102,8 +100,7 @@ def train_and_report(
 
 @pytest.mark.parametrize("framework", ["megatron", "deepspeed"])
 def test_steps_reach_serve(tmp_path: Path, framework: str) -> None:
-    if importlib.util.find_spec(framework) is None:
-        pytest.fail(f"{framework} is missing; `make soak` installs it")
+    require_package(framework)
     token, journal = tmp_path / "token", RunJournal()
     with ControlService(None, journal) as service:
         token.write_text(service.token)
@@ -129,7 +126,7 @@ def train_titan(context: TrainerContext, job: TitanJob, folder: str) -> TitanRun
 
 @pytest.mark.timeout(600)
 def test_torchtitan_is_equal_to_the_bit(tmp_path: Path) -> None:
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed: it is not checked")
+    require_package("torchtitan")
     job = TitanJob(adaptive=False, shard=2)
     observed = run_ranks(4, train_titan, job, str(tmp_path), timeout=280)
     assert observed == run_ranks(4, train_titan, job, "", timeout=280)

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from launch import free_port
+from soak_packages import require_package
 from torch.nn import functional
 
 from pipemorph_trainer.examples import hf_llama as example
-
-pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -82,6 +81,7 @@ def under_a_manifest(out: Path) -> list[float]:
 
 
 def test_a_llama_trains_and_evaluates_as_in_one_process(tmp_path: Path) -> None:
+    require_package("transformers")
     losses, expected = under_torchrun(), one_process(1)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0]

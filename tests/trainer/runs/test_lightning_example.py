@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from soak_packages import require_package
 
 EXAMPLE = Path(__file__).parents[3] / "examples/lightning"
 ITERATIONS = 12
@@ -38,7 +39,7 @@ def train_whole_model(example: Any) -> list[float]:
 
 def test_losses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     """The commands of its manifest."""
-    pytest.importorskip("lightning", reason="lightning is not installed: it is not checked")
+    require_package("lightning")
     spec = spec_from_file_location("lightning_example", EXAMPLE / "train.py")
     assert spec is not None and spec.loader is not None
     example = module_from_spec(spec)

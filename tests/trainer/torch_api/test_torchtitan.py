@@ -1,7 +1,7 @@
 """torchtitan's own trainer with our schedule: the losses, norms and weights of its own 1F1B.
 
 torchtitan is no dependency of ours: ``pip install --no-deps torchtitan==0.3.0`` and what it imports
-(docs/how-to/torchtitan.md). Without it nothing here is checked, and the run says so.
+(docs/how-to/torchtitan.md). Without it the tests fail.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from launch import run_ranks
+from soak_packages import require_package
 from titan_job import STEPS, TitanJob, train
 
 from pipemorph.planning import Link, Problem, Route, StageTimes, plan
@@ -52,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed: it is not checked")
+    require_package("torchtitan")
     stages = 4 if "schedule" in CASES[case] else 2
     times = StageTimes(forward=1, backward_input=1, backward_weight=1)
     problem = Problem(
@@ -77,7 +78,7 @@ def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
 @pytest.mark.timeout(600)
 def test_example_adapts(tmp_path: Path) -> None:
     """The commands of docs/how-to/torchtitan.md."""
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed: it is not checked")
+    require_package("torchtitan")
     shutil.copytree(ROOT / "examples/torchtitan", tmp_path, dirs_exist_ok=True)
     command = [sys.executable, "-m", "pipemorph.cli", "run", "job.yaml", "--out", "out"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
