@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Protocol
 from aiohttp import web
 
 from pipemorph.control.decide.forecast import Outlook
+from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest.connections import Acceptor, ConnectionLimits, find_connection
 from pipemorph.local.clock import now
 from pipemorph.local.results.journal import RunJournal
-from pipemorph.local.results.traces import TraceIndex
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.spec.job_status import JobStatus
 from pipemorph.views.live_page.document_cache import (

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from pipemorph.checkpoints import list_resumable
 from pipemorph.control.decide.layouts.layout_changes import LayoutChanges, build_records
 from pipemorph.control.job_generations import JobGenerations as Numbered
+from pipemorph.diagnose.formats.rank_traces import read_iterations_done
 from pipemorph.errors import InputError, one_line
 from pipemorph.local.clock import now
 from pipemorph.local.drain_requests import DrainRequests
@@ -63,7 +64,6 @@ from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.results.report import RunRecord, RunRecovery, write_report
 from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.timeline import write_timeline
-from pipemorph.local.results.traces import read_iterations_done
 from pipemorph.local.service import ControlService
 from pipemorph.manifest import check_training_program, load_job
 from pipemorph.protocol import PodReport, ResumedFrom

@@ -19,7 +19,7 @@ import pytest
 import torch
 from launch import Ranks
 
-from pipemorph.local.results.traces import TraceIndex
+from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.planning import OpKind, Route
 from pipemorph.protocol import StageProfile
 from pipemorph.spec.mesh import MeshShape

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipemorph.diagnose.formats.chrome_trace import iterate_events, peek_events
+from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
@@ -40,9 +41,6 @@ class RankTraceReader:
         return first.startswith('{"rank": ') and '"iteration": ' in first and '"ops": ' in first
 
     def read_operations(self, files: Sequence[TraceFile], notes: list[str]) -> Iterator[Operation]:
-        # Imported late: it imports all of `pipemorph run`.
-        from pipemorph.local.results.traces import TraceIndex
-
         folders = {file.path.parent for file in files}
         if len(folders) > 1:
             raise InputError(f"{files[0].name}: files are of {len(folders)} runs; give one folder")

@@ -19,11 +19,11 @@ from pipemorph import __version__
 from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.history.goodput import GoodputMeter
 from pipemorph.control.history.job_history import sum_saved_time
+from pipemorph.diagnose.formats.rank_traces import read_faults, read_splits
 from pipemorph.errors import InputError
 from pipemorph.local.processes.supervision import AttemptOutcome, AttemptResult
 from pipemorph.local.results.journal import RunView
 from pipemorph.local.results.result_folder import ResultFolder, write_json
-from pipemorph.local.results.traces import read_faults, read_splits
 from pipemorph.protocol import AdaptationRecord, IterationSample, ResumedFrom
 from pipemorph.spec import job_status
 from pipemorph.spec.job_spec import PipeMorphJob

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.errors import InputError
 from pipemorph.local.results.report import RunRecord
 from pipemorph.local.results.result_folder import ResultFolder, write_atomically, write_json
-from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.protocol import AdaptationRecord

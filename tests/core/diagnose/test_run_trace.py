@@ -11,10 +11,10 @@ import pytest
 from op_traces import PlayedJob
 
 from pipemorph.diagnose.diagnosis import diagnose
+from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.diagnose.formats.registry import load_recording
 from pipemorph.errors import InputError
 from pipemorph.local.results.timeline import TraceSubject, chrome_trace
-from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning.ir import Policy
 
 KINDS = {"forward-compute": "F", "backward-compute": "BW", "backward-weight": "W"}

@@ -11,11 +11,11 @@ from watched_jobs import watched
 
 from pipemorph.checkpoints import FINISHED
 from pipemorph.control.decide.forecast import Forecast
+from pipemorph.diagnose.formats.rank_traces import read_splits
 from pipemorph.local.processes.supervision import AttemptOutcome, AttemptResult
 from pipemorph.local.results.journal import RunView
 from pipemorph.local.results.report import RunRecord, RunRecovery, write_report
 from pipemorph.local.results.result_folder import ResultFolder
-from pipemorph.local.results.traces import read_splits
 from pipemorph.local.run import _format_final_message
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.spec.job_status import JobStatus

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from run_records import write_trace
 
-from pipemorph.local.results.traces import TraceIndex, read_faults
+from pipemorph.diagnose.formats.rank_traces import TraceIndex, read_faults
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 

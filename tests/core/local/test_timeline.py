@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from run_records import MICROBATCHES, STAGES, emulated, job, record, run_record, write_trace
 
+from pipemorph.diagnose.formats.rank_traces import StageTrace, TraceIndex
 from pipemorph.local.results import timeline as timeline_module
 from pipemorph.local.results.report import write_report
 from pipemorph.local.results.result_folder import ResultFolder
@@ -18,7 +19,6 @@ from pipemorph.local.results.timeline import (
     reconstruct_messages,
     write_timeline,
 )
-from pipemorph.local.results.traces import StageTrace, TraceIndex
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.spec.sections.faults import Fault

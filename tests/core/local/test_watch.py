@@ -20,6 +20,7 @@ from watched_jobs import watched
 
 from pipemorph.cli import main
 from pipemorph.control.history.job_history import DecisionRecord
+from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.errors import InputError
 from pipemorph.local import live_page
 from pipemorph.local.live_page import (
@@ -31,7 +32,6 @@ from pipemorph.local.live_page import (
     open_page_listener,
 )
 from pipemorph.local.results.journal import RunJournal, RunView
-from pipemorph.local.results.traces import TraceIndex
 from pipemorph.views.live_page import document_cache
 from pipemorph.views.live_page.page_builder import build_page_document
 from pipemorph.views.live_page.page_document import PageDocument

@@ -18,8 +18,8 @@ from browser import Browser
 from matplotlib.image import imread
 from watched_jobs import CHANGED_AT, NOW, RETURNED_AT, Case, watched
 
+from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.local.live_page import LivePageServer, open_page_listener
-from pipemorph.local.results.traces import TraceIndex
 from pipemorph.replay.baselines import ReplayedChange, ReplayResult, TrainingRun
 from pipemorph.replay.link_trace import parse_trace
 from pipemorph.replay.replay_page import render_replay_page as render_replay

@@ -11,8 +11,8 @@ from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from trainer_jobs import Job, Record, assert_same, reference, train
 
+from pipemorph.diagnose.formats.rank_traces import read_splits
 from pipemorph.errors import InputError
-from pipemorph.local.results.traces import read_splits
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.executor.local_stage import parse_split_mode
 
