@@ -263,6 +263,10 @@ class JobController:
         """Build the view of the job as last reported."""
         return JobView.from_state(self._job_state, self._ledger, self._plans.wanted_plan, now)
 
+    def explain_held_change(self, links: Sequence[LinkState]) -> str | None:
+        """Reason that holds back a change of plan while one of ``links`` is slow; None without."""
+        return decision.explain_held_change(self._decision, links)
+
     def measure_network(self, now: float) -> NetworkMeasurements | None:
         """Measurements that another layout is judged by; None before op times are known, or while
         ranks do not train. The first call measures what stages compute besides their layers."""

@@ -465,6 +465,21 @@ def _adaptation_blocked(state: DecisionState, links: Sequence[LinkState], now: f
     return True
 
 
+def explain_held_change(state: DecisionState, links: Sequence[LinkState]) -> str | None:
+    """Reason that holds back a change of plan while a link is slow. None if no change is held back,
+    or if the spec allows none."""
+    slow = [link for link in links if link.health is Health.SLOW]
+    if not slow or reasons.explain_blocked_adaptation(state.spec, 0.0) is not None:
+        return None
+    refusal = reasons.explain_blocked_adaptation(state.spec, state.job_state.stages.crowding)
+    if refusal is not None:
+        return f"{reasons.describe_slow_links(slow)}; {refusal}"
+    if not find_held_sources(state) & {link.link for link in slow}:
+        return None
+    latest = reversed(state.history.decisions)
+    return next((each.reason for each in latest if each.kind in ("keep", "revert")), None)
+
+
 def record_cpu_contention(state: DecisionState, now: float) -> None:
     """Record once that a host has more ranks than processors, so that measurements say little."""
     crowding, spec = state.job_state.stages.crowding, state.spec

@@ -61,6 +61,7 @@ def restarted(pod: str) -> str:
 
 
 RECOVERIES = f"pipemorph_job_recoveries{{{JOB}}}"
+HELD_BACK = f"pipemorph_job_plan_held_back{{{JOB}}}"
 OTHERS = 'pipemorph_operator_leads{namespace="other",service="y-operator-metrics",pod="c"}'
 ACCUSED = of("operator", "pipemorph_node_accusing_jobs", node="n7")
 FAILED = of("operator", "pipemorph_operator_reconcile_seconds_count", result="error")
@@ -83,6 +84,12 @@ PROVOKED = {
             f"pipemorph_job_applied_plan_version{{{JOB}}}": "1x2 2x8",
         },
         8,
+        GPT,
+    ),
+    "PipeMorphPlanHeldBack": Provoked(
+        {HELD_BACK: "1x10 0 1x10 0 1x30"},
+        {HELD_BACK: "1x20 0x30"},
+        40,
         GPT,
     ),
     "PipeMorphJobSilent": Provoked(

@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 111_600,
     "product code lines": 82_360,
-    "test lines": 106_570,
+    "test lines": 106_620,
     "benchmark lines": 7_500,
     "public classes": 755,
     "modules": 442,

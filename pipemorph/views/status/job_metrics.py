@@ -13,7 +13,7 @@ from prometheus_client import Counter, Gauge
 
 from pipemorph.control import Health, LinkState
 from pipemorph.spec.job_status import Condition, TrainingStatus
-from pipemorph.views.status.condition_names import RAILS_HEALTHY
+from pipemorph.views.status.condition_names import R_HELD_BACK, RAILS_HEALTHY, SCHEDULE_ADAPTED
 
 _BY_JOB = ["namespace", "name"]
 
@@ -29,6 +29,7 @@ JOB_GAUGES = {
         "worst_link_delay_seconds": "Largest one-way delay above normal.",
         "wanted_plan_version": "Version of the newest plan.",
         "applied_plan_version": "Version of the plan in effect.",
+        "plan_held_back": "1 if a link is slow and a change of plan is held back, 0 if not.",
         "adaptations": "Plan changes so far.",
         "goodput_fraction": "Time of finished iterations over the time in which the job had its"
         " place.",
@@ -209,7 +210,8 @@ def update_job_metrics(
     report; ``recoveries``: number of restarts within its pods; ``goodput``: as in status;
     ``links``: current state of all links; ``idle``: idle seconds by cause so far."""
     rails = training.rails
-    healthy = {c.type: c.status for c in conditions}.get(RAILS_HEALTHY)
+    by_type = {c.type: c for c in conditions}
+    rails_healthy, adapted = by_type.get(RAILS_HEALTHY), by_type.get(SCHEDULE_ADAPTED)
     newest = training.last_adaptation
     change = newest if newest is not None and newest.kind == "adapt" else None
     worst = max((link.delay_ms for link in training.slow_links), default=0.0)
@@ -227,7 +229,11 @@ def update_job_metrics(
             ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
             ("recoveries", recoveries),
             ("last_report_timestamp_seconds", reported_at),
-            ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),
+            (
+                "rails_healthy",
+                {"True": 1.0, "False": 0.0}.get(rails_healthy.status) if rails_healthy else None,
+            ),
+            ("plan_held_back", float(adapted.reason == R_HELD_BACK) if adapted else None),
             ("slow_stages", training.slow_stage_count),
             ("rdma_ports", rails.ports if rails is not None else None),
             ("faulty_rdma_ports", rails.faulty_count if rails is not None else None),

@@ -294,6 +294,14 @@ def _judge_replicas(source: StatusInput, whole: int) -> Verdict:
 
 
 def _judge_adaptation(source: StatusInput, view: JobView) -> Verdict:
+    status, reason, message = _judge_plan(source, view)
+    held = None if source.is_over else source.controller.explain_held_change(view.links)
+    if held is None or reason == condition_names.R_ADAPTING:
+        return status, reason, message
+    return status, condition_names.R_HELD_BACK, f"{message}; a change is held back: {held}"
+
+
+def _judge_plan(source: StatusInput, view: JobView) -> Verdict:
     records = source.controller.records
     if view.wanted_plan_version == 0 or not records:
         return "False", condition_names.R_INITIAL_PLAN, "the ranks run the plan of the spec"

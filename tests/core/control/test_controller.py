@@ -681,3 +681,7 @@ def test_a_job_with_more_ranks_than_processors_adapts_only_if_it_plays_faults(
     said = [line for line in lines if "2 ranks per processor compute on a host, so" in line]
     assert len(said) == 1
     assert ("the plan may change" if allowed else "the plan stays") in said[0]
+    links = plant.controller.get_link_states(plant.now)
+    held = plant.controller.explain_held_change(links)
+    assert (held is None) == allowed
+    assert allowed or str(held).endswith("; 2 ranks per processor compute on a host")

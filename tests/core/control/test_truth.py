@@ -106,6 +106,9 @@ def test_a_fault_that_does_not_slow_iterations_is_taken_back_and_then_not_believ
     assert lines[0].startswith(summary)
     waiting = [d.reason for d in plant.controller.decisions if d.kind == "keep"]
     assert any("8 iterations in this state took 402.0 ms, not 79" in reason for reason in waiting)
+    links = plant.controller.get_link_states(plant.now)
+    assert plant.controller.explain_held_change(links) == waiting[-1]
+    assert plant.controller.explain_held_change([link for link in links if link.link != 1]) is None
 
 
 @pytest.mark.full

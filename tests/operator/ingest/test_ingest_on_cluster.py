@@ -14,6 +14,7 @@ from plant_support import Plant
 from prometheus_client import REGISTRY
 
 from pipemorph.control import JobController
+from pipemorph.planning import StageTimes
 from pipemorph.protocol import StageProfile
 from pipemorph.spec.job_spec import JobSpec
 from pipemorph.spec.job_status import Condition, JobStatus, TrainingStatus
@@ -60,6 +61,30 @@ def test_links_with_recent_samples_are_healthy_and_without_them_unknown() -> Non
         found = update_conditions(StatusInput(plant.controller, now, 1), [], now)
         (links_healthy,) = [c for c in found if c.type == "LinksHealthy"]
         assert (links_healthy.status, links_healthy.reason, links_healthy.message) == expected
+
+
+def test_a_change_that_is_held_back_is_a_reason_of_its_own() -> None:
+    class Crowded(Plant):
+        def profile(self, stage: int, op: StageTimes) -> StageProfile:
+            return super().profile(stage, op).model_copy(update={"crowding": 2.0})
+
+    def judge(**source: bool) -> tuple[str, str]:
+        found = update_conditions(
+            StatusInput(plant.controller, plant.now, 1, **source), [], plant.now
+        )
+        (adapted,) = [c for c in found if c.type == "ScheduleAdapted"]
+        return adapted.reason, adapted.message
+
+    plant = Crowded(spec_of())
+    plant.run(4)
+    assert judge()[0] == "InitialPlan"
+    plant.delays[0] = 0.060
+    plant.run(8)
+    reason, message = judge()
+    assert reason == "PlanHeldBack"
+    assert "; a change is held back: link 0 is slow by 60" in message
+    assert message.endswith("; 2 ranks per processor compute on a host")
+    assert judge(is_over=True)[0] == "InitialPlan"
 
 
 def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:

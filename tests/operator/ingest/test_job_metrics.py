@@ -8,12 +8,13 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from pipemorph.control import Health, LinkState
-from pipemorph.spec.job_status import AdaptationSummary, TrainingStatus
+from pipemorph.spec.job_status import AdaptationSummary, Condition, TrainingStatus
 from pipemorph.spec.status_links import FallenLinkStatus, SlowLink
 from pipemorph.views.status import job_metrics
 from pipemorph.views.status.job_metrics import remove_job_series
 
 JOB = ("team", "figures")
+NOW = "2026-01-01T00:00:00Z"
 
 
 def value(name: str, **labels: str) -> float | None:
@@ -49,6 +50,23 @@ def test_each_slow_link_has_its_delay_and_base_until_it_recovers() -> None:
     show(link(2, 30.0))
     assert value("link_delay_seconds", link="2", replica="0") == 0.03
     remove_job_series(*JOB)
+
+
+def test_a_change_of_plan_that_is_held_back() -> None:
+    show()
+    assert value("plan_held_back") is None
+    for reason, held in (("PlanHeldBack", 1.0), ("InitialPlan", 0.0)):
+        condition = Condition(
+            type="ScheduleAdapted",
+            status="False",
+            reason=reason,
+            message="",
+            last_transition_time=NOW,
+        )
+        job_metrics.update_job_metrics(JOB, TrainingStatus(), [condition], None, recoveries=0)
+        assert value("plan_held_back") == held
+    remove_job_series(*JOB)
+    assert value("plan_held_back") is None
 
 
 def test_the_goodput_and_the_last_report_once_they_are_known() -> None:
