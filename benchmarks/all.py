@@ -16,7 +16,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 DEADLINE_SECONDS = 1200
 NAMES = (
-    "gpu_figures",
     "planner",
     "balance",
     "gpt_lengths",

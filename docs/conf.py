@@ -50,6 +50,7 @@ CONTENTS = {
         "how-to/observe",
         "how-to/diagnose-a-profiler-trace",
         "how-to/plan-without-training",
+        "how-to/reproduce-the-paper",
         "cuda",
     ),
     "Operate": (

@@ -33,6 +33,7 @@ COMMAND_GROUPS = {
         "simulate": "pipemorph.commands.simulate",
         "advise": "pipemorph.commands.advise",
         "replay": "pipemorph.commands.replay",
+        "reproduce": "pipemorph.commands.reproduce",
     },
     "this machine": {
         "doctor": "pipemorph.commands.doctor",

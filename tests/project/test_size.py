@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 111_600,
-    "product code lines": 82_360,
-    "test lines": 106_620,
+    "product lines": 112_450,
+    "product code lines": 82_950,
+    "test lines": 106_720,
     "benchmark lines": 7_500,
-    "public classes": 755,
-    "modules": 442,
+    "public classes": 761,
+    "modules": 450,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -1,0 +1,95 @@
+"""The paper's figures beside ours: what agrees, what is explained, and what the command writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipemorph.cli import main
+from pipemorph.reproduce import explanations
+from pipemorph.reproduce.compared_figure import Reason, compare
+from pipemorph.reproduce.comparison import summarize_rows
+from pipemorph.reproduce.explanations import explain_blocked_stage, explain_copying
+from pipemorph.reproduce.published import Spread, list_iterations, load_model
+
+REASON = Reason("busy", "The machine was busy.", "twice as long")
+
+
+def test_a_figure_agrees_within_a_tenth_of_the_published_spread() -> None:
+    published = Spread(100, 90, 110)
+    assert compare("", "", published, 121).agrees
+    assert not compare("", "", published, 121.1).agrees
+    assert compare("", "", published, Spread(130, 120, 140)).agrees
+    assert not compare("", "", published, 80.9).agrees
+    assert compare("", "", published, 1, limit=True).agrees
+    assert not compare("", "", published, 122, limit=True).agrees
+    assert compare("", "", None, 7).agrees
+
+
+def test_only_a_figure_that_differs_has_a_reason() -> None:
+    assert compare("", "", 100, 100, reasons=[lambda: REASON]).reason is None
+    assert compare("", "", 100, 200, reasons=[lambda: None, lambda: REASON]).reason == REASON
+    unknown = compare("", "", 100, 200, reasons=[lambda: None])
+    assert unknown.reason is None and not unknown.explained
+    known = compare("", "", 100, 200, reasons=[lambda: REASON])
+    assert summarize_rows([known, unknown, compare("", "", 1, 1), compare("", "", None, 1)]) == (
+        "1 of 3 published figures agree, 1 differs for a reason that the figures show, 1 differs"
+        " for no reason found"
+    )
+
+
+def test_a_reason_holds_only_if_the_figures_show_it() -> None:
+    found = next(each for each in list_iterations("models", "14B") if each.delays == {0: 30})
+    reason = explain_blocked_stage(found, "zero-bubble")
+    assert reason is not None
+    assert reason.check.startswith("stage 0: 24 × (26 + 2 × 30) ms = 2064 ms")
+    other = found._replace(times={"zero-bubble": Spread(1700, 1690, 1710)})
+    assert explain_blocked_stage(other, "zero-bubble") is None
+
+
+def test_copying_is_fitted_to_the_other_runs_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [each for each in list_iterations("models", "60B") if set(each.delays) == {0}]
+    reason = explain_copying(runs[0], "adapted", runs)
+    assert reason is not None and "in 3 other runs" in reason.check
+    assert explain_copying(runs[0], "adapted", runs[:0]) is None
+    monkeypatch.setattr(explanations, "fit_copying", lambda *_: 1.0)
+    assert explain_copying(runs[0], "adapted", runs) is None
+
+
+def test_models_have_the_ops_of_all_stages() -> None:
+    for name in ("7B", "14B", "30B", "60B", "140B"):
+        model = load_model(name)
+        ops = (model.forward, model.backward_input, model.backward_weight)
+        assert {len(each) for each in ops} == {model.stages}
+    assert load_model("30B").parallelism == "tensor 2, replicas 4, stages 8"
+
+
+def test_the_command_writes_a_page_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "paper"
+    arguments = ["--only", "example", "--only", "delays", "--out", str(folder)]
+    assert main(["reproduce", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "3 of 3 published figures agree" in printed
+    assert "no overlap: stage 6: 24 × (26 + 2 × 10) ms" in printed
+    found = json.loads((folder / "reproduce.json").read_text())
+    assert [each["name"] for each in found["experiments"]] == ["example", "delays"]
+    rows = [row for each in found["experiments"] for row in each["rows"]]
+    assert all(row["agrees"] or row["reason"] for row in rows)
+    example = [row["measured"]["mean"] for row in rows if row["way"].endswith("no delay")]
+    assert example == [390, 400, 440]
+    page = (folder / "reproduce.html").read_text()
+    data = page.split('type="application/json">')[1].split("</script>", maxsplit=1)[0]
+    assert json.loads(data) == found
+
+
+def test_a_folder_that_cannot_be_made_is_an_input_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for name, said in ((f"{tmp_path}/file/x", "cannot make"), ("", "is empty")):
+        assert main(["reproduce", "--only", "example", "--out", name]) == 2
+        assert said in capsys.readouterr().err
