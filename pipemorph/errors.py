@@ -12,6 +12,10 @@ class InputError(PipeMorphError):
     """
 
 
+class ObjectNotFoundError(InputError):
+    """The named object, such as a job, does not exist."""
+
+
 def one_line(text: str, limit: int = 200) -> str:
     """Make ``text`` one printable line of at most ``limit`` characters, for messages."""
     return printable_line(" ".join(printable_line(text, len(text)).split()), limit)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from pipemorph.client.job_snapshot import JobSnapshot
-from pipemorph.errors import InputError, PipeMorphError, one_line
+from pipemorph.errors import InputError, ObjectNotFoundError, PipeMorphError, one_line
 from pipemorph.manifest import MAX_BYTES, parse_job
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.spec.job_status import JobState
@@ -67,8 +67,8 @@ class JobClient:
     """Client of the jobs of a backend: a :class:`LocalBackend` runs them on this machine, a
     :class:`ClusterBackend` on a cluster where PipeMorph is installed.
 
-    Every call raises :class:`~pipemorph.errors.InputError` for invalid input, an unknown job, or a
-    backend that cannot be reached.
+    Every call raises :class:`~pipemorph.errors.InputError` for invalid input, an unknown job (then
+    a :class:`~pipemorph.errors.ObjectNotFoundError`), or a backend that cannot be reached.
     """
 
     def __init__(self, backend: JobBackend) -> None:
@@ -166,9 +166,9 @@ class JobClient:
             time.sleep(interval)
             try:
                 job, problem = self.get_job(name), ""
+            except ObjectNotFoundError:
+                raise
             except InputError as error:
-                if "NotFound" in str(error) or "no job" in str(error):
-                    raise
                 problem = f"; {error}"
 
 

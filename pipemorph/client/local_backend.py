@@ -23,7 +23,7 @@ from subprocess import DEVNULL, Popen
 from typing import Any
 
 from pipemorph.commands.explain import read_report_file
-from pipemorph.errors import InputError, one_line
+from pipemorph.errors import InputError, ObjectNotFoundError, one_line
 from pipemorph.http_client import HttpClient, NoResponseError
 from pipemorph.local.processes.environment import read_grace_seconds
 from pipemorph.local.results.result_folder import LOCK, OUTPUTS, write_json
@@ -135,7 +135,7 @@ class LocalBackend:
     def _find_job(self, name: str) -> Path:
         root = self.folder / name
         if not _NAME.fullmatch(name) or not (root / MANIFEST).exists():
-            raise InputError(f"{one_line(name)}: no job of this name in {self.folder}")
+            raise ObjectNotFoundError(f"{one_line(name)}: no job of this name in {self.folder}")
         return root
 
 

@@ -22,11 +22,11 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 112_450,
-    "product code lines": 82_950,
+    "product lines": 112_460,
+    "product code lines": 82_960,
     "test lines": 106_720,
     "benchmark lines": 7_500,
-    "public classes": 761,
+    "public classes": 762,
     "modules": 450,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,

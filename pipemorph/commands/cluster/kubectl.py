@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipemorph.errors import InputError, one_line
+from pipemorph.errors import InputError, ObjectNotFoundError, one_line
 
 RESOURCE = "pipemorphjobs.pipemorph.io"
 ANSWER_TIMEOUT_SECONDS = 60
@@ -116,7 +116,8 @@ def run_kubectl(
         said = done.stderr.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"kubectl exited with {done.returncode}"
         why = NO_CLUSTER if _DEFAULT_SERVER in last else one_line(last, 500)
-        raise InputError(f"{subject}: {why}{_suggest_run_folder(subject)}")
+        kind = ObjectNotFoundError if why.startswith("Error from server (NotFound)") else InputError
+        raise kind(f"{subject}: {why}{_suggest_run_folder(subject)}")
     return done.stdout
 
 

@@ -10,7 +10,7 @@ import pytest
 from cluster_jobs import SLOW, adapted, cluster_job, running
 
 from pipemorph.client import ClusterBackend, JobClient, JobDeadlineError, JobFailedError
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, ObjectNotFoundError
 
 KUBECTL = """#!/usr/bin/python3
 import json, pathlib, sys
@@ -125,7 +125,7 @@ def test_waiting_goes_on_while_the_cluster_is_away_but_not_after_a_deletion(
     with pytest.raises(JobDeadlineError, match=r"expected Complete; gpt: Unable to connect"):
         wait("Complete", timeout=0.3)
     kubectl.answers("get", job(), {"error": GONE})
-    with pytest.raises(InputError, match="NotFound"):
+    with pytest.raises(ObjectNotFoundError, match="NotFound"):
         wait("Complete")
     kubectl.answers("get", {"error": AWAY})
     with pytest.raises(InputError, match="Unable to connect"):

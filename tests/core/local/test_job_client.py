@@ -24,7 +24,7 @@ from pipemorph.client import (
     LocalBackend,
 )
 from pipemorph.client import local_backend as backend
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, ObjectNotFoundError
 from pipemorph.spec.job_spec import PipeMorphJob
 
 Submit = Callable[..., str]
@@ -79,7 +79,7 @@ def test_a_job_is_submitted_awaited_and_deleted(
     client.delete_job(name)
     assert [each.name for each in root.iterdir()] == ["notes.txt"]
     assert client.list_jobs() == []
-    with pytest.raises(InputError, match="fake: no job of this name in"):
+    with pytest.raises(ObjectNotFoundError, match="fake: no job of this name in"):
         client.get_job(name)
 
 
