@@ -39,12 +39,17 @@ def add_parser(subparsers: Any) -> None:
         help="run this experiment; repeatable (default: all): "
         + ", ".join(each.name for each in EXPERIMENTS),
     )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="the long form: more iterations, traces and delays",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     chosen = [each for each in EXPERIMENTS if args.only is None or each.name in args.only]
     folder = None if args.out is None else _make_folder(args.out)
-    found = run_experiments(chosen, print_progress)
+    found = run_experiments(chosen, full=args.full, note=print_progress)
     if folder is not None:
         write_output(render_reproduce_page(found).encode(), str(folder / PAGE))
         write_output((json.dumps(found, indent=1) + "\n").encode(), str(folder / FIGURES))

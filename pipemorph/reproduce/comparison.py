@@ -12,21 +12,27 @@ from pipemorph.reproduce.experiments import Experiment
 
 
 def run_experiments(
-    experiments: Iterable[Experiment], note: Callable[[str], None] = lambda _: None
+    experiments: Iterable[Experiment],
+    *,
+    full: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run experiments. Returns the document that the page shows. ``note`` receives a line per
-    experiment that begins."""
+    """Run experiments. Returns the document that the page shows. ``full``: the long form.
+    ``note`` receives a line per experiment that begins."""
     return {
         "version": __version__,
+        "form": "full" if full else "short",
         "tolerance": TOLERANCE,
-        "experiments": [_run_experiment(each, note) for each in experiments],
+        "experiments": [_run_experiment(each, full, note) for each in experiments],
     }
 
 
-def _run_experiment(experiment: Experiment, note: Callable[[str], None]) -> dict[str, Any]:
+def _run_experiment(
+    experiment: Experiment, full: bool, note: Callable[[str], None]
+) -> dict[str, Any]:
     note(f"{experiment.name}: {experiment.title}")
     began = monotonic()
-    rows = list(experiment.run())
+    rows = list(experiment.run(full))
     return {
         "name": experiment.name,
         "title": experiment.title,

@@ -33,18 +33,24 @@ BISECTIONS = 12
 
 def explain_blocked_stage(found: MeasuredIteration, way: str) -> Reason | None:
     """Check that a stage at a slow link computes nothing while its messages travel: an iteration
-    then takes at least N times its ops and two delays."""
-    model, delay = found.model, max(found.delays.values())
+    then takes at least N times its ops and two delays; of a stage between two slow links, up to N
+    times its ops and four."""
+    model, delay, outside = found.model, max(found.delays.values()), measure_outside(found.model)
     ops = list(zip(model.forward, model.backward_input, model.backward_weight, strict=True))
-    outside = measure_outside(model)
-    for stage in (min(found.delays), max(found.delays) + 1):
+    ends = [min(found.delays), max(found.delays) + 1]
+    between = [link for link in found.delays if link - 1 in found.delays]
+    for stage, most_delays in (*((end, 2) for end in ends), *((each, 4) for each in between)):
         busy = sum(ops[stage])
         least = model.microbatches * (busy + 2 * delay)
-        if _is_near(found.times[way], least, least + outside):
+        most = model.microbatches * (busy + most_delays * delay)
+        if is_near(found.times[way], least, most + outside):
+            delays, times = f"2 × {delay:g}", f"{least:.0f}"
+            if most > least:
+                delays, times = f"2 to 4 × {delay:g}", f"{least:.0f} to {most:.0f}"
             return Reason(
                 *NO_OVERLAP,
-                f"stage {stage}: {model.microbatches} × ({busy:g} + 2 × {delay:g}) ms ="
-                f" {least:.0f} ms, {least + outside:.0f} with the time outside its ops",
+                f"stage {stage}: {model.microbatches} × ({busy:g} + {delays}) ms = {times} ms,"
+                f" and {outside:.0f} ms outside its ops",
             )
     return None
 
@@ -58,13 +64,15 @@ def explain_copying(
         copying
         for other in others
         for name in DELEGATED_WAYS
-        if (other, name) != (found, way) and (copying := fit_copying(other, name)) is not None
+        if name in other.times
+        and (other, name) != (found, way)
+        and (copying := fit_copying(other, name)) is not None
     ]
     if not fitted:
         return None
     least, most = min(fitted), max(fitted)
     times = [simulate_way(found.model, way, found.delays, copying) for copying in (least, most)]
-    if not _is_near(found.times[way], *times):
+    if not is_near(found.times[way], *times):
         return None
     return Reason(
         *COPYING,
@@ -90,7 +98,7 @@ def fit_copying(found: MeasuredIteration, way: str) -> float | None:
     return low
 
 
-def _is_near(published: Spread, least: float, most: float) -> bool:
+def is_near(published: Spread, least: float, most: float) -> bool:
     """True if a range comes within the tolerance of the published spread."""
     low, high = published.least * (1 - TOLERANCE), published.most * (1 + TOLERANCE)
     return least <= high and most >= low

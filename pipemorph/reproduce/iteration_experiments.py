@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -13,6 +13,7 @@ from pipemorph.reproduce.pipeline_simulation import Delays, simulate_way
 from pipemorph.reproduce.published import (
     WAYS,
     MeasuredIteration,
+    Spread,
     list_iterations,
     load_model,
     load_published,
@@ -28,8 +29,16 @@ def format_delays(delays: Delays) -> str:
     return f"{next(iter(delays.values())):g} ms on {links}"
 
 
-def compare_iterations(experiment: str) -> Iterator[ComparedFigure]:
-    """Compare the iteration times of an experiment, for every way."""
+def simulate_measured(found: MeasuredIteration, way: str) -> float:
+    """Milliseconds of the simulated iteration."""
+    return simulate_way(found.model, way, found.delays)
+
+
+def compare_iterations(
+    experiment: str,
+    measure: Callable[[MeasuredIteration, str], Spread | float] = simulate_measured,
+) -> Iterator[ComparedFigure]:
+    """Compare the iteration times of an experiment, for every way. ``measure``: returns ours."""
     every = list(list_iterations(experiment))
     several = len({found.model.name for found in every}) > 1
     for found in every:
@@ -41,12 +50,12 @@ def compare_iterations(experiment: str) -> Iterator[ComparedFigure]:
                 name + format_delays(found.delays),
                 WAYS[way],
                 published,
-                simulate_way(model, way, found.delays),
+                measure(found, way),
                 reasons=list_explanations(found, way, others),
             )
 
 
-def run_example() -> Iterator[ComparedFigure]:
+def run_example(_: bool) -> Iterator[ComparedFigure]:
     """Compare zero-bubble, planned without a delay and executed with one; add our plan for it."""
     example = load_published()["example"]
     ms = example["op_ms"]
@@ -68,7 +77,7 @@ def run_example() -> Iterator[ComparedFigure]:
             yield compare(case, "PipeMorph, planned for the delay", None, adapted.makespan)
 
 
-def run_delays() -> Iterator[ComparedFigure]:
+def run_delays(_: bool) -> Iterator[ComparedFigure]:
     """Compare iterations under a growing delay of the last link."""
     model = load_model("14B")
     for way, published in model.undisturbed.items():
@@ -82,7 +91,7 @@ def run_delays() -> Iterator[ComparedFigure]:
         yield compare(case, WAYS[way], theirs, grown, unit="×")
 
 
-def run_links() -> Iterator[ComparedFigure]:
+def run_links(_: bool) -> Iterator[ComparedFigure]:
     """Compare two and three slow links, and the time that PipeMorph saves on average."""
     yield from compare_iterations("links")
     saved: Mapping[str, float] = load_published()["gains"]["less_time_with_several_links"]
@@ -118,7 +127,7 @@ def _explain_saving(
     return Reason(*NO_OVERLAP, f"against the published times of {WAYS[way]}: {saving:.1f} %")
 
 
-def run_models() -> Iterator[ComparedFigure]:
+def run_models(_: bool) -> Iterator[ComparedFigure]:
     """Compare one slow link for each model, the gains over them, and the growth from 30 ms on."""
     rows = list(compare_iterations("models"))
     yield from rows

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 112_460,
-    "product code lines": 82_960,
-    "test lines": 106_720,
+    "product lines": 113_100,
+    "product code lines": 83_470,
+    "test lines": 106_760,
     "benchmark lines": 7_500,
     "public classes": 762,
-    "modules": 450,
+    "modules": 454,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

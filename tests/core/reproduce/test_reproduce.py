@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 
 from pipemorph.cli import main
-from pipemorph.reproduce import explanations
+from pipemorph.reproduce import explanations, planner_experiments
 from pipemorph.reproduce.compared_figure import Reason, compare
 from pipemorph.reproduce.comparison import summarize_rows
 from pipemorph.reproduce.explanations import explain_blocked_stage, explain_copying
-from pipemorph.reproduce.published import Spread, list_iterations, load_model
+from pipemorph.reproduce.pipeline_simulation import simulate_way
+from pipemorph.reproduce.published import WAYS, Spread, list_iterations, load_model
+from pipemorph.reproduce.replica_experiments import explain_unused_wire, propose_layout
+from pipemorph.reproduce.trace_experiments import draw_delay, draw_delays, fit_exponent
+from pipemorph.reproduce.trace_training import build_trace, summarize_times, train
+from pipemorph.spec.layout import Layout
 
 REASON = Reason("busy", "The machine was busy.", "twice as long")
 
@@ -64,6 +70,47 @@ def test_models_have_the_ops_of_all_stages() -> None:
         ops = (model.forward, model.backward_input, model.backward_weight)
         assert {len(each) for each in ops} == {model.stages}
     assert load_model("30B").parallelism == "tensor 2, replicas 4, stages 8"
+
+
+def test_redrawn_delays_begin_after_the_healthy_iterations() -> None:
+    model = load_model("7B")
+    states = draw_delays(model, 50, "seed", 4)
+    first, second, *_ = list(states)[1:]
+    assert not states[0.0] and first > 2.7 and 0.05 <= second - first <= 0.1
+    assert states == draw_delays(model, 50, "seed", 4) != draw_delays(model, 50, "other", 4)
+    times = {way: train(model, way, build_trace(states, by_seconds=True), 9) for way in WAYS}
+    healthy = {way: simulate_way(model, way, {}) for way in WAYS}
+    for way in WAYS:
+        assert times[way][:6] == pytest.approx([healthy[way]] * 6)
+        assert times[way][8] > 1.1 * healthy[way]
+
+
+def test_drawn_delays_have_the_published_quantiles() -> None:
+    exponent = fit_exponent()
+    found = [draw_delay((k + 0.5) / 1000, exponent) for k in range(1000)]
+    assert median(found) == pytest.approx(13.0, abs=0.1)
+    assert fmean(found) == pytest.approx(22.3, abs=0.1)
+    assert found[989] == pytest.approx(79.3, abs=0.5)
+
+
+def test_a_spread_of_iterations_is_that_of_means_in_a_row() -> None:
+    assert summarize_times([1, 3, 5, 3]) == Spread(3, 1, 5)
+    assert summarize_times([1, 3, 5, 3], together=2) == Spread(3, 2, 4)
+
+
+def test_the_search_for_places_leaves_the_slow_link_unused() -> None:
+    model = load_model("7B")._replace(replicas=2)
+    layout, seconds = propose_layout(model, 30.0, 3000.0)
+    reason = explain_unused_wire(layout)
+    assert reason is not None and "move" in reason.check
+    assert 1e3 * seconds == pytest.approx(simulate_way(model, "zero-bubble", {}), rel=0.01)
+    assert explain_unused_wire(Layout.build_first(layout.mesh)) is None
+
+
+def test_plans_of_random_problems_are_proven_near_the_optimum() -> None:
+    gap, time = planner_experiments.run_planner(False)
+    assert gap.agrees and gap.measured.most < 1
+    assert time.unit == "ms" and time.limit
 
 
 def test_the_command_writes_a_page_and_figures(
