@@ -16,17 +16,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
 
-from pipemorph.commands.explain import read_report_file
 from pipemorph.errors import InputError, ObjectNotFoundError, one_line
-from pipemorph.http_client import HttpClient, NoResponseError
 from pipemorph.local.processes.environment import read_grace_seconds
 from pipemorph.local.results.result_folder import LOCK, OUTPUTS, write_json
+from pipemorph.local.results.status_file import read_report_file, record_early_end
 from pipemorph.local.run import check_module_for_ranks
 from pipemorph.manifest import load_job
 from pipemorph.spec.job_spec import PipeMorphJob
@@ -34,13 +31,7 @@ from pipemorph.spec.job_spec import PipeMorphJob
 MANIFEST, OUTPUT, PROCESS = "job.json", "output.log", "process"
 """Files of a job's folder besides those of a run: what was submitted, the run's output, its process
 id, start time and machine. The first two may hold secrets: only their owner can read them."""
-REPORT = "report.json"
-PAGE = re.compile(r"^watch: (http://127\.0\.0\.1:\d+/[\w-]+/)$", re.MULTILINE)
-"""Line of a run's output with the address of its live page."""
-FINAL_STATES = ("Complete", "Failed", "Suspended")
-PAGE_SECONDS = 10.0
-"""Time limit of a request to the page."""
-MOST_PAGE_BYTES = 64 << 20
+REPORT, STATUS = "report.json", "status.json"
 END_SECONDS = 60.0
 """Time, besides the ranks' grace period, in which a run ends: it draws its timeline."""
 POLL_SECONDS = 0.05
@@ -86,19 +77,22 @@ class LocalBackend:
     def read_job(self, name: str) -> Mapping[str, Any]:
         root = self._find_job(name)
         end = time.monotonic() + END_SECONDS
+        job: dict[str, Any] = json.loads((root / MANIFEST).read_text())
         while True:
-            runs, report = _is_running(root), root / REPORT
-            if report.exists() and (not runs or time.monotonic() > end):
-                return _remove_namespace(read_report_file(report))
-            if not runs:
-                return _add_status(root, _describe_early_end(root))
-            found = _read_page(root)
-            if PAGE.search(_read_output(root)) is None or time.monotonic() > end:
-                return _add_status(root, found or {"state": "Starting"})
-            # After the last document the report is written.
-            if found is not None and found["state"] not in FINAL_STATES:
-                return _add_status(root, found)
-            time.sleep(POLL_SECONDS)
+            runs = _is_running(root)
+            if (root / REPORT).exists():
+                if not runs or time.monotonic() > end:
+                    job = read_report_file(root / REPORT)
+                    break
+            elif runs:
+                job |= _read_status(root)
+                break
+            else:
+                job = record_early_end(job, _describe_early_end(root), root / MANIFEST)
+                break
+            time.sleep(POLL_SECONDS)  # It draws its timeline.
+        job["metadata"]["namespace"] = ""  # On this machine it has no meaning.
+        return job
 
     def list_jobs(self) -> list[Mapping[str, Any]]:
         found = sorted(self.folder.glob(f"*/{MANIFEST}"))
@@ -194,48 +188,19 @@ def _read_output(root: Path) -> str:
         return ""
 
 
-def _read_page(root: Path) -> dict[str, Any] | None:
-    """Status of a running job by its live page; None if that does not answer now."""
-    url = PAGE.search(_read_output(root))
-    if url is None:
-        return None
-    client = HttpClient(url[1])
-    # In a thread: that of a notebook's cells has an event loop.
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(
-            client.request_blocking, "view", seconds=PAGE_SECONDS, most_bytes=MOST_PAGE_BYTES
-        )
-        try:
-            found = answer.result()
-        except NoResponseError:
-            return None
-    if found.status != 200:
-        return None
-    status: dict[str, Any] = json.loads(found.body)["status"]
-    return status
+def _read_status(root: Path) -> dict[str, Any]:
+    """Status and history of a running job."""
+    try:
+        found = read_report_file(root / STATUS)
+    except InputError:  # It starts, or a report has just replaced it.
+        return {"status": {"state": "Starting"}}
+    return {name: each for name, each in found.items() if name not in ("spec", "metadata")}
 
 
-def _describe_early_end(root: Path) -> dict[str, Any]:
-    """Status of a run that ended without a report, by the last line of its output."""
+def _describe_early_end(root: Path) -> str:
+    """Reason why a run ended without a report: the last line of its output."""
     lines = _read_output(root).strip().splitlines()
-    why = one_line(lines[-1], 1000) if lines else "the run was killed before it printed anything"
-    at = datetime.fromtimestamp((root / MANIFEST).stat().st_mtime, UTC)
-    failed = {
-        "type": "Failed", "status": "True", "reason": "EndedWithoutReport", "message": why,
-        "lastTransitionTime": at.strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }  # fmt: skip
-    return {"state": "Failed", "conditions": [failed]}
-
-
-def _add_status(root: Path, status: Mapping[str, Any]) -> dict[str, Any]:
-    job: dict[str, Any] = json.loads((root / MANIFEST).read_text())
-    return _remove_namespace({**job, "status": status})
-
-
-def _remove_namespace(job: dict[str, Any]) -> dict[str, Any]:
-    """Leave the namespace out of the job's name: on this machine it has no meaning."""
-    job["metadata"]["namespace"] = ""
-    return job
+    return one_line(lines[-1], 1000) if lines else "the run was killed before it printed anything"
 
 
 def _iterate_lines(root: Path, path: Path, follow: bool) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,7 @@ from pipemorph.commands.output_file import write_output
 from pipemorph.errors import InputError
 from pipemorph.terminal import render_parts
 from pipemorph.views.explanation import MOST_LINES, explain_job
-from pipemorph.yaml_json import display_name, parse_single_document, read_text
-
-MAX_BYTES = 1 << 30
-"""Largest report: it lists every iteration."""
+from pipemorph.yaml_json import display_name
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,8 +25,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "job",
         metavar="JOB",
-        help="a run's folder or its report.json; [NAMESPACE/]NAME of a job of the cluster, which "
-        "kubectl reads; or a file, or - for standard input, with what kubectl get -o json prints",
+        help="a run's folder, also while it runs, or its report.json; [NAMESPACE/]NAME of a job "
+        "of the cluster, which kubectl reads; or a file, or - for standard input, with what kubectl"
+        " get -o json prints",
     )
     kubectl.add_kubectl_arguments(parser)
 
@@ -42,32 +39,20 @@ def run(args: argparse.Namespace) -> int:
     if name != "-" and (in_cluster or not path.exists()):
         content, source = _query_cluster(name, args.namespace, args.context), name
     else:
+        # Imported late: a job of a cluster does not need it.
+        from pipemorph.local.results.status_file import read_report_file, read_run_folder
+
+        source = display_name(name)
         if path.is_dir():
-            path /= "report.json"
-        content, source = read_report_file(path if name != "-" else "-"), display_name(str(path))
+            content = read_run_folder(path)
+        else:
+            content = read_report_file(path if name != "-" else "-")
     try:
         story = explain_job(content)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     write_output(render_parts(story.to_table()).encode(), None)
     return 0
-
-
-def read_report_file(path: str | Path) -> dict[str, Any]:
-    """Content of a run's report, or of a file with what kubectl prints. Raises
-    :class:`InputError`."""
-    text = read_text(path, MAX_BYTES)
-    try:
-        # JSON first: a report may have hundreds of thousands of lines.
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            content = parse_single_document(text)
-        except InputError as error:
-            raise InputError(f"{display_name(path)}: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{display_name(path)}: expected a run's report.json or a PipeMorphJob")
-    return content
 
 
 def _query_cluster(name: str, namespace: str | None, context: str | None) -> dict[str, Any]:

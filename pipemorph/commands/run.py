@@ -48,7 +48,7 @@ def _parse_page_port(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need the server.
-    from pipemorph.local import run_job
+    from pipemorph.local.run import run_job
 
     if not args.out:
         # pathlib would take it as the current folder.

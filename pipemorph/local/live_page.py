@@ -89,13 +89,14 @@ class TraceSource(Protocol):
 
 
 class FolderTraceSource:
-    """Ops from files that the ranks of a run write."""
+    """Ops from files that the ranks of a run write, of none without a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder, self._index = folder, TraceIndex(newest=TRACE_BYTES)
 
     def list_iterations(self, column: int) -> list[int]:
-        self._index.index_new_lines(self._folder)
+        if self._folder is not None:
+            self._index.index_new_lines(self._folder)
         return self._index.list_iterations()
 
     def read_iteration(self, column: int, iteration: int) -> Sequence[StageTrace]:

@@ -89,7 +89,7 @@ class _ObservedRun(ServedRun):
         self.run, self.progress.job = RunRecord(job, now()), job
         self.run.attempts.append(RunAttempt(0, now()))
         self.progress.print_note(format_job_headline(job))
-        self.start_page(self._ops)
+        self.start_views(self._ops)
 
     def _find_end(self, stopped: signal.Signals | None) -> AttemptResult | None:
         """End of the job; None while it runs."""

@@ -63,6 +63,7 @@ from pipemorph.local.progress import ProgressDisplay, format_job_headline
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.results.report import RunRecord, RunRecovery, write_report
 from pipemorph.local.results.result_folder import ResultFolder
+from pipemorph.local.results.status_file import StatusFile
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.service import ControlService
 from pipemorph.manifest import check_training_program, load_job
@@ -146,9 +147,10 @@ def run_job(
                 )  # fmt: skip
                 host.announce_job()
                 page = None
+                traces = FolderTraceSource(folder.trace)
+                observer = LivePageSource(job, journal, traces, host.read_run_state)
+                host.status_file = StatusFile(folder, observer.collect_state)
                 if listener is not None:
-                    traces = FolderTraceSource(folder.trace)
-                    observer = LivePageSource(job, journal, traces, host.read_run_state)
                     page = stack.enter_context(LivePageServer(observer.make_document, listener))
                     progress.print_note(f"watch: {page.url}")
                 site = stack.enter_context(host)
@@ -209,6 +211,7 @@ class _LocalRankHost:
     concluded: bool = False
     """True once :attr:`record` has its ending."""
     drain_requests: DrainRequests = field(init=False)
+    status_file: StatusFile = field(init=False)
 
     def __enter__(self) -> _LocalRankHost:
         if self.restarts_ranks:
@@ -386,6 +389,7 @@ class _LocalRankHost:
         """Show progress, and detect recoveries. An error in this does not end the job."""
         self.progress.run_guarded("the job's progress cannot be followed", self._track_ranks)
         self.progress.run_guarded("no other layout can be searched for", self._consider_new_layout)
+        self.progress.run_guarded("status.json is not written", self.status_file.update)
         self.refresh_display()
 
     def _track_ranks(self) -> None:

@@ -17,6 +17,7 @@ from pipemorph.errors import one_line
 from pipemorph.ingest import Reply
 from pipemorph.local.clock import now
 from pipemorph.local.launched_command import LaunchedCommand
+from pipemorph.local.live_page import FolderTraceSource
 from pipemorph.local.processes.supervision import AGENT_SECONDS, AttemptOutcome, AttemptResult
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.results.report import RunAttempt, RunRecord
@@ -67,6 +68,7 @@ class _ManifestRun(ServedRun):
 
     def follow_ranks(self) -> AttemptResult:
         stopped: signal.Signals | None = None
+        self.start_views(FolderTraceSource(None if self.folder is None else self.folder.trace))
         while True:
             number = self.wait_for_signal()
             for text in self.roll.take_announcements():

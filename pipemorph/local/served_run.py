@@ -54,6 +54,7 @@ from pipemorph.local.progress import ProgressDisplay, format_job_headline
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.results.report import RunRecord, write_report
 from pipemorph.local.results.result_folder import ResultFolder
+from pipemorph.local.results.status_file import StatusFile
 from pipemorph.local.run import (
     EXIT_STATUS,
     UNWRITTEN_STATUS,
@@ -113,6 +114,8 @@ class ServedRun(ABC):
         )  # fmt: skip
         self.command: LaunchedCommand | None = None
         self.folder: ResultFolder | None = None
+        self._concluded = False
+        self._status_file: StatusFile | None = None
         self._page: LivePageServer | None = None
         self._listener: socket.socket | None = None
 
@@ -152,6 +155,7 @@ class ServedRun(ABC):
                     if self.run is not None:
                         conclude_run(self.run, ending, self.journal, self.service, note)
                         self.run.adapting = self.predict_adapting()
+                        self._concluded = True
                         if self._page is not None:
                             self._page.announce_end()
             except InputError:
@@ -220,22 +224,33 @@ class ServedRun(ABC):
                 variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
             self.command.start(variables)
 
-    def start_page(self, traces: TraceSource) -> None:
-        """Serve the live page of :attr:`run`, if the options ask for one, until its end."""
-        if self._listener is None or self.run is None:
-            return
+    def start_views(self, traces: TraceSource) -> None:
+        """Write the status of :attr:`run`, and serve its live page, until its end: as far as the
+        options name a folder and a port."""
+        assert self.run is not None
         source = LivePageSource(self.run.job, self.journal, traces, self.read_run_state)
+        if self.folder is not None:
+            self._status_file = StatusFile(self.folder, source.collect_state)
+        if self._listener is None:
+            return
         page = LivePageServer(source.make_document, self._listener)
         self._page = self.stack.enter_context(page)
         self.progress.print_note(f"watch: {page.url}")
 
     def read_run_state(self) -> RunState:
         """State of the ranks, for the live page. Called from another thread."""
-        assert self.run is not None
-        if self.run.training is not None:
-            return RunState(self.run.to_status(), self.run.outlook)
+        run = self.run
+        assert run is not None
+        if self._concluded:
+            return RunState(run.to_status(), run.outlook)
         state = self.service.read_state()
-        return RunState(state.to_status("Running"), state.outlook)
+        ended = run.attempts[-1].result if run.attempts else None
+        if ended is not None:
+            status = state.to_status("Restarting", ended.reason)
+        else:
+            starts = self.journal.view.state == "starting"
+            status = state.to_status("Starting" if starts else "Running")
+        return RunState(status, state.outlook)
 
     def wait_for_signal(self) -> signal.Signals | None:
         """Wait a short time for a signal, which is forwarded to the command; show progress."""
@@ -243,6 +258,8 @@ class ServedRun(ABC):
         with contextlib.suppress(Empty):
             event = self.events.get(timeout=REFRESH_SECONDS)
             stopped = event.number if isinstance(event, SignalReceived) else None
+        if self._status_file is not None:
+            self.progress.run_guarded("status.json is not written", self._status_file.update)
         self._refresh()
         if stopped is not None and self.command is not None:
             self.command.send_signal(stopped)

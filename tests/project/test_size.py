@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_100,
-    "product code lines": 83_470,
-    "test lines": 106_760,
+    "product lines": 113_250,
+    "product code lines": 83_580,
+    "test lines": 106_840,
     "benchmark lines": 7_500,
-    "public classes": 762,
-    "modules": 454,
+    "public classes": 763,
+    "modules": 455,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

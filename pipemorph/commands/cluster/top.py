@@ -1,4 +1,5 @@
-"""``pipemorph top``: a table of the jobs of a cluster, or of one job, that refreshes."""
+"""``pipemorph top``: a table of the jobs of a cluster, or of runs on this machine, that
+refreshes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pipemorph.argument_types import number_type
@@ -29,6 +31,8 @@ from pipemorph.views.explanation.explanation_text import format_duration, format
 from pipemorph.views.explanation.job_explanation import build_explanation
 
 LEAST_EVERY, EVERY = 1.0, 5.0
+RUN_FILES = ("status.json", "report.json")
+"""Files of a run's folder, while it runs and afterwards."""
 HEADINGS = (
     "NAMESPACE",
     "NAME",
@@ -53,13 +57,18 @@ STYLES = {"Running": "green", "Complete": "green", "Failed": "bold red", "no rep
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "top",
-        help="watch the jobs of a cluster: which links are slow, what was done, what it saved",
+        help="watch jobs: which links are slow, what was done, what it saved",
         description="Print a table of the PipeMorphJobs of a cluster, or of one of them with its"
-        " explanation, and refresh it until interrupted. kubectl reads the jobs. Without a"
-        " terminal, or on a dumb one, print once. Exit status: 0, or 2 for invalid input.",
+        " explanation, and refresh it until interrupted. kubectl reads the jobs. Runs of this"
+        " machine, by pipemorph run or serve, are read from their folders. Without a terminal, or"
+        " on a dumb one, print once. Exit status: 0, or 2 for invalid input.",
     )
     parser.add_argument(
-        "job", metavar="JOB", nargs="?", help="[NAMESPACE/]NAME of one job (default: all jobs)"
+        "job",
+        metavar="JOB",
+        nargs="?",
+        help="[NAMESPACE/]NAME of one job (default: all jobs); or the --out folder of a run, or a"
+        " folder with such folders",
     )
     kubectl.add_kubectl_arguments(parser)
     parser.add_argument(
@@ -107,6 +116,8 @@ def _describe_target(args: argparse.Namespace) -> tuple[str, list[str]]:
         if args.namespace:
             return f"namespace {args.namespace}", ["--namespace", args.namespace]
         return "current namespace", []
+    if _find_folder(args) is not None:
+        return one_line(args.job), []
     arguments = kubectl.parse_job_arguments(args.job, args.namespace)
     if arguments is None:
         raise kubectl.invalid_job_name_error(args.job)
@@ -117,13 +128,45 @@ def _format_page(
     args: argparse.Namespace, what: str, arguments: list[str], most: int | None
 ) -> list[RenderableType]:
     """The table, with the explanation if there is one job, and the jobs that cannot be read."""
-    content = kubectl.query_kubectl(what, arguments, args.context)
-    jobs, notes = _read_jobs(content, only=args.job is not None)
-    if args.job is not None:
+    folder = _find_folder(args)
+    content = (
+        kubectl.query_kubectl(what, arguments, args.context)
+        if folder is None
+        else _read_runs(folder)
+    )
+    only = "items" not in content
+    jobs, notes = _read_jobs(content, only=only)
+    if only:
         return [build_job_table(jobs, most=most), "", *map(_explain_job, jobs)]
     found = [build_job_table(jobs, namespaced=args.all_namespaces, most=most)] if jobs else []
     lines = [f"! {note}" for note in notes]
     return [*found, *map(make_single_line, lines)] or ["no PipeMorphJob was found"]
+
+
+def _find_folder(args: argparse.Namespace) -> Path | None:
+    """Folder that the arguments name; None: a job of the cluster."""
+    if args.job is None or args.namespace or args.context or not Path(args.job).is_dir():
+        return None
+    return Path(args.job)
+
+
+def _read_runs(folder: Path) -> dict[str, Any]:
+    """Run of a folder, or list of the runs in its folders, each with its folder's name. Raises
+    :class:`InputError` if there is none."""
+    # Imported late: jobs of a cluster do not need it.
+    from pipemorph.local.results.status_file import read_run_folder
+
+    found = [each.parent for name in RUN_FILES for each in folder.glob(f"*/{name}")]
+    if not found or any((folder / name).exists() for name in RUN_FILES):
+        return read_run_folder(folder)
+    runs = []
+    for root in sorted(set(found)):
+        try:
+            run = read_run_folder(root)
+        except InputError as error:
+            run = {"kind": one_line(str(error))}
+        runs.append({**run, "metadata": {"name": root.name, "namespace": ""}})
+    return {"items": runs}
 
 
 def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ExplainedJob], list[str]]:
@@ -135,7 +178,8 @@ def _read_jobs(content: dict[str, Any], *, only: bool) -> tuple[list[ExplainedJo
             jobs.append(parse_job_object(each))
         except InputError as error:
             metadata = each.get("metadata", {})
-            note = f"{metadata.get('namespace')}/{metadata.get('name')}: {error}"
+            names = filter(None, (metadata.get("namespace"), metadata.get("name")))
+            note = f"{'/'.join(map(str, names))}: {error}"
             if only:
                 raise InputError(note) from None
             notes.append(one_line(note))
@@ -184,7 +228,7 @@ def _format_cells(job: ExplainedJob) -> list[str]:
         "-" if remaining is None else format_duration(remaining),
         f"{seconds:.3g}" if seconds else "-",
         _format_slow_links(job),
-        "-" if training is None else f"v{training.applied_plan_version}",
+        "-" if training is None or job.is_observed else f"v{training.applied_plan_version}",
         _format_gain(job),
         "-" if status.goodput is None else f"{status.goodput:.0%}",
         "-" if saved is None else ("-" if saved < 0 else "") + format_duration(abs(saved)),

@@ -367,10 +367,12 @@ COMPARED = 20
 
 
 def write_report(folder: ResultFolder, run: RunRecord) -> None:
-    """Write ``report.json`` atomically. Its folder is made again if it was removed."""
+    """Write ``report.json`` atomically, in place of ``status.json``. The folder is made again if it
+    was removed."""
     folder.root.mkdir(parents=True, exist_ok=True)
     content = run.build_report(read_faults(folder.trace), read_splits(folder.trace))
     write_json(folder.report, content, indent=1)
+    folder.status.unlink(missing_ok=True)
 
 
 def _redact_variables(job: PipeMorphJob) -> dict[str, Any]:

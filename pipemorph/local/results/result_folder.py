@@ -20,7 +20,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.locked_folder import try_lock
 
 LOCK = ".lock"
-OUTPUTS = ("report.json", "timeline.json", "timeline.png", "logs", "trace")
+OUTPUTS = ("report.json", "status.json", "timeline.json", "timeline.png", "logs", "trace")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class ResultFolder:
     @property
     def report(self) -> Path:
         return self.root / "report.json"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
 
     @property
     def timeline(self) -> Path:

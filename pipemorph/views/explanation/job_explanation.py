@@ -40,6 +40,8 @@ FAULT_CONDITIONS = (
     "ReplicasComplete",
 )
 """Conditions that are False if something is wrong."""
+EARLY_END = "EndedWithoutReport"
+"""Reason of the condition Failed of a run whose host was killed."""
 UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError)
 """Errors caused by unexpected values."""
 NEWEST_ITERATIONS = 8
@@ -478,7 +480,9 @@ def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
         if idle.get(cause, 0.0) > MOST_IDLE_SHARE * seconds:
             yield cause
     if status.state == "Failed":
-        yield "failed"
+        found = find_condition(status, "Failed")
+        if found is None or found.reason != EARLY_END:
+            yield "failed"
     if status.state in ("Pending", "Starting"):
         yield "pending"
     injected = _list_injected_causes(job)

@@ -19,7 +19,6 @@ from local_support import DEADLINE, MARK, LocalRun
 from waiting import until
 
 from pipemorph.cli import main
-from pipemorph.local import run_job
 from pipemorph.local.drain_requests import DrainRequests
 from pipemorph.local.processes import memory_folder
 from pipemorph.local.processes.hang_detector import HangDetector
@@ -27,7 +26,7 @@ from pipemorph.local.processes.rank_log import RankFileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet, Reaper, _has_live_members
 from pipemorph.local.progress import ProgressDisplay
 from pipemorph.local.results.journal import RunJournal
-from pipemorph.local.run import _LocalRankHost
+from pipemorph.local.run import _LocalRankHost, run_job
 from pipemorph.local.service import ControlService
 from pipemorph.spec.mesh import Coordinate, MeshShape
 

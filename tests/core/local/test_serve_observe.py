@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipemorph.cli import main
 from pipemorph.http_client import HttpClient, NoResponseError
+from pipemorph.local.results.status_file import read_run_folder
+from pipemorph.views.explanation import explain_job
 
 STAGES, STEPS = 4, 40
 
@@ -60,13 +62,16 @@ def test_an_observed_job_is_followed_and_explained(
 ) -> None:
     monkeypatch.setattr("secrets.token_urlsafe", lambda _: "not-a-secret")
     port, watch, token, out = free_port(), free_port(), tmp_path / "token", tmp_path / "out"
-    seen = list[dict[str, Any]]()
+    seen, running = list[dict[str, Any]](), dict[str, Any]()
     page = f"http://127.0.0.1:{watch}/not-a-secret"
 
     def look() -> bool:
         answer = HttpClient(page).request_blocking("/view", seconds=5.0)
-        seen.extend([json.loads(answer.body)] if answer.status == 200 else [])
-        return bool(seen)
+        if answer.status != 200 or not (out / "status.json").exists():
+            return False
+        seen.append(json.loads(answer.body))
+        running.update(read_run_folder(out))
+        return True
 
     address = f"http://127.0.0.1:{port}"
     ranks = threading.Thread(target=report_steps, args=(address, token, 30, look))
@@ -78,6 +83,8 @@ def test_an_observed_job_is_followed_and_explained(
     assert (document["wanted"], document["status"]["state"]) == (0, "Running")
     assert [len(row["kinds"]) for row in document["measured"]["rows"]] == [8] * STAGES
     assert document["no_alternative"] == "the schedule is the job's own: PipeMorph only observes it"
+    assert running["status"]["state"] == "Running" and not (out / "status.json").exists()
+    assert explain_job(running).outcome.startswith("default/observed is Running; 4 stages; ")
     kinds = [[span["kind"] for span in link["spans"]] for link in document["links"]]
     assert "slow" in kinds[2] and "slow" not in kinds[0] + kinds[1]
     printed = capsys.readouterr().out
