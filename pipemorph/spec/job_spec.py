@@ -92,21 +92,22 @@ class JobSpec(SpecModel):
         """Errors of lists that need one entry per stage."""
         stages = self.parallelism.stages
         schedule = self.schedule
-        lists: list[tuple[str, Sequence[object] | None]] = [
-            ("schedule.warmup", schedule.warmup),
-            ("schedule.stageTimes", schedule.stage_times),
-        ]
+        lists: list[tuple[str, Sequence[object] | None]] = [("schedule.warmup", schedule.warmup)]
         if isinstance(schedule.in_flight_limit, list):
             lists.append(("schedule.inFlightLimit", schedule.in_flight_limit))
         for where, values in lists:
             if values is not None and len(values) != stages:
                 yield FieldError(where, f"has {len(values)} entries; {stages} stages need {stages}")
-        if self.emulation is not None and len(self.emulation.stage_times) not in (1, stages):
-            yield FieldError(
-                "emulation.stageTimes",
-                f"has {len(self.emulation.stage_times)} entries; expected 1 for all stages,"
-                f" or {stages}",
-            )
+        # One entry counts for all stages.
+        times: list[tuple[str, Sequence[object] | None]] = [
+            ("schedule.stageTimes", schedule.stage_times),
+            ("emulation.stageTimes", self.emulation.stage_times if self.emulation else None),
+        ]
+        for where, values in times:
+            if values is not None and len(values) not in (1, stages):
+                yield FieldError(
+                    where, f"has {len(values)} entries; expected 1 for all stages, or {stages}"
+                )
 
     def _check_size(self) -> None:
         stages, microbatches = self.parallelism.stages, self.schedule.microbatches

@@ -182,9 +182,9 @@ RULES: dict[str, list[CelRule]] = {
             field_path=".schedule.warmup",
         ),
         CelRule(
-            expression="!has(self.schedule.stageTimes)"
+            expression="!has(self.schedule.stageTimes) || size(self.schedule.stageTimes) == 1"
             " || size(self.schedule.stageTimes) == self.parallelism.stages",
-            message="schedule.stageTimes must have one entry per stage",
+            message="schedule.stageTimes must have one entry, or one per stage",
             field_path=".schedule.stageTimes",
         ),
         CelRule(

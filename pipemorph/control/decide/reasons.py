@@ -282,7 +282,10 @@ def describe_excess(excess: MemoryExcess) -> str:
 
 
 def _format_saving(seconds: float) -> str:
-    return f"saves {format_seconds(seconds)}" if seconds > 0 else "saves nothing"
+    """Text for a gain over new plans without an offload, a recomputation or a fused backward."""
+    if seconds <= 0:
+        return "saves nothing"
+    return f"makes the best new plan {format_seconds(seconds)} shorter"
 
 
 def describe_outcome(record: AdaptationRecord, iterations: int) -> str:

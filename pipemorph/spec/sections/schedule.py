@@ -84,7 +84,8 @@ class ScheduleSpec(SpecModel):
     stage_times: list[StageTime] | None = Field(
         default=None,
         max_length=512,
-        description="Expected op times, one entry per stage; used until they are measured.",
+        description="Expected op times, one entry for all stages or one per stage; used until they"
+        " are measured.",
     )
 
     @property

@@ -652,7 +652,7 @@ def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:
     """An emulated job of 8 stages: the plan for 30 ms takes 5% more under 60 ms than need be."""
     f, b, w = 0.010, 0.0105, 0.0055
     times = {"forward": 1e3 * f, "backwardInput": 1e3 * b, "backwardWeight": 1e3 * w}
-    plant = Plant(spec(8, 24, schedule={"stageTimes": [times] * 8}))
+    plant = Plant(spec(8, 24, schedule={"stageTimes": [times]}))
     plant.ops = [StageTimes(forward=f, backward_input=b, backward_weight=w)] * 8
     plant.run(6)
     for delay in (0.030, 0.060):

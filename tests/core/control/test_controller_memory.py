@@ -121,7 +121,7 @@ def test_a_slow_link_without_room_for_slackness_is_answered_by_offload_and_back(
     assert job.seconds[-1] < 0.9 * without.seconds[-1]
     record = next(r for r in job.controller.records if any(r.offloaded))
     assert "offload on stages 0" in record.reason
-    assert "costs 2.0 ms per copied microbatch and saves" in record.reason
+    assert "costs 2.0 ms per copied microbatch and makes the best new plan" in record.reason
     assert "activationMemory has room for 7 microbatches" in record.reason
     assert record.device_limits_after[0] == 7
     assert record.offloaded[0] > 0
@@ -256,7 +256,7 @@ def test_a_slow_link_without_room_for_slackness_is_answered_by_recomputation_and
     assert job.seconds[-1] < 0.93 * without.seconds[-1]
     record = next(r for r in job.controller.records if any(r.recomputed))
     assert "recomputation on stage" in record.reason
-    assert "forwards again and saves" in record.reason
+    assert "forwards again and makes the best new plan" in record.reason
     assert not any(record.offloaded)
     assert job.controller.get_job_view(job.now).recomputed_microbatches == tuple(record.recomputed)
     for plan in job.plans:
@@ -364,7 +364,7 @@ def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> N
     job.run(16)
     (record,) = job.controller.records
     assert record.fused_stages == [2]
-    assert "a fused backward on stage 2 saves" in record.reason
+    assert "a fused backward on stage 2 makes the best new plan" in record.reason
     forms = [{op.kind for op in ops} for ops in job.plan.schedule.stages]
     assert forms[2] >= {OpKind.F, OpKind.BW}
     assert forms[0] == {OpKind.F, OpKind.B, OpKind.W}

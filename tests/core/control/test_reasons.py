@@ -201,7 +201,10 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
             OffloadGain((0,), 0.002, 0.0),
             "offload on stage 0 costs 2.0 ms per copied microbatch and saves nothing",
         ),
-        (FusedBackwardGain((2,), 0.01), "a fused backward on stage 2 saves 10.0 ms"),
+        (
+            FusedBackwardGain((2,), 0.01),
+            "a fused backward on stage 2 makes the best new plan 10.0 ms shorter",
+        ),
         (
             MemoryLimitBinds((0, 1, 2), 4, 7),
             "activationMemory has room for 4 to 7 microbatches on stages 0-2",

@@ -186,8 +186,8 @@ ENV = "spec/template/spec/containers/1/env/0/name"
         ("spec/schedule/warmup", [3, 1], "has 2 entries; 4 stages need 4"),
         (
             "spec/schedule/stageTimes",
-            [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}],
-            "has 1 entries; 4 stages need 4",
+            [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}] * 3,
+            "has 3 entries; expected 1 for all stages, or 4",
         ),
         ("spec/schedule/inFlightLimit", "8", 'is "8"; expected an integer or a list'),
         ("spec/schedule/policy", "exact", 'is "exact", which was removed; use pipemorph;'),

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipemorph.errors import InputError
 from pipemorph.spec.job_spec import JobSpec
 from pipemorph_trainer.backward.gradient_form import notify_gradient_written
 from pipemorph_trainer.errors import PipelineError
@@ -110,11 +109,6 @@ class EmulatedStage:
         divided by that for which the job states the times."""
         assert spec.emulation is not None
         times, emulation = spec.emulation.stage_times, spec.emulation
-        if len(times) not in (1, spec.parallelism.stages):
-            raise InputError(
-                f"spec.emulation.stageTimes has {len(times)} entries; expected 1 for all stages "
-                f"or {spec.parallelism.stages}"
-            )
         mine = times[stage] if len(times) > 1 else times[0]
 
         def scale_bytes(nbytes: int | None) -> int | None:
