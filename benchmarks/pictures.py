@@ -18,15 +18,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/cluster", "tests/support")]
 
 from browser import Browser as WebBrowser  # noqa: E402
+from op_traces import PlayedJob, make_table  # noqa: E402
 from watched_jobs import LATE, SLOW_AT, WELL_AT, WIRE, Case, watched  # noqa: E402
 
-from pipemorph.planning import Link, Problem, StageTimes  # noqa: E402
+from pipemorph.diagnose.diagnosis import diagnose  # noqa: E402
+from pipemorph.diagnose.formats.registry import Recording  # noqa: E402
+from pipemorph.diagnose.pictures.picture_files import render_picture_files  # noqa: E402
+from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate  # noqa: E402
 from pipemorph.replay.baselines import ReplayResult, replay_trace  # noqa: E402
 from pipemorph.replay.link_trace import LinkTrace, parse_trace  # noqa: E402
 from pipemorph.replay.replay_page import render_replay_page as render_replay  # noqa: E402
@@ -36,6 +40,11 @@ from pipemorph.views.live_page.page_builder import (  # noqa: E402
     WatchedJob,
     build_page_document,
     find_slowest_column,
+)
+from pipemorph.views.pictures import (  # noqa: E402
+    Timeline,
+    draw_steps,
+    render_html,
 )
 
 MICROBATCHES = {4: 12, 8: 24, 64: 128}
@@ -70,6 +79,10 @@ class PageDrawer:
         shutil.move(self._browser.download("#png", self._scratch), self._out / f"{name}.png")
         self.made.append(name)
 
+    def add_picture(self, name: str, content: bytes) -> None:
+        (self._out / f"{name}.png").write_bytes(content)
+        self.made.append(name)
+
     def _take_picture(self, name: str) -> None:
         self._browser.picture(self._out / f"{name}.png")
         if self._browser.errors:
@@ -84,8 +97,8 @@ def replay_job(stages: int, microbatches: int, fate: Fate) -> tuple[ReplayResult
     begin, end, count = (SLOW_AT, WELL_AT, 56) if stages < LARGE else (4, 12, 18)
     link = stages // 2 - 1 if stages > 2 else 0
     times = StageTimes(forward=10.0, backward_input=10.5, backward_weight=5.5)
-    links = [Link(delay=1e3 * WIRE)] * (stages - 1)
-    problem = Problem(microbatches=microbatches, stages=[times] * stages, links=links)
+    links = (Link(delay=1e3 * WIRE),) * (stages - 1)
+    problem = Problem(microbatches=microbatches, stages=(times,) * stages, links=links)
     slow = {"delay_ms": 1e3 * LATE}
     after = {"recovered": {}, "failed": {str(link): slow | {"down": True}}}
     lines = [{"at_iteration": begin, "links": {str(link): slow}}] if fate != "healthy" else []
@@ -101,8 +114,47 @@ def live_page(known: WatchedJob, traces: Sequence[StageTrace]) -> str:
     return render_live_page(build_page_document(known, traces, column=column, live=False))
 
 
+def draw_plans(to: PageDrawer, stages: int) -> None:
+    """Draw the page and the PNG of a plan, and the PNG of three iterations of a run."""
+    times = StageTimes(forward=10.0, backward_input=10.5, backward_weight=5.5)
+    late = stages // 2 - 1
+    delays = [1e3 * LATE if i == late else 0.0 for i in range(stages - 1)]
+    quick = Problem(
+        microbatches=MICROBATCHES[stages], stages=(times,) * stages, links=(Link(),) * (stages - 1)
+    )
+    slow = quick.model_copy(update={"links": tuple(Link(delay=each) for each in delays)})
+    before, after = plan(quick, Policy.ZERO_BUBBLE), plan(slow)
+    drawn = [
+        Timeline.from_simulation(simulate(made.schedule, problem), problem, title=title)
+        for title, made, problem in (
+            ("iteration 11, links healthy, plan v0: 520 ms, idle 11%", before, quick),
+            ("iteration 14, link 1 +60 ms, plan v0: 700 ms, idle 30%", before, slow),
+            ("iteration 30, link 1 +60 ms, plan v1: 580 ms, idle 15%", after, slow),
+        )
+    ]
+    to.draw_page(f"plan-{stages}", render_html(drawn[2], [("idle", "15%")]), tuple(LOOKS))
+    to.add_picture(f"png-{stages}", draw_steps("", drawn[2:]).to_png())
+    to.add_picture(f"timeline-{stages}", draw_steps(f"job-of-{stages}", drawn).to_png())
+
+
+def draw_diagnosis(to: PageDrawer, stages: int) -> None:
+    """Draw the page of a diagnosis of a job with a slow worker."""
+
+    def vary(*op: Any) -> float:
+        step, replica, stage, _, microbatch, usual = op
+        slow = 1.5 if (replica, stage) == (1, 2) and step >= 2 else 1.0
+        return float(usual * slow * (0.95 + 0.01 * ((microbatch * 7 + replica + step) % 9)))
+
+    job = PlayedJob(replicas=2, stages=stages, microbatches=MICROBATCHES[stages], seconds=vary)
+    found = diagnose(Recording(make_table(job.operations()), "op tables", []))
+    page = render_picture_files(found, [Path("job.csv")])["diagnosis.html"]
+    to.draw_page(f"diagnosis-{stages}", page, tuple(LOOKS))
+
+
 def draw_all(to: PageDrawer, stages: int) -> None:
     """Draw all pages of jobs with that number of stages."""
+    draw_plans(to, stages)
+    draw_diagnosis(to, stages)
     for case in CASES:
         name = f"{stages}-{case}"
         known, traces = watched(stages, MICROBATCHES[stages], case)

@@ -17,6 +17,7 @@ ENDINGS = {
     ".html": "html",
     ".htm": "html",
     ".png": "png",
+    ".svg": "svg",
     ".csv": "csv",
 }
 

@@ -16,11 +16,11 @@ from pipemorph.planning.formats.torch_csv import dump_communication_csv, dump_cs
 from pipemorph.planning.ir import Dispatch, join_dashed
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.simulator import Simulation
-from pipemorph.views.pictures import Timeline, render_html, render_png, render_text
+from pipemorph.views.pictures import Timeline, draw_steps, render_html, render_text
 
 COLUMNS, LEAST_COLUMNS, LABELS = 100, 20, 40
 """Widths in a text picture, characters: time axis, least time axis, labels."""
-FORMATS = ("json", "text", "html", "png", "csv", "csv-comms")
+FORMATS = ("json", "text", "html", "svg", "png", "csv", "csv-comms")
 DETAILS = (
     "; html is one file with details of every op, csv is torch.distributed.pipelining's "
     "compute-only format, csv-comms the one with sends and receives"
@@ -69,10 +69,12 @@ def write_simulation(
             write_output((render_text(timeline, width) + "\n").encode(), args.out)
         case "html":
             write_output(render_html(timeline, collect_stats(fields)).encode(), args.out, headline)
+        case "svg":
+            write_output(draw_steps("", [timeline]).to_svg().encode(), args.out, headline)
         case _:
             if args.out is None and sys.stdout.isatty():
                 raise InputError("--output png needs --out FILE if stdout is a terminal")
-            write_output(render_png(timeline), args.out, headline)
+            write_output(draw_steps("", [timeline]).to_png(), args.out, headline)
 
 
 def collect_stats(fields: dict[str, Any]) -> list[tuple[str, str]]:

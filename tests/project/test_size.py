@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_250,
+    "product lines": 113_310,
     "product code lines": 83_580,
-    "test lines": 106_840,
+    "test lines": 107_020,
     "benchmark lines": 7_500,
-    "public classes": 763,
-    "modules": 455,
+    "public classes": 767,
+    "modules": 457,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

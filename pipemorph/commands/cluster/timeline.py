@@ -16,7 +16,8 @@ from pipemorph.commands.cluster import kubectl, page_forward
 from pipemorph.commands.output_file import write_output
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.views.live_page.page_document import LETTERS, IterationPicture, PageDocument
+from pipemorph.views.live_page.page_document import IterationPicture, PageDocument
+from pipemorph.views.pictures.colours import LETTERS
 
 SECONDS, MOST_SECONDS = 10.0, 600.0
 EVERY_SECONDS = 0.5

@@ -41,8 +41,7 @@ from pipemorph.diagnose.pictures.step_timeline import (
     TimelineRow,
     TimelineSet,
 )
-from pipemorph.planning.ir import OpKind
-from pipemorph.views.pictures.colours import FILL, INK, NAMES
+from pipemorph.views.pictures.colours import NAMES
 from pipemorph.views.pictures.html import fill_template
 
 MOST_CELLS = 4096
@@ -58,16 +57,18 @@ _KINDS = {
     FORWARD_RECV: "T", BACKWARD_RECV: "T",
     **{OPTYPES[code]: "C" for code in COLLECTIVES},
 }  # fmt: skip
-"""Letter of an op type in the page's data; a backward is ``B`` or ``X``, fused."""
-_OTHER_KINDS: dict[str, dict[str, str]] = {
-    "L": {"name": "loss", "fill": "#7a4fa3", "ink": "white", "text": "loss"},
-    "D": {"name": "data loader", "fill": "#e3c84b", "ink": "black", "text": "data"},
-    "G": {"name": "gc: garbage collection", "fill": "#8a5a32", "ink": "white", "text": "gc"},
-    "K": {"name": "checkpoint", "fill": "#3c6e63", "ink": "white", "text": "save"},
-    "O": {"name": "optimizer", "fill": "#7d8794", "ink": "black", "text": "opt"},
-    "T": {"name": "transfer between stages, without waiting", "shape": "line"},
-    "C": {"name": "collective, without waiting", "shape": "hatch"},
-}  # fmt: skip
+"""Letter of an op type in the page's data; a backward is ``B`` or ``U``, fused."""
+_KIND_NAMES = NAMES | {
+    "U": "B backward, whole",
+    "L": "loss",
+    "D": "data loader",
+    "G": "gc: garbage collection",
+    "K": "checkpoint",
+    "O": "optimizer",
+    "T": "transfer between stages, without waiting",
+    "C": "collective, without waiting",
+}
+"""Names in the legend; ``shared.js`` draws each kind by its letter."""
 
 
 def render_diagnosis_page(diagnosis: Diagnosis, title: str, timelines: TimelineSet) -> str:
@@ -89,7 +90,7 @@ def _build_page_data(diagnosis: Diagnosis, title: str, timelines: TimelineSet) -
         "heading": _format_heading(diagnosis, step),
         "hidden": len(timelines.slowest) - len(timelines.drawn),
         "most_ops": timelines.most_ops,
-        "kinds": _list_kinds(timelines.timelines),
+        "kinds": _KIND_NAMES,
         "timelines": [_pack_timeline(timeline) for timeline in timelines.timelines],
         "steps": _list_step_times(diagnosis, step),
         "map": _build_map(diagnosis, timelines.slowest),
@@ -144,22 +145,9 @@ def _list_stats(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str]]:
 # --- timelines ------------------------------------------------------------------------------------
 
 
-def _list_kinds(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
-    """Styles of the kinds that are drawn."""
-    letters = {_get_letter(op) for timeline in timelines for row in timeline.rows for op in row.ops}
-    compute = {"F": OpKind.F, "B": OpKind.B, "W": OpKind.W, "X": OpKind.BW}
-    styles: dict[str, Any] = {
-        letter: {"name": NAMES[kind], "fill": FILL[kind], "ink": INK[kind], "text": kind.value}
-        for letter, kind in compute.items()
-    }
-    styles["X"] |= {"name": "B backward, whole", "text": "B"}
-    styles |= _OTHER_KINDS
-    return {letter: style for letter, style in styles.items() if letter in letters}
-
-
 def _get_letter(op: TimelineOp) -> str:
     if op.optype == BACKWARD:
-        return "X" if op.fused else "B"
+        return "U" if op.fused else "B"
     return _KINDS[op.optype]
 
 
@@ -168,7 +156,7 @@ def _pack_timeline(timeline: StepTimeline) -> dict[str, Any]:
         "name": timeline.name,
         "title": timeline.title,
         "summary": timeline.summary,
-        "end": _to_microseconds(timeline.seconds),
+        "span_us": _to_microseconds(timeline.seconds),
         "text": _describe_timeline(timeline),
         "rows": [_pack_row(timeline, row) for row in timeline.rows],
     }
@@ -177,28 +165,27 @@ def _pack_timeline(timeline: StepTimeline) -> dict[str, Any]:
 def _pack_row(timeline: StepTimeline, row: TimelineRow) -> dict[str, Any]:
     """Row with its ops in columns: a third of the size of a list per op.
 
-    ``gaps``: from the start of the op before, microseconds. ``kinds``: a letter per op, by which it
-    is drawn; ``type``: index of its op type in ``types``. ``chunks``: only if a rank has several.
+    ``gaps``: from the end of the op before, microseconds; below 0 if they overlap. ``kinds``: a
+    letter per op, by which it is drawn; ``type``: index of its op type in ``types``. ``stages``:
+    chunks, only if a rank has several; -1: none.
     """
     starts = [_to_microseconds(op.start) for op in row.ops]
+    ends = [_to_microseconds(op.end) for op in row.ops]
     types = sorted({op.optype for op in row.ops})
     found: dict[str, Any] = {
         "replica": row.worker.dp_rank,
         "stage": row.worker.stage,
         "rank": row.rank,
-        "idle": round(timeline.compute_idle(row), 4),
+        "idle_share": round(timeline.compute_idle(row), 4),
         "kinds": "".join(map(_get_letter, row.ops)),
         "microbatches": [op.microbatch for op in row.ops],
-        "gaps": [at - before for before, at in zip([0, *starts], starts, strict=False)],
-        "durations": [
-            _to_microseconds(op.end) - at for op, at in zip(row.ops, starts, strict=True)
-        ],
+        "gaps": [at - before for before, at in zip([0, *ends], starts, strict=False)],
+        "durations": [end - at for end, at in zip(ends, starts, strict=True)],
         "types": types,
         "type": [types.index(op.optype) for op in row.ops],
     }
     if len({op.chunk for op in row.ops if op.chunk >= 0}) > 1:
-        found["chunks"] = [op.chunk for op in row.ops]
-        found["first_chunk"] = min(op.chunk for op in row.ops if op.chunk >= 0)
+        found["stages"] = [op.chunk for op in row.ops]
     return found
 
 

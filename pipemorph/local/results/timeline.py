@@ -20,7 +20,7 @@ from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.protocol import AdaptationRecord
 from pipemorph.spec.sections.faults import Fault
 from pipemorph.views.live_page.page_builder import StageTrace
-from pipemorph.views.pictures import Message, Timeline, render_panels
+from pipemorph.views.pictures import Message, Timeline, draw_steps
 
 MOST_EVENTS = 200_000
 """Limit of events: about 25 MB of JSON, which a browser can still open."""
@@ -45,7 +45,7 @@ def write_timeline(folder: ResultFolder, run: RunRecord, note: Callable[[str], N
         return
     try:
         panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
-        picture = render_panels(about.title, build_timelines(index, panels, run))
+        picture = draw_steps(about.title, build_timelines(index, panels, run)).to_png()
         write_atomically(folder.picture, picture)
         note(f"timeline: {folder.timeline}, {folder.picture}")
     except InputError as error:

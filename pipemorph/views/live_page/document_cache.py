@@ -7,7 +7,6 @@ core on average. A page is one self-contained HTML file: ``page.html`` with a do
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipemorph.planning.analysis.bubbles import IdleCause
 from pipemorph.views.live_page.page_builder import MOST_AVAILABLE
-from pipemorph.views.live_page.page_document import LETTERS, PageDocument
-from pipemorph.views.pictures.colours import FILL, IDLE, IDLE_NAMES, IDLE_ON_DARK, INK, NAMES
+from pipemorph.views.live_page.page_document import PageDocument
 from pipemorph.views.pictures.html import fill_template
 
 MOST_CORE_SHARE = 0.05
@@ -198,23 +195,6 @@ def parse_number(text: str | None) -> int | None:
 
 # --- the page ---------------------------------------------------------------------------------
 
-CAUSES = {IdleCause.ORDER: "order: its input was there; the host or a send took the time"}
-"""Names that differ from other pictures, see
-:func:`pipemorph.views.live_page.page_builder.find_idle_times`."""
-STYLE = {
-    "kinds": {
-        LETTERS[kind]: {"name": NAMES[kind], "fill": FILL[kind], "ink": INK[kind]} for kind in FILL
-    },
-    "causes": {
-        cause.value: {
-            "name": CAUSES.get(cause, IDLE_NAMES[cause]),
-            "fill": IDLE[cause],
-            "dark": IDLE_ON_DARK[cause],
-        }
-        for cause in IDLE
-    },
-}
-
 
 def render_live_page(view: PageDocument) -> str:
     """Page with a document. It updates itself if the document is ``live``."""
@@ -223,5 +203,4 @@ def render_live_page(view: PageDocument) -> str:
 
 def render_page_json(view: str) -> str:
     """Page with a document in JSON."""
-    data = f'{{"style":{json.dumps(STYLE)},"view":{view}}}'
-    return fill_template(Path(__file__).with_name("page.html"), data)
+    return fill_template(Path(__file__).with_name("page.html"), f'{{"view":{view}}}')

@@ -29,13 +29,13 @@ from pipemorph.views.explanation.explanation_text import format_count, format_li
 from pipemorph.views.explanation.job_explanation import NEWEST_ITERATIONS, build_explanation
 from pipemorph.views.live_page.link_history import LinkHistory
 from pipemorph.views.live_page.page_document import (
-    LETTERS,
     IterationPicture,
     IterationTimes,
     PageDocument,
     PictureRow,
     RecoveryEntry,
 )
+from pipemorph.views.pictures.colours import LETTERS
 
 MOST_STEPS = 4000
 """Newest iterations whose times are shown."""

@@ -9,12 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipemorph.planning.ir import OpKind
 from pipemorph.protocol import AdaptationRecord
 from pipemorph.spec.job_status import JobStatus
-
-LETTERS = {OpKind.F: "F", OpKind.B: "B", OpKind.W: "W", OpKind.BW: "U"}
-"""Letter of each kind of op, so that a row is one text."""
 
 LinkSpanKind = Literal["healthy", "slow", "narrow", "delegated", "fallen", "unknown"]
 
@@ -28,7 +24,7 @@ class PictureRow(_PageModel):
 
     name: str
     kinds: str
-    """A letter of :data:`LETTERS` per op."""
+    """A letter of :data:`pipemorph.views.pictures.colours.LETTERS` per op."""
     microbatches: list[int]
     stages: list[int] = Field(default_factory=list)
     """Stage of each op if ranks have several; else empty."""

@@ -1,7 +1,8 @@
-"""Fills templates of self-contained HTML files, and renders a timeline as one.
+"""Makes self-contained HTML files, and renders a timeline as one.
 
-Pages load nothing. They share a style (``shared.css``) and a few functions (``shared.js``), which a
-template, such as ``page.html``, includes by a mark. Data is embedded as JSON.
+Pages load nothing. They share a skeleton, the palette, a style (``shared.css``) and functions
+(``shared.js``). A template, such as ``page.html``, has three parts: a ``style`` element with rules
+of its own, the body, and a ``script`` element. Data is embedded as JSON.
 """
 
 from __future__ import annotations
@@ -9,31 +10,67 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipemorph.planning.analysis.bubbles import IdleCause
-from pipemorph.planning.ir import OpKind
-from pipemorph.views.pictures.colours import DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
+from pipemorph.views.pictures.colours import IDLE_NAMES, LETTERS, NAMES, format_css_variables
 from pipemorph.views.pictures.timeline import Timeline, trace_in_flight
 
-DATA, STYLE, SCRIPT = "{{DATA}}", "{{STYLE}}", "{{SCRIPT}}"
+DATA = "{{DATA}}"
 
 
 def fill_template(template: Path, data: str) -> str:
     """Page of a template. ``data``: JSON, plain ``<`` allowed."""
     # Escaped so that the JSON cannot end the script element or begin a comment. Inserted last, so
     # that a mark of the template within the data is not replaced.
-    return _load_styled_template(template).replace(DATA, data.replace("<", "\\u003c"))
+    return _load_template(template).replace(DATA, data.replace("<", "\\u003c"))
+
+
+def build_page(title: str, body: str, style: str = "") -> str:
+    """Page without scripts. ``title``: plain text; ``body``: HTML, with drawings as SVG."""
+    return _build_skeleton(escape(title), style, body)
 
 
 @cache
-def _load_styled_template(template: Path) -> str:
-    text = template.read_text(encoding="utf-8")
-    for mark, name in ((STYLE, "shared.css"), (SCRIPT, "shared.js")):
-        shared = Path(__file__).with_name(name).read_text(encoding="utf-8")
-        text = text.replace(mark, shared.strip("\n"))
-    return text
+def _load_template(template: Path) -> str:
+    style, rest = template.read_text(encoding="utf-8").split("</style>")
+    body, script = rest.split("<script>")
+    names = json.dumps({"kinds": NAMES, "causes": {c.value: IDLE_NAMES[c] for c in IdleCause}})
+    shared = f"const NAMES = {names};\n{_read_shared('shared.js')}"
+    return _build_skeleton(
+        "PipeMorph",
+        style.removeprefix("<style>"),
+        f'{body}<script id="data" type="application/json">{DATA}</script>\n'
+        f'<script>\n"use strict";\n{shared}{script}',
+    )
+
+
+def _build_skeleton(title: str, style: str, body: str) -> str:
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{format_css_variables()}
+{_read_shared("shared.css")}{style.strip()}
+</style>
+</head>
+<body>
+{body.strip()}
+</body>
+</html>
+"""
+
+
+@cache
+def _read_shared(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def render_html(timeline: Timeline, stats: Sequence[tuple[str, str]] = ()) -> str:
@@ -43,63 +80,55 @@ def render_html(timeline: Timeline, stats: Sequence[tuple[str, str]] = ()) -> st
 
 
 def _build_page_data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    zero = timeline.begin
-    kinds = {op.kind for ops in timeline.stages for op in ops}
+    """Step as ``shared.js`` draws it. Times are microseconds from the start."""
+    zero, placement = timeline.begin, timeline.placement
 
-    def to_milliseconds(seconds: float) -> float:
-        """Milliseconds from the start, rounded to nanoseconds."""
-        return round((seconds - zero) * 1e3, 6)
+    def scale(seconds: float) -> float:
+        return round((seconds - zero) * 1e6, 3)
 
-    stages = []
+    rows = []
     for i, ops in enumerate(timeline.stages):
         curve = trace_in_flight(ops)
-        stages.append(
+        starts, ends = [scale(op.start) for op in ops], [scale(op.end) for op in ops]
+        rows.append(
             {
                 "name": timeline.format_row_name(i),
-                "ops": [
-                    [
-                        op.kind.value,
-                        op.microbatch,
-                        to_milliseconds(op.start),
-                        to_milliseconds(op.end),
-                    ]
-                    for op in ops
-                ],
-                "of": timeline.list_op_stages(i),
-                "bubbles": [
-                    [bubble.cause.value, to_milliseconds(bubble.start), to_milliseconds(bubble.end)]
+                "kinds": "".join([LETTERS[op.kind] for op in ops]),
+                "microbatches": [op.microbatch for op in ops],
+                "gaps": [round(a - b, 3) for a, b in zip(starts, [0, *ends], strict=False)],
+                "durations": [round(b - a, 3) for a, b in zip(starts, ends, strict=True)],
+                "stages": timeline.list_op_stages(i),
+                "idle": [
+                    [bubble.cause.value, scale(bubble.start), scale(bubble.end)]
                     for bubble in (timeline.bubbles[i] if timeline.bubbles else ())
                 ],
-                "flight": [[to_milliseconds(time), now] for time, now in curve],
+                "flight": [[scale(time), now] for time, now in curve],
                 "peak": max((now for _, now in curve), default=0),
                 "limit": timeline.limits[i] if timeline.limits else None,
             }
         )
+    messages = [
+        (each.link, each.forward, each.microbatch, scale(each.sent), scale(each.arrived))
+        for each in timeline.messages
+    ]
+    crossing, links = [], []
+    for link in sorted({each[0] for each in messages}):
+        mine = [(forward, sent, at) for of, forward, _, sent, at in messages if of == link]
+        if placement:
+            low, high = placement[link], placement[link + 1]
+            crossing += [
+                ((low, high) if ahead else (high, low)) + (sent, at) for ahead, sent, at in mine
+            ]
+        else:
+            late = median(at - sent for _, sent, at in mine) / 1e3
+            links.append({"row": link, "text": f"{late:.3g} ms per message", "messages": mine})
     return {
         "title": timeline.title,
-        "span": to_milliseconds(timeline.end),
-        "stats": [[_escape_html(name), _escape_html(value)] for name, value in stats],
-        "stages": stages,
-        "placement": timeline.placement or list(range(len(stages))),
-        "messages": [
-            [
-                each.link,
-                each.forward,
-                each.microbatch,
-                to_milliseconds(each.sent),
-                to_milliseconds(each.arrived),
-            ]
-            for each in timeline.messages
-        ],
-        "kinds": {
-            kind.value: {"name": NAMES[kind], "fill": FILL[kind], "ink": INK[kind]}
-            for kind in OpKind
-            if kind in kinds
-        },
-        "causes": {c.value: {"name": IDLE_NAMES[c], "fill": IDLE[c]} for c in IdleCause},
-        "delay": DELAY,
+        "span_us": scale(timeline.end),
+        "stats": list(stats),
+        "rows": rows,
+        "links": links,
+        "crossing": crossing,
+        "placement": placement or list(range(len(rows))),
+        "messages": messages,
     }
-
-
-def _escape_html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -146,7 +146,10 @@ def test_a_missing_script_is_reported_before_ranks_start(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["plan", PROBLEM, "--out", "x.pdf"], ".json, .txt, .html, .htm, .png, .csv, or give"),
+        (
+            ["plan", PROBLEM, "--out", "x.pdf"],
+            ".json, .txt, .html, .htm, .png, .svg, .csv, or give",
+        ),
         (["plan", PROBLEM, "--out", "x.JSON.gz"], "x.JSON.gz is no format of this command"),
         (["advise", PROBLEM, "--out", "x.html"], "use one of .json, .txt, or give --output"),
         (["replay", TRACE, PROBLEM, "--out", "x.svg"], "use one of .json, .txt, .html, .htm, or"),

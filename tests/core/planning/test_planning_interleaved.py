@@ -32,7 +32,7 @@ from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
 from pipemorph.planning.ir import count_in_flight_peak
 from pipemorph.planning.offload import compute_device_room, count_device_peak
 from pipemorph.planning.search.plan_variants import keep_on_device
-from pipemorph.views.pictures import Timeline, render_html, render_png, render_text
+from pipemorph.views.pictures import Timeline, draw_steps, render_html, render_text
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 
@@ -371,8 +371,9 @@ def test_pictures_have_a_row_per_rank() -> None:
     page = render_html(drawn)
     data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
     assert data["placement"] == [0, 1, 1, 0]
-    assert set(data["stages"][0]["of"]) == {0, 3}
-    assert render_png(drawn).startswith(b"\x89PNG")
+    assert set(data["rows"][0]["stages"]) == {0, 3}
+    assert {tuple(each[:2]) for each in data["crossing"]} == {(0, 1), (1, 0)}
+    assert draw_steps("", [drawn]).to_png().startswith(b"\x89PNG")
 
 
 def _several(

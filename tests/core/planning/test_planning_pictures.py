@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import accumulate
+from xml.etree import ElementTree
 
 import pytest
 
 from pipemorph.planning import Link, OpKind, Policy, Problem, StageTimes, TimedOp, plan
-from pipemorph.views.pictures import Timeline, render_html, render_png, render_text
+from pipemorph.views.pictures import (
+    ChartLine,
+    ChartSpan,
+    Timeline,
+    draw_chart,
+    draw_steps,
+    render_html,
+    render_text,
+)
+from pipemorph.views.pictures.drawing import list_marks
 from pipemorph.views.pictures.timeline import compute_idle_fraction, trace_in_flight
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
@@ -69,20 +81,28 @@ def test_a_measured_timeline_starts_anywhere() -> None:
 
 @pytest.mark.parametrize("policy", [Policy.ZERO_BUBBLE, Policy.ONE_F_ONE_B])
 def test_png_is_a_png(policy: Policy) -> None:
-    assert render_png(timeline(policy, delay=20)).startswith(b"\x89PNG")
+    assert draw_steps("", [timeline(policy, delay=20)]).to_png().startswith(b"\x89PNG")
 
 
 def test_the_page_holds_everything_and_loads_nothing() -> None:
     drawn = timeline(delay=20)
     page = render_html(drawn, [("warm-up", "<5>")])
     data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
-    assert [len(stage["ops"]) for stage in data["stages"]] == [12] * 3
-    assert data["stages"][0]["ops"][0] == ["F", 0, 0, 10]
-    assert data["span"] == pytest.approx((drawn.end - drawn.begin) * 1e3)
-    assert len(data["messages"]) == 8 and data["messages"][0][:3] == [0, True, 0]
-    assert data["stages"][1]["bubbles"][0] == ["fill", 0, 30]
-    assert data["stats"] == [["warm-up", "&lt;5>"]]
-    assert data["stages"][0]["flight"][0] == [0, 1]
+    rows = data["rows"]
+    assert [len(row["kinds"]) for row in rows] == [12] * 3
+    assert (rows[0]["kinds"][0], rows[0]["microbatches"][0]) == ("F", 0)
+    assert (rows[0]["gaps"][0], rows[0]["durations"][0]) == (0, 10_000)
+    for row, ops in zip(rows, drawn.stages, strict=True):
+        ends = list(accumulate(g + d for g, d in zip(row["gaps"], row["durations"], strict=True)))
+        assert ends == pytest.approx([op.end * 1e6 for op in ops])
+    assert data["span_us"] == pytest.approx((drawn.end - drawn.begin) * 1e6)
+    assert [(link["row"], link["text"], len(link["messages"])) for link in data["links"]] == [
+        (0, "20 ms per message", 8)
+    ]
+    assert data["messages"][0] == [0, True, 0, 10_000, 30_000]
+    assert rows[1]["idle"][0] == ["fill", 0, 30_000]
+    assert data["stats"] == [["warm-up", "<5>"]]
+    assert rows[0]["flight"][0] == [0, 1]
     for reference in ("http", "src=", "href=", "@import", "url(", "fetch("):
         assert reference not in page, reference
 
@@ -98,6 +118,73 @@ def test_caps_are_drawn_per_stage() -> None:
     planned = plan(Problem(microbatches=4, stages=stages, links=(Link(delay=20),)))
     drawn = Timeline.from_simulation(planned.simulation, planned.problem)
     assert drawn.limits == (2, None)
-    assert render_png(drawn).startswith(b"\x89PNG")
+    assert "in flight ≤ 2 of 2<" in draw_steps("", [drawn]).to_svg()
     assert '"limit":2' in render_html(drawn)
     assert "idle by cause: " in render_text(drawn)
+
+
+def read_svg(text: str) -> tuple[list[str], dict[str, int]]:
+    """Texts of a drawing, and the number of its shapes by colour."""
+    root = ElementTree.fromstring(text)
+    shapes = Counter(str(node.get("class", "")).split()[-1] for node in root if node.get("class"))
+    return [str(node.text) for node in root.iter("{http://www.w3.org/2000/svg}text")], shapes
+
+
+def test_steps_share_a_time_axis_and_name_the_slow_link() -> None:
+    quick, slow = timeline(), timeline(delay=20)
+    texts, shapes = read_svg(draw_steps("a & b", [quick, slow]).to_svg())
+    assert texts[0] == "a & b"
+    assert texts.count("three stages") == 2
+    assert texts.count("0") >= 2, "each panel has its axis"
+    assert [text for text in texts if text.endswith("0 ms")] == ["160 ms"] * 2, "on one scale"
+    assert texts.count("link 0") == texts.count("20 ms per message") == 1
+    assert shapes["delayed"] == 8 + 1, "messages and the legend"
+
+
+def test_numbers_are_on_all_ops_of_a_kind_or_on_none() -> None:
+    def count_numbers(microbatches: int) -> int:
+        problem = Problem(microbatches=microbatches, stages=(TEN,) * 3, links=(Link(),) * 2)
+        planned = plan(problem, Policy.ZERO_BUBBLE)
+        drawn = Timeline.from_simulation(planned.simulation, planned.problem)
+        return read_svg(draw_steps("", [drawn]).to_svg())[1]["on-F"]
+
+    assert count_numbers(24) == 3 * 24
+    assert count_numbers(120) == 0, "three digits do not fit"
+
+
+def test_an_svg_follows_the_reader_and_a_label_cannot_end_it() -> None:
+    drawing = draw_steps("</svg>", [timeline()])
+    svg = drawing.to_svg()
+    assert svg.count("</svg>") == 1
+    assert "prefers-color-scheme:dark" in svg
+    assert ".back{--c:#ffffff}" in svg and ".back{--c:#14181d}" in svg
+    for reference in ("href", "@import", "url(", "<script"):
+        assert reference not in svg
+
+
+def test_a_chart_has_axes_spans_marks_and_lines() -> None:
+    line = ChartLine("ours", [(0, 1.0), (1, 2.0)], stepped=True)
+    other = ChartLine("theirs", [(0, 2.0)], dots=True)
+    drawing = draw_chart(
+        "Time", [line, other], x_name="iteration", y_name="seconds",
+        spans=[ChartSpan(0, 1, "slow")], marks=[(1, "v1")],
+    )  # fmt: skip
+    texts, shapes = read_svg(drawing.to_svg())
+    assert {"Time", "ours", "theirs", "slow", "v1", "iteration", "seconds", "2"} <= set(texts)
+    assert shapes["accent"] == shapes["down"] == 2
+    assert drawing.to_png().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no points"):
+        draw_chart("Time", [], x_name="", y_name="")
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "most", "marks"),
+    [
+        (0, 10, 5, [0, 2, 4, 6, 8, 10]),
+        (0.3, 1, 2, [0.5, 1.0]),
+        (3, 3, 5, [3]),
+        (-1, 1, 2, [-1, 0, 1]),
+    ],
+)
+def test_marks_are_round(begin: float, end: float, most: float, marks: list[float]) -> None:
+    assert list_marks(begin, end, most) == pytest.approx(marks)

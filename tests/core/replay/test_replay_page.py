@@ -153,7 +153,7 @@ def test_it_loads_nothing_and_no_text_becomes_markup() -> None:
     assert "innerHTML" not in page
     for reference in ("src=", "href=", "@import", "url(", "fetch("):
         assert reference not in page, reference
-    assert page.count("http") == page.count("http://www.w3.org/2000/svg") == 1
+    assert "http" not in page
     for needed in ("prefers-color-scheme: dark", "width=device-width", "ArrowLeft", "tabindex"):
         assert needed in page, needed
 

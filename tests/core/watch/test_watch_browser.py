@@ -311,7 +311,7 @@ def test_the_button_saves_a_png(browser: Browser, tmp_path: Path, dark: bool) ->
     assert tuple(pixels[-1, -1, :3]) == back
     # The PNG equals the SVG, which the tests above read: ops of each kind, in its colour.
     drawn = {tuple(colour) for colour in numpy.unique(pixels[..., :3].reshape(-1, 3), axis=0)}
-    for fill in browser.eval("kindEntries().map(each => each[0])"):
+    for fill in browser.eval("kindEntries(colours()).map(each => each[0])"):
         assert tuple(int(fill[i : i + 2], 16) for i in (1, 3, 5)) in drawn, fill
 
 
@@ -397,26 +397,18 @@ CONTRASTS = """(() => {
     const [low, high] = [light(a), light(b)].sort((x, y) => x - y);
     return (high + 0.05) / (low + 0.05);
   };
-  const style = getComputedStyle, back = style(document.body).backgroundColor, found = [];
+  const style = getComputedStyle, found = [];
   const behind = node => {
     while (style(node).backgroundColor === "rgba(0, 0, 0, 0)") node = node.parentElement;
     return style(node).backgroundColor;
   };
-  const tell = (kind, text, a, b, least) => found.push([kind, text, ratio(a, b) / least]);
   const own = node => [...node.childNodes].some(each => each.nodeType === 3 && each.data.trim());
-  for (const node of document.querySelectorAll("body *:not(svg, svg *)"))
+  for (const node of document.querySelectorAll("body *"))
     if (own(node) && node.getClientRects().length)
-      tell("text", node.textContent.slice(0, 30), style(node).color, behind(node), 4.5);
-  for (const node of document.querySelectorAll("svg text"))
-    if (node.classList.contains("on"))
-      tell("lane", node.textContent, style(node).fill, style(node.previousSibling).fill, 4.5);
-    else tell("text", node.textContent, style(node).fill, back, 4.5);
-  for (const node of document.querySelectorAll("svg path[stroke]"))
-    tell("line", node.getAttribute("stroke"), style(node).stroke, back, 3);
+      found.push([node.textContent.slice(0, 30), ratio(style(node).color, behind(node))]);
   return found;
 })()"""
-"""Contrasts of each text that is shown with its background, and of each line with that of the page:
-kind, text, and the multiple of the minimum of WCAG 2.1."""
+"""Contrast of each text that is shown with its background."""
 
 
 @pytest.mark.parametrize("width", [390, 1200])
@@ -430,8 +422,8 @@ def test_the_page_of_a_replay_can_be_read(
     back = browser.eval("getComputedStyle(document.body).backgroundColor")
     assert (back == "rgb(20, 24, 29)") is dark
     found = browser.eval(CONTRASTS)
-    assert {kind for kind, *_ in found} == {"text", "lane", "line"}
-    assert [each for each in found if each[2] < 1] == []
+    assert len(found) > 20 and [each for each in found if each[1] < 4.5] == []
+    assert browser.eval(INK.replace("'ops'", "'history'")) > 0.05
     assert len(browser.requests) == 1, "it loads nothing"
 
 
@@ -451,7 +443,7 @@ def test_keys_go_through_a_replay(browser: Browser, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert pressed(key) == iteration, key
     browser.press("Tab")
-    assert browser.eval("document.activeElement.id") == "chart"
+    assert browser.eval("document.activeElement.id") == "history"
     assert [pressed("ArrowUp"), pressed("ArrowUp"), pressed("ArrowDown")] == [1, 2, 1]
     assert browser.eval("chart.getAttribute('aria-valuetext')").startswith("iteration 1; ")
     # On to the changes of plan, each a button.
