@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="?",
         type=port_type,
         const=0,
-        help="with --observe: serve a live page on this port of 127.0.0.1, by default any that is "
+        help="serve a live page on this port of 127.0.0.1, by default any that is "
         "free; its address, which is printed, has a token",
     )
     parser.add_argument(
@@ -93,8 +93,6 @@ def run(args: argparse.Namespace) -> int:
             else "JOB is missing; name a PipeMorphJob manifest, or give --observe for a job that"
             " PipeMorph does not run"
         )
-    if args.watch is not None and not args.observe:
-        raise InputError("--watch: goes with --observe; a job of a manifest has its page elsewhere")
     for name in ("token_file", "secret_file", "tls_cert", "tls_key", "out", "env_file"):
         if getattr(args, name) == "":
             # pathlib would take it as the current folder.

@@ -68,7 +68,12 @@ class _ManifestRun(ServedRun):
 
     def follow_ranks(self) -> AttemptResult:
         stopped: signal.Signals | None = None
-        self.start_views(FolderTraceSource(None if self.folder is None else self.folder.trace))
+        if self.folder is None:
+            self.start_views(
+                FolderTraceSource(None), "ranks write their ops to the folder of --out"
+            )
+        else:
+            self.start_views(FolderTraceSource(self.folder.trace))
         while True:
             number = self.wait_for_signal()
             for text in self.roll.take_announcements():

@@ -224,11 +224,14 @@ class ServedRun(ABC):
                 variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
             self.command.start(variables)
 
-    def start_views(self, traces: TraceSource) -> None:
+    def start_views(self, traces: TraceSource, no_ops: str = "") -> None:
         """Write the status of :attr:`run`, and serve its live page, until its end: as far as the
-        options name a folder and a port."""
+        options name a folder and a port. ``no_ops``: reason for missing ops."""
         assert self.run is not None
-        source = LivePageSource(self.run.job, self.journal, traces, self.read_run_state)
+        source = LivePageSource(
+            self.run.job, self.journal, traces, self.read_run_state, no_ops=no_ops,
+            result="report.json of its folder" if self.folder else f"the output of {COMMAND}",
+        )  # fmt: skip
         if self.folder is not None:
             self._status_file = StatusFile(self.folder, source.collect_state)
         if self._listener is None:

@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 113_310,
     "product code lines": 83_580,
-    "test lines": 107_020,
+    "test lines": 107_030,
     "benchmark lines": 7_500,
     "public classes": 767,
     "modules": 457,

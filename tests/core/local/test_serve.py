@@ -17,10 +17,11 @@ from served import Served, certificate, job, manifest
 from waiting import until
 
 from pipemorph.cli import main
+from pipemorph.http_client import HttpClient
 from pipemorph.local import serve
 from pipemorph.local.results.journal import RunJournal, RunView
 from pipemorph.local.serve import JoinTracker
-from pipemorph.local.served_run import parse_listen
+from pipemorph.local.served_run import ServeOptions, parse_listen
 from pipemorph.local.service import ControlService
 from pipemorph.views.status.job_metrics import remove_job_series, update_job_metrics
 
@@ -102,7 +103,7 @@ def test_an_error_of_the_host_is_one_line_and_in_the_report(
     file, out = tmp_path / "job.json", tmp_path / "out"
     file.write_text(json.dumps(manifest()))
     secrets, stream = (tmp_path / "token", tmp_path / "secret"), io.StringIO()
-    options = serve.ServeOptions("127.0.0.1:0", *secrets, out=out)
+    options = ServeOptions("127.0.0.1:0", *secrets, out=out)
     assert serve.serve_job(str(file), options, stream=stream) == 1
     said = [line for line in stream.getvalue().splitlines() if "bookkeeping" in line]
     report = json.loads((out / "report.json").read_text())
@@ -229,6 +230,20 @@ def test_files_are_made_for_their_owner_and_stay(served: Any, tmp_path: Path) ->
     again = served()
     again.environment()
     assert (tmp_path / "token").read_text() == before
+
+
+def test_its_page_says_that_it_waits_for_ranks(served: Any) -> None:
+    host = served("--watch")
+    host.says("PIPEMORPH_SECRET_FILE=")
+    host.says("watch: ")
+    url = host.output.partition("watch: ")[2].split()[0]
+    answer = HttpClient(url).request_blocking("view", seconds=10.0)
+    document = json.loads(answer.body)
+    assert (document["status"]["state"], document["wanted"]) == ("Starting", 12)
+    assert document["no_alternative"] == "ranks write their ops to the folder of --out"
+    assert document["result"] == "the output of pipemorph serve"
+    host.process.send_signal(signal.SIGINT)
+    assert host.ended() == 130
 
 
 def test_a_deadline_ends_it(served: Any) -> None:

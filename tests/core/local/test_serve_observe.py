@@ -145,7 +145,6 @@ def test_prometheus_finds_the_metrics_of_an_observed_job(
     ("arguments", "message"),
     [
         (["job.yaml", "--observe"], "--observe: does not go with JOB"),
-        (["job.yaml", "--watch"], "--watch: goes with --observe"),
         (["--observe", "--metrics", "7411"], "--metrics is '7411'; expected HOST:PORT"),
         (["--observe", "--metrics", "192.0.2.1:0"], "--metrics 192.0.2.1:0 cannot be used"),
         ([], "JOB is missing; name a PipeMorphJob manifest, or give --observe"),
