@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipemorph.views.pictures import Drawing
+
 PATH = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 
 
@@ -60,3 +62,17 @@ def test_its_exit_status(
     shown = capsys.readouterr().out
     assert said is None or said in shown
     assert "nan" not in shown
+
+
+def test_its_picture_names_the_gain(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drawing, "to_png", lambda drawing: drawing.label.encode())
+    slow = report()
+    for each in slow["iterations"][demo.SLOW_FROM : demo.SLOW_TO]:
+        each["seconds"] = 2.0
+    path = tmp_path / "gpt.png"
+    demo.draw(report(ANSWER), slow, path)
+    assert ": 2.0× faster with PipeMorph;" in path.read_text()
+    demo.draw(report(), slow, path)
+    assert "faster" not in path.read_text(), "nothing answered"

@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_310,
+    "product lines": 113_330,
     "product code lines": 83_580,
-    "test lines": 107_030,
+    "test lines": 107_080,
     "benchmark lines": 7_500,
     "public classes": 767,
     "modules": 457,

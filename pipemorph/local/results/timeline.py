@@ -1,14 +1,16 @@
 """Writes ``timeline.json`` and ``timeline.png``: the ops of every stage over time.
 
 The trace has all iterations if they fit into ``MOST_EVENTS``; for a long run it has those around
-its adaptations, its first and its last ones, and a note. The picture compares single iterations on
-one time scale: undisturbed, disturbed, adapted.
+its adaptations, its first and its last ones, and a note. The picture compares the phases of the run
+on one time scale, each by its iteration of median time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import median
 from typing import Any
 
 from pipemorph.diagnose.formats.rank_traces import TraceIndex
@@ -17,8 +19,9 @@ from pipemorph.local.results.report import RunRecord
 from pipemorph.local.results.result_folder import ResultFolder, write_atomically, write_json
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
-from pipemorph.protocol import AdaptationRecord
+from pipemorph.protocol import AdaptationRecord, IterationSample
 from pipemorph.spec.sections.faults import Fault
+from pipemorph.views.explanation.explained_job import SlowPeriod
 from pipemorph.views.live_page.page_builder import StageTrace
 from pipemorph.views.pictures import Message, Timeline, draw_steps
 
@@ -26,6 +29,8 @@ MOST_EVENTS = 200_000
 """Limit of events: about 25 MB of JSON, which a browser can still open."""
 AROUND = 3
 """Iterations before and after each adaptation that are written."""
+MOST_PANELS = 6
+"""Phases in the picture."""
 
 
 def write_timeline(folder: ResultFolder, run: RunRecord, note: Callable[[str], None]) -> None:
@@ -44,8 +49,9 @@ def write_timeline(folder: ResultFolder, run: RunRecord, note: Callable[[str], N
     if not iterations:
         return
     try:
-        panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
-        picture = draw_steps(about.title, build_timelines(index, panels, run)).to_png()
+        panels = choose_panels(iterations, run)
+        title = f"{about.title}: the iteration of median time of each phase"
+        picture = draw_steps(title, build_timelines(index, panels, run)).to_png()
         write_atomically(folder.picture, picture)
         note(f"timeline: {folder.timeline}, {folder.picture}")
     except InputError as error:
@@ -173,47 +179,61 @@ def _to_microseconds(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Iteration to draw, with the link delays during it, seconds, and their column."""
+    """Iteration to draw for a phase: iterations with one plan and the same slow links.
+
+    ``label``: links and iterations of the phase; ``delays``: seconds by link, of ``column``.
+    """
 
     iteration: int
-    label: str
-    delays: dict[int, float]
+    label: str = ""
+    delays: Mapping[int, float] = field(default_factory=dict)
     column: int = 0
 
 
-def choose_panels(
-    iterations: list[int], adaptations: Sequence[AdaptationRecord], faults: Sequence[Fault]
-) -> list[TimelinePanel]:
-    """Iterations before, during and after the first adaptation to a slow link that took effect.
-    Without one: before and during the first delay of the fault trace, or else the middle
-    iteration."""
-    here = set(iterations)
-    for record in adaptations:
-        applied = _get_first_iteration(record)
-        late = [link for link in record.links if link.delay > 0]
-        if record.kind != "adapt" or applied < 0 or not late:
-            continue
-        column = max(late, key=lambda link: link.delay).replica
-        delays = {link.link: link.delay for link in late if link.replica == column}
-        panels = [
-            TimelinePanel(record.detectable_at - 1, "undisturbed", {}, column),
-            TimelinePanel(applied - 1, "disturbed", delays, column),
-            TimelinePanel(applied + 1, "disturbed", delays, column),
+def choose_panels(traced: Sequence[int], run: RunRecord) -> list[TimelinePanel]:
+    """Choose one iteration per phase of a run, of those in ``traced``: the one whose time is
+    nearest to the phase's median. At most :data:`MOST_PANELS`, of the longest phases, without the
+    first iteration of the run."""
+    periods = run.slow_links or _list_fault_periods(run.job.spec.faults)
+    column = max(periods, key=lambda period: period.delay).column if periods else 0
+
+    def find_phase(sample: IterationSample) -> tuple[int, tuple[tuple[int, float], ...]]:
+        late = [
+            (period.link, period.delay)
+            for period in periods
+            if period.column == column and period.begin <= sample.index
+            if period.end is None or sample.index < period.end
         ]
-        drawn = [panel for panel in panels if panel.iteration in here]
-        if len(drawn) > 1:
-            return drawn
-    for fault in faults:
-        if fault.delay_ms and fault.link is not None and fault.from_iteration is not None:
-            delayed = {fault.link: fault.delay_ms / 1e3}
-            panels = [
-                TimelinePanel(fault.from_iteration - 1, "undisturbed", {}, fault.replica),
-                TimelinePanel(fault.from_iteration + 1, "disturbed", delayed, fault.replica),
-            ]
-            drawn = [panel for panel in panels if panel.iteration in here]
-            if drawn:
-                return drawn
-    return [TimelinePanel(iterations[len(iterations) // 2], "", {})]
+        return sample.plan_version, tuple(sorted(late))
+
+    here, found = set(traced), []
+    for (_, late), group in groupby(run.iterations[1:], find_phase):
+        phase = list(group)
+        usual = median(sample.seconds for sample in phase)
+        # A new plan or a delay may begin in the middle of the first one.
+        mine = [s for s in (phase[1:] or phase) if s.index in here]
+        if not mine:
+            continue
+        chosen = min(mine, key=lambda sample: abs(sample.seconds - usual))
+        links = ", ".join(f"link {link} +{1e3 * delay:.3g} ms" for link, delay in late)
+        label = f"{links or 'no link slow'}; iterations {phase[0].index}–{phase[-1].index}"
+        panel = TimelinePanel(chosen.index, label, dict(late), column)
+        found.append((len(phase), panel))
+    longest = sorted(found, key=lambda each: -each[0])[:MOST_PANELS]
+    panels = [each for each in found if each in longest]
+    return [panel for _, panel in panels] or [TimelinePanel(traced[len(traced) // 2])]
+
+
+def _list_fault_periods(faults: Sequence[Fault]) -> list[SlowPeriod]:
+    """Delays of the fault trace that begin with an iteration."""
+    return [
+        SlowPeriod(
+            link=fault.link, begin=fault.from_iteration, end=fault.to_iteration,
+            delay=fault.delay_ms / 1e3, column=fault.replica,
+        )
+        for fault in faults
+        if fault.delay_ms and fault.link is not None and fault.from_iteration is not None
+    ]  # fmt: skip
 
 
 def build_timelines(
@@ -226,19 +246,19 @@ def build_timelines(
     for panel in panels:
         rows = [stage for stage in traces[panel.iteration] if stage.replica == panel.column]
         column = run.job.spec.parallelism.mesh.format_column_name(panel.column)
-        about = (f"iteration {panel.iteration}", column, panel.label)
-        title = [*filter(None, about), f"plan v{rows[0].plan_version}"]
+        about = (f"plan v{rows[0].plan_version}", column, panel.label)
+        title = f"{', '.join(filter(None, about))}; iteration {panel.iteration}"
         if (sample := samples.get(panel.iteration)) is not None:
-            title.append(f"{1e3 * sample.seconds:.0f} ms, bubble {sample.bubble_fraction:.0%}")
+            title += f": {1e3 * sample.seconds:.0f} ms, idle {sample.bubble_fraction:.0%}"
         made.append(
-            Timeline(
-                [s.ops for s in rows], ", ".join(title), reconstruct_messages(rows, panel.delays)
-            )
+            Timeline([s.ops for s in rows], title, reconstruct_messages(rows, panel.delays))
         )
     return made
 
 
-def reconstruct_messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Message]:
+def reconstruct_messages(
+    stages: Sequence[StageTrace], delays: Mapping[int, float]
+) -> list[Message]:
     """The messages of one iteration on the links in ``delays`` (seconds).
 
     If the receiver waited for a message, its arrival is known from the trace; else it is estimated

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipemorph.views.pictures.colours import LINES
 from pipemorph.views.pictures.drawing import Drawing, estimate_width, format_mark, list_marks
 
-LEFT, RIGHT, TOP, AXIS = 62.0, 20.0, 64.0, 40.0
+LEFT, RIGHT, TOP, AXIS = 62.0, 20.0, 74.0, 40.0
 
 
 class ChartLine(NamedTuple):
@@ -72,7 +72,7 @@ def draw_chart(
     for value in list_marks(low, high, (right - LEFT) / 90):
         drawing.add_text("dim", place_x(value), bottom + 11, format_mark(value), anchor="middle")
     drawing.add_text("dim", right, bottom + 28, x_name, anchor="end")
-    drawing.add_text("dim", 12, TOP - 10, y_name)
+    drawing.add_text("dim", 12, TOP - 12, y_name)
     for value, text in marks:
         x = place_x(value)
         drawing.add_line("mark", [(x, TOP), (x, bottom)], dashed=True)

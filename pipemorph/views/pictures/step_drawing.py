@@ -20,11 +20,11 @@ NUMBER_SIZE = 9.0
 MOST_ROWS_HEIGHT, MOST_ROW, LEAST_ROW = 420.0, 26.0, 7.0
 
 
-def draw_steps(title: str, timelines: Sequence[Timeline]) -> Drawing:
+def draw_steps(title: str, timelines: Sequence[Timeline], width: float = WIDTH) -> Drawing:
     """Draw timelines below each other, each from its own start. ``title``: of them all; empty if
-    that of the only one suffices."""
+    that of the only one suffices; ``width``: pixels."""
     first = title or timelines[0].title
-    drawing = Drawing(WIDTH, "; ".join(filter(None, (title, *(t.title for t in timelines)))))
+    drawing = Drawing(width, "; ".join(filter(None, (title, *(t.title for t in timelines)))))
     drawing.add_text("ink", 12, 20, first, size=15, bold=True)
     y = drawing.add_legend(12, 34, _list_legend(timelines)) + 4
     span = max(1e-12, *(timeline.end - timeline.begin for timeline in timelines))
@@ -61,7 +61,8 @@ class _StepPanel:
         names = [timeline.format_row_name(i) for i in range(self.rows)]
         self.names = names
         self.left = 24 + estimate_width(max([*names, "link 00"], key=len), 10)
-        self.scale = (WIDTH - self.left - RIGHT) / span
+        self.right = drawing.width - RIGHT
+        self.scale = (self.right - self.left) / span
         self.row = max(LEAST_ROW, min(MOST_ROW, MOST_ROWS_HEIGHT / self.rows))
         self.links = {} if timeline.placement else _group_by_link(timeline.messages)
         self.tops = []
@@ -89,8 +90,8 @@ class _StepPanel:
         return self.bottom + 18
 
     def _draw_axis(self) -> None:
-        drawing, right = self.drawing, WIDTH - RIGHT
-        marks = list_marks(0.0, self.span * 1e3, (right - self.left) / 110)
+        drawing = self.drawing
+        marks = list_marks(0.0, self.span * 1e3, (self.right - self.left) / 110)
         for k, mark in enumerate(marks):
             x = self.left + mark / 1e3 * self.scale
             drawing.add_line("rule", [(x, self.top - 2), (x, self.bottom + 3)])
@@ -123,7 +124,7 @@ class _StepPanel:
             limit = timeline.limits[i] if timeline.limits else None
             of = f" of {limit}" if limit is not None else ""
             drawing.add_text(
-                "dim", WIDTH - RIGHT + 12, middle, f"idle {share:.0%}, in flight ≤ {peak}{of}",
+                "dim", self.right + 12, middle, f"idle {share:.0%}, in flight ≤ {peak}{of}",
                 size=10,
             )  # fmt: skip
 
@@ -162,7 +163,7 @@ class _StepPanel:
             self.drawing.add_line("delayed", ends)
         late = median(message.arrived - message.sent for message in messages)
         self.drawing.add_text(
-            "ink", WIDTH - RIGHT + 12, top + BAND / 2, f"{late * 1e3:.3g} ms per message", size=10
+            "ink", self.right + 12, top + BAND / 2, f"{late * 1e3:.3g} ms per message", size=10
         )
 
     def _draw_message_of_placement(self, message: Message) -> None:
