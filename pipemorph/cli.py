@@ -25,6 +25,7 @@ COMMAND_GROUPS = {
         "serve": "pipemorph.commands.serve",
     },
     "what a job did": {
+        "view": "pipemorph.commands.view",
         "explain": "pipemorph.commands.explain",
         "diagnose": "pipemorph.commands.diagnose",
     },

@@ -89,10 +89,11 @@ class TraceSource(Protocol):
 
 
 class FolderTraceSource:
-    """Ops from files that the ranks of a run write, of none without a folder."""
+    """Ops from files that the ranks of a run write, of none without a folder. ``newest``: see
+    :class:`TraceIndex`."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder, self._index = folder, TraceIndex(newest=TRACE_BYTES)
+    def __init__(self, folder: Path | None, newest: int | None = TRACE_BYTES) -> None:
+        self._folder, self._index = folder, TraceIndex(newest=newest)
 
     def list_iterations(self, column: int) -> list[int]:
         if self._folder is not None:

@@ -59,7 +59,7 @@ class _ObservedRun(ServedRun):
     ) -> None:
         super().__init__(options, stream)
         self._attribute_idle = attribute_idle
-        self._ops = _NewestOps()
+        self.traces = self._ops = _NewestOps()
 
     @property
     def observed(self) -> FollowedJob:

@@ -35,6 +35,7 @@ from pipemorph.local.live_page import (
     LivePageServer,
     LivePageSource,
     RunState,
+    TraceSource,
     open_page_listener,
 )
 from pipemorph.local.log_collector import collect_logs
@@ -66,12 +67,12 @@ from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.status_file import StatusFile
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.service import ControlService
+from pipemorph.local.stored_page import read_final_state, write_page
 from pipemorph.manifest import check_training_program, load_job
 from pipemorph.protocol import PodReport, ResumedFrom
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.spec.sections.trainer import Checkpoint
 from pipemorph.views.explanation.explanation_text import format_count
-from pipemorph.views.live_page.page_document import RecoveryEntry
 
 EXIT_STATUS = {
     AttemptOutcome.COMPLETED: 0,
@@ -165,7 +166,7 @@ def run_job(
         except Exception as error:  # noqa: BLE001  # The ranks have ended; the report is written.
             ending = record_host_failure(run, journal, error, folder)
 
-        complete = write_result(write_report, folder, run)
+        complete = write_results(folder, run, journal)
         progress.print_note(_format_final_message(ending, run, folder, manifest, complete))
         complete = complete and write_result(write_timeline, folder, run, progress.print_note)
         return (
@@ -233,17 +234,14 @@ class _LocalRankHost:
 
     def read_run_state(self) -> RunState:
         """State of the ranks, for the live page. Called from another thread."""
-        recoveries = [
-            RecoveryEntry.model_validate(each.to_json()) for each in self.record.recoveries
-        ]
         if self.concluded:
-            return RunState(self.record.to_status(), self.record.outlook, recoveries)
+            return read_final_state(self.record)
         state, recovering = self.service.read_state(), self.recovery
         if recovering is not None:
             status = state.to_status("Restarting", recovering.result.reason)
         else:
             status = state.to_status("Starting" if self.starting else "Running")
-        return RunState(status, state.outlook, recoveries)
+        return RunState(status, state.outlook, self.record.list_recovery_entries())
 
     def announce_job(self) -> None:
         """Begin the first attempt; print the job and its variables without a value here."""
@@ -564,6 +562,19 @@ def record_host_failure(
     return ending
 
 
+def write_results(
+    folder: ResultFolder,
+    run: RunRecord,
+    journal: RunJournal,
+    traces: TraceSource | None = None,
+    command: str = "pipemorph run",
+) -> bool:
+    """Write the report and the page of a run. Returns False, after an error message, if that
+    fails."""
+    written = write_result(write_report, folder, run, command=command)
+    return written and write_result(write_page, folder, run, journal, traces, command=command)
+
+
 def write_result(
     write: Callable[..., None], folder: ResultFolder, *rest: Any, command: str = "pipemorph run"
 ) -> bool:
@@ -595,7 +606,7 @@ def _format_final_message(
     lines = [] if ending.outcome is AttemptOutcome.COMPLETED else [ending.format_lines()]
     lines.append(run.format_summary())
     if complete:
-        lines.append(f"report: {folder.report}")
+        lines.append(f"report: {folder.report}; page: pipemorph view {folder.root}")
     checkpoint = run.job.spec.checkpoint
     again = ending.outcome is not AttemptOutcome.COMPLETED and ending.status != UNUSABLE_STATUS
     if again and checkpoint is not None and _can_resume(checkpoint):

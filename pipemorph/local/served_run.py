@@ -52,7 +52,7 @@ from pipemorph.local.processes.supervision import (
 )
 from pipemorph.local.progress import ProgressDisplay, format_job_headline
 from pipemorph.local.results.journal import RunJournal
-from pipemorph.local.results.report import RunRecord, write_report
+from pipemorph.local.results.report import RunRecord
 from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.status_file import StatusFile
 from pipemorph.local.run import (
@@ -60,9 +60,10 @@ from pipemorph.local.run import (
     UNWRITTEN_STATUS,
     conclude_run,
     record_host_failure,
-    write_result,
+    write_results,
 )
 from pipemorph.local.service import ControlService
+from pipemorph.local.stored_page import read_final_state
 from pipemorph.manifest import check_program
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.yaml_json import display_name, read_text
@@ -101,6 +102,8 @@ class ServedRun(ABC):
     service: ControlService
     run: RunRecord | None = None
     """Record of the run; None before a step of an observed job."""
+    traces: TraceSource | None = None
+    """Ops of its iterations; None: those in the folder."""
 
     def __init__(
         self, options: ServeOptions, stream: TextIO | None, job: PipeMorphJob | None = None
@@ -169,12 +172,12 @@ class ServedRun(ABC):
                 why = f"; {ending.reason}" if self.options.command else ""
                 note(f"{ending.outcome.value}: no step was observed{why}")
                 return status
-            complete = self.folder is None or write_result(
-                write_report, self.folder, self.run, command=COMMAND
+            complete = self.folder is None or write_results(
+                self.folder, self.run, self.journal, self.traces, COMMAND
             )
         lines = [self.run.format_summary()]
         if self.folder is not None and complete:
-            lines.append(f"report: {self.folder.report}")
+            lines.append(f"report: {self.folder.report}; page: pipemorph view {self.folder.root}")
         if ending.outcome is not AttemptOutcome.COMPLETED:
             # Last, as a launcher prints much before it.
             lines.append(ending.format_lines())
@@ -245,7 +248,7 @@ class ServedRun(ABC):
         run = self.run
         assert run is not None
         if self._concluded:
-            return RunState(run.to_status(), run.outlook)
+            return read_final_state(run)
         state = self.service.read_state()
         ended = run.attempts[-1].result if run.attempts else None
         if ended is not None:

@@ -27,8 +27,8 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|pyi|cpp|hpp|md|yaml|json|svg))`")
 RUN_OUTPUTS = {
-    "report.json", "status.json", "timeline.json", "pipemorph.json", "diagnosis.json",
-    "as-it-ran.json", "without-stragglers.json", "advice-1.json",
+    "report.json", "status.json", "page.json", "timeline.json", "pipemorph.json",
+    "diagnosis.json", "as-it-ran.json", "without-stragglers.json", "advice-1.json",
 }  # fmt: skip
 
 

@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_330,
-    "product code lines": 83_580,
-    "test lines": 107_080,
+    "product lines": 113_580,
+    "product code lines": 83_740,
+    "test lines": 107_250,
     "benchmark lines": 7_500,
-    "public classes": 767,
-    "modules": 457,
+    "public classes": 768,
+    "modules": 459,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

@@ -38,6 +38,7 @@ from pipemorph.spec.sections.schedule import ONE_ORDER_IN_LOCKSTEP
 from pipemorph.spec.status_recoveries import MAX_RECOVERIES_KEPT, Recoveries, RecoveryRecord
 from pipemorph.views.explanation.explained_job import SlowPeriod
 from pipemorph.views.explanation.job_explanation import LEAST_SPREAD, summarize_spreads
+from pipemorph.views.live_page.page_document import RecoveryEntry
 from pipemorph.views.status.conditions import MESSAGE_LENGTH, format_time, update_condition
 
 STATES: dict[AttemptOutcome, JobState] = {
@@ -198,6 +199,10 @@ class RunRecord:
             if ended_at is None
             else self.goodput_meter.compute_goodput(ended_at - self.started_at)
         )
+
+    def list_recovery_entries(self) -> list[RecoveryEntry]:
+        """Recoveries so far, for the page."""
+        return [RecoveryEntry.model_validate(each.to_json()) for each in self.recoveries]
 
     def begin_attempt(self, now: float) -> RunAttempt:
         self.attempts.append(RunAttempt(len(self.attempts), now))

@@ -20,7 +20,10 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.locked_folder import try_lock
 
 LOCK = ".lock"
-OUTPUTS = ("report.json", "status.json", "timeline.json", "timeline.png", "logs", "trace")
+RESULTS = ("report.json", "status.json", "page.json", "timeline.json", "timeline.png")
+VIEWS = ("page.html", "comparison.html")
+"""Files that ``pipemorph view`` writes."""
+OUTPUTS = (*RESULTS, "logs", "trace", *VIEWS)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class ResultFolder:
     @property
     def status(self) -> Path:
         return self.root / "status.json"
+
+    @property
+    def page(self) -> Path:
+        """Document of the page of the run that is over."""
+        return self.root / "page.json"
 
     @property
     def timeline(self) -> Path:

@@ -34,6 +34,7 @@ from pipemorph.views.live_page.page_document import (
     PageDocument,
     PictureRow,
     RecoveryEntry,
+    StoredIteration,
 )
 from pipemorph.views.pictures.colours import LETTERS
 
@@ -104,12 +105,8 @@ def build_page_document(
     ``column``: the pipeline to show."""
     spec, mesh = known.job.spec, known.job.spec.parallelism.mesh
     times = [sample.seconds for sample in known.samples]
-    measured = alternative = None
+    made = build_stored_iteration(known, traces, column)
     why = known.missing_ops_reason or "no iteration with a trace of its ops has finished"
-    mine = [trace for trace in traces if trace.replica == column]
-    if mine:
-        measured = _build_measured_picture(mine, known, mesh)
-        alternative, why = _build_alternative_picture(measured, known, column, mesh)
     newest = known.samples[-MOST_STEPS:]
     meta = known.job.metadata
     training = known.status.training or TrainingStatus()
@@ -123,6 +120,8 @@ def build_page_document(
         emulated=spec.emulation is not None,
         described=f"{mesh}, "
         + format_count(spec.schedule.microbatches, "microbatch", "microbatches"),
+        stages=mesh.stages,
+        microbatches=spec.schedule.microbatches,
         status=known.status.model_copy(update={"training": training}),
         result=known.result_location,
         explanation=build_explanation(explained).label_rows(),
@@ -132,9 +131,9 @@ def build_page_document(
         columns=[mesh.format_column_name(i) for i in range(mesh.columns)],
         column=column,
         available=list(known.available[-MOST_AVAILABLE:]),
-        measured=measured,
-        alternative=alternative,
-        no_alternative="" if alternative else why,
+        measured=made.measured if made else None,
+        alternative=made.alternative if made else None,
+        no_alternative=made.no_alternative if made else why,
         activation_memory=spec.schedule.activation_memory,
         links=known.link_history.build_timelines(format_link(i) for i in range(mesh.stages - 1)),
         adaptations=list(known.changes),
@@ -145,6 +144,21 @@ def build_page_document(
             index=[sample.index for sample in newest],
             seconds=[round(sample.seconds, 6) for sample in newest],
         ),
+    )
+
+
+def build_stored_iteration(
+    known: WatchedJob, traces: Sequence[StageTrace], column: int
+) -> StoredIteration | None:
+    """Pictures of an iteration in a column; None without ops. ``traces``: at least its ops."""
+    mine = [trace for trace in traces if trace.replica == column]
+    if not mine:
+        return None
+    mesh = known.job.spec.parallelism.mesh
+    measured = _build_measured_picture(mine, known, mesh)
+    alternative, why = _build_alternative_picture(measured, known, column, mesh)
+    return StoredIteration(
+        column=column, measured=measured, alternative=alternative, no_alternative=why
     )
 
 

@@ -62,6 +62,15 @@ class IterationPicture(_PageModel):
     rows: list[PictureRow]
 
 
+class StoredIteration(_PageModel):
+    """Pictures of an iteration in a column, as in a document."""
+
+    column: int
+    measured: IterationPicture
+    alternative: IterationPicture | None
+    no_alternative: str
+
+
 class LinkSpan(_PageModel):
     """State of a link. ``end``: the iteration in which the next state began to show; None: it
     lasts."""
@@ -114,6 +123,8 @@ class PageDocument(_PageModel):
     emulated: bool
     described: str
     """Mesh and microbatches, as text."""
+    stages: int
+    microbatches: int
     status: JobStatus
     result: str
     """Place of the result once the job is over."""
@@ -129,6 +140,8 @@ class PageDocument(_PageModel):
     column: int
     available: list[int]
     """Iterations with stored ops, ascending."""
+    stored: list[StoredIteration] = Field(default_factory=list)
+    """Pictures of other iterations and columns, of a run that is over."""
     measured: IterationPicture | None
     alternative: IterationPicture | None
     """Iteration of :attr:`measured` under the initial plan, with the links of that time."""

@@ -27,6 +27,7 @@ from pipemorph.views.live_page.document_cache import render_live_page
 from pipemorph.views.live_page.page_builder import (
     StageTrace,
     build_page_document,
+    build_stored_iteration,
     find_slowest_column,
 )
 from pipemorph.views.live_page.page_document import PageDocument
@@ -108,6 +109,34 @@ def test_it_fits_its_window(
     back = browser.eval("getComputedStyle(document.body).backgroundColor")
     assert (back == "rgb(20, 24, 29)") is dark
     assert len(browser.requests) == 1, "it loads nothing"
+
+
+def test_the_page_of_a_run_that_is_over_goes_to_the_nearest_picture(
+    browser: Browser, tmp_path: Path
+) -> None:
+    known, traces = watched(4, 12, "recovered", replicas=2)
+    page = build_page_document(known, traces, column=0, live=False)
+    stored = [
+        build_stored_iteration(
+            known, [replace(each, iteration=at, plan_version=at // 20) for each in traces], column
+        )
+        for column, at in ((0, 59), (1, 59), (0, 40), (0, 20))
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(render_live_page(page.model_copy(update={"stored": stored})))
+    browser.look(path.as_uri())
+    drawn = "[shot.measured.iteration, shot.column]"
+    assert browser.eval(drawn) == [59, 0]
+    browser.press("PageUp")
+    assert browser.until(f"{SHOWN}.startsWith('iteration {RETURNED_AT}:')")
+    assert browser.eval(drawn) == [40, 0]
+    assert "the ops of iteration 40 are drawn: the nearest" in browser.eval(SHOWN)
+    browser.press("Home")
+    assert browser.eval(drawn) == [20, 0]
+    browser.press("End")
+    assert browser.eval(drawn) == [59, 0]
+    browser.eval("$('column').value = 1; $('column').onchange({ target: $('column') })")
+    assert browser.eval(drawn) == [59, 1]
 
 
 def test_the_page_of_an_observed_job_names_no_plans(browser: Browser, tmp_path: Path) -> None:
