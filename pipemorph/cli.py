@@ -25,8 +25,8 @@ COMMAND_GROUPS = {
         "serve": "pipemorph.commands.serve",
     },
     "what a job did": {
-        "view": "pipemorph.commands.view",
-        "explain": "pipemorph.commands.explain",
+        "view": "pipemorph.commands.results.view",
+        "explain": "pipemorph.commands.results.explain",
         "diagnose": "pipemorph.commands.diagnose",
     },
     "without a job": {
