@@ -30,14 +30,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.local.clock import now
 from pipemorph.local.drain_requests import DrainRequests
 from pipemorph.local.generation_runner import GenerationRunner, RankGeneration
-from pipemorph.local.live_page import (
-    FolderTraceSource,
-    LivePageServer,
-    LivePageSource,
-    RunState,
-    TraceSource,
-    open_page_listener,
-)
+from pipemorph.local.live_page import LivePageServer, open_page_listener
 from pipemorph.local.log_collector import collect_logs
 from pipemorph.local.processes.environment import (
     AttemptEnvironment,
@@ -62,12 +55,18 @@ from pipemorph.local.processes.supervision import (
 )
 from pipemorph.local.progress import ProgressDisplay, format_job_headline
 from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.results.page_source import (
+    FolderTraceSource,
+    LivePageSource,
+    RunState,
+    TraceSource,
+)
 from pipemorph.local.results.report import RunRecord, RunRecovery, write_report
 from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.status_file import StatusFile
+from pipemorph.local.results.stored_page import read_final_state, write_page
 from pipemorph.local.results.timeline import write_timeline
 from pipemorph.local.service import ControlService
-from pipemorph.local.stored_page import read_final_state, write_page
 from pipemorph.manifest import check_training_program, load_job
 from pipemorph.protocol import PodReport, ResumedFrom
 from pipemorph.spec.job_spec import PipeMorphJob

@@ -17,9 +17,9 @@ from pipemorph.errors import one_line
 from pipemorph.ingest import Reply
 from pipemorph.local.clock import now
 from pipemorph.local.launched_command import LaunchedCommand
-from pipemorph.local.live_page import FolderTraceSource
 from pipemorph.local.processes.supervision import AGENT_SECONDS, AttemptOutcome, AttemptResult
 from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.results.page_source import FolderTraceSource
 from pipemorph.local.results.report import RunAttempt, RunRecord
 from pipemorph.local.served_run import (
     COMMAND,

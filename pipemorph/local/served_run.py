@@ -33,13 +33,7 @@ from pipemorph.local.launched_command import (
     format_environment,
     make_certificate,
 )
-from pipemorph.local.live_page import (
-    LivePageServer,
-    LivePageSource,
-    RunState,
-    TraceSource,
-    open_page_listener,
-)
+from pipemorph.local.live_page import LivePageServer, open_page_listener
 from pipemorph.local.log_collector import collect_logs
 from pipemorph.local.processes.interrupts import InterruptHandler
 from pipemorph.local.processes.locked_folder import TemporaryFolder
@@ -52,9 +46,11 @@ from pipemorph.local.processes.supervision import (
 )
 from pipemorph.local.progress import ProgressDisplay, format_job_headline
 from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.results.page_source import LivePageSource, RunState, TraceSource
 from pipemorph.local.results.report import RunRecord
 from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.status_file import StatusFile
+from pipemorph.local.results.stored_page import read_final_state
 from pipemorph.local.run import (
     EXIT_STATUS,
     UNWRITTEN_STATUS,
@@ -63,7 +59,6 @@ from pipemorph.local.run import (
     write_results,
 )
 from pipemorph.local.service import ControlService
-from pipemorph.local.stored_page import read_final_state
 from pipemorph.manifest import check_program
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.yaml_json import display_name, read_text

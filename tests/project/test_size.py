@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_580,
-    "product code lines": 83_740,
+    "product lines": 113_590,
+    "product code lines": 83_750,
     "test lines": 107_250,
     "benchmark lines": 7_500,
     "public classes": 768,
-    "modules": 459,
+    "modules": 460,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

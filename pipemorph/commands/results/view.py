@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need them.
-    from pipemorph.local.stored_page import find_run_folder, read_page
+    from pipemorph.local.results.stored_page import find_run_folder, read_page
     from pipemorph.views.live_page.document_cache import render_live_page
 
     folder = find_run_folder(args.folder)

@@ -12,12 +12,12 @@ from run_records import emulated, run_record, write_trace
 from watched_jobs import CHANGED_AT, RETURNED_AT, watched
 
 from pipemorph.cli import main
-from pipemorph.local import stored_page
 from pipemorph.local.processes.supervision import AttemptOutcome, AttemptResult
+from pipemorph.local.results import stored_page
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.results.report import RunRecord, write_report
 from pipemorph.local.results.result_folder import ResultFolder
-from pipemorph.local.stored_page import read_page, write_page
+from pipemorph.local.results.stored_page import read_page, write_page
 from pipemorph.views.live_page.page_builder import StageTrace
 from pipemorph.views.live_page.page_document import PageDocument
 

@@ -23,15 +23,9 @@ from pipemorph.control.history.job_history import DecisionRecord
 from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.errors import InputError
 from pipemorph.local import live_page
-from pipemorph.local.live_page import (
-    LIMITS,
-    FolderTraceSource,
-    LivePageServer,
-    LivePageSource,
-    RunState,
-    open_page_listener,
-)
+from pipemorph.local.live_page import LIMITS, LivePageServer, open_page_listener
 from pipemorph.local.results.journal import RunJournal, RunView
+from pipemorph.local.results.page_source import FolderTraceSource, LivePageSource, RunState
 from pipemorph.views.live_page import document_cache
 from pipemorph.views.live_page.page_builder import build_page_document
 from pipemorph.views.live_page.page_document import PageDocument

@@ -25,8 +25,9 @@ from pydantic import TypeAdapter, ValidationError
 from pipemorph.control import JobController, adopted_plan
 from pipemorph.control.job_state.reports import ReportRefused
 from pipemorph.errors import InputError, one_line
-from pipemorph.local.live_page import LivePageServer, LivePageSource, RunState
+from pipemorph.local.live_page import LivePageServer
 from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.results.page_source import LivePageSource, RunState
 from pipemorph.local.service import ControlSnapshot
 from pipemorph.log_level import read_log_level
 from pipemorph.manifest import MAX_BYTES
@@ -93,12 +94,12 @@ class RecentOps:
             self._found = {}
 
     def list_iterations(self, column: int) -> list[int]:
-        """See :class:`~pipemorph.local.live_page.TraceSource`."""
+        """See :class:`~pipemorph.local.results.page_source.TraceSource`."""
         with self._lock:
             return sorted(i for each, i in self._found if each == column)
 
     def read_iteration(self, column: int, iteration: int) -> Sequence[StageTrace]:
-        """See :class:`~pipemorph.local.live_page.TraceSource`."""
+        """See :class:`~pipemorph.local.results.page_source.TraceSource`."""
         with self._lock:
             packed = self._found.get((column, iteration))
         found = [] if packed is None else _stages.validate_json(zlib.decompress(packed))

@@ -15,9 +15,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipemorph.errors import InputError, one_line
-from pipemorph.local.live_page import FolderTraceSource, LivePageSource, RunState, TraceSource
 from pipemorph.local.processes.locked_folder import try_lock
 from pipemorph.local.results.journal import RunJournal
+from pipemorph.local.results.page_source import (
+    FolderTraceSource,
+    LivePageSource,
+    RunState,
+    TraceSource,
+)
 from pipemorph.local.results.report import RunRecord
 from pipemorph.local.results.result_folder import LOCK, OUTPUTS, ResultFolder, write_atomically
 from pipemorph.views.explanation import explain_job
