@@ -149,12 +149,12 @@ def run_job(
                 page = None
                 traces = FolderTraceSource(folder.trace)
                 observer = LivePageSource(job, journal, traces, host.read_run_state)
-                host.status_file = StatusFile(folder, observer.collect_state)
                 if listener is not None:
                     page = stack.enter_context(LivePageServer(observer.make_document, listener))
                     progress.print_note(f"watch: {page.url}")
                 site = stack.enter_context(host)
-                ending = GenerationRunner(site, reaper, forks, events).run_to_end()
+                with StatusFile(folder, observer.collect_state):
+                    ending = GenerationRunner(site, reaper, forks, events).run_to_end()
                 conclude_run(run, ending, journal, service, progress.print_note)
                 run.relayouts = build_records(host.layout_changes, run.iterations)
                 host.concluded = True
@@ -211,7 +211,6 @@ class _LocalRankHost:
     concluded: bool = False
     """True once :attr:`record` has its ending."""
     drain_requests: DrainRequests = field(init=False)
-    status_file: StatusFile = field(init=False)
 
     def __enter__(self) -> _LocalRankHost:
         if self.restarts_ranks:
@@ -386,7 +385,6 @@ class _LocalRankHost:
         """Show progress, and detect recoveries. An error in this does not end the job."""
         self.progress.run_guarded("the job's progress cannot be followed", self._track_ranks)
         self.progress.run_guarded("no other layout can be searched for", self._consider_new_layout)
-        self.progress.run_guarded("status.json is not written", self.status_file.update)
         self.refresh_display()
 
     def _track_ranks(self) -> None:

@@ -113,7 +113,6 @@ class ServedRun(ABC):
         self.command: LaunchedCommand | None = None
         self.folder: ResultFolder | None = None
         self._concluded = False
-        self._status_file: StatusFile | None = None
         self._page: LivePageServer | None = None
         self._listener: socket.socket | None = None
 
@@ -143,11 +142,10 @@ class ServedRun(ABC):
             try:
                 with self.stack:
                     self._open(host, port, outer)
-                    try:
-                        ending = self.follow_ranks()
-                    finally:
+                    with ExitStack() as self._following:
                         if self.command is not None:
-                            self.command.end()
+                            self._following.callback(self.command.end)
+                        ending = self.follow_ranks()
                     if self.command is not None and ending.outcome is not AttemptOutcome.DEADLINE:
                         status = self.command.exit_code
                     if self.run is not None:
@@ -231,7 +229,7 @@ class ServedRun(ABC):
             result="report.json of its folder" if self.folder else f"the output of {COMMAND}",
         )  # fmt: skip
         if self.folder is not None:
-            self._status_file = StatusFile(self.folder, source.collect_state)
+            self._following.enter_context(StatusFile(self.folder, source.collect_state))
         if self._listener is None:
             return
         page = LivePageServer(source.make_document, self._listener)
@@ -259,8 +257,6 @@ class ServedRun(ABC):
         with contextlib.suppress(Empty):
             event = self.events.get(timeout=REFRESH_SECONDS)
             stopped = event.number if isinstance(event, SignalReceived) else None
-        if self._status_file is not None:
-            self.progress.run_guarded("status.json is not written", self._status_file.update)
         self._refresh()
         if stopped is not None and self.command is not None:
             self.command.send_signal(stopped)

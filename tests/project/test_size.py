@@ -22,8 +22,8 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_590,
-    "product code lines": 83_750,
+    "product lines": 113_610,
+    "product code lines": 83_760,
     "test lines": 107_250,
     "benchmark lines": 7_500,
     "public classes": 768,

@@ -6,8 +6,9 @@ The status has the fields of a report that explanations need, as of now, with th
 from __future__ import annotations
 
 import json
+import logging
 import os
-import time
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.locked_folder import try_lock
 from pipemorph.local.results.result_folder import LOCK, ResultFolder, write_json
 from pipemorph.views.explanation.job_explanation import EARLY_END
@@ -23,26 +24,49 @@ from pipemorph.views.live_page.page_builder import WatchedJob, to_report
 from pipemorph.views.status.conditions import format_time
 from pipemorph.yaml_json import display_name, parse_single_document, read_text
 
+log = logging.getLogger("pipemorph.status")
+
 STATUS_SECONDS = 2.0
 """Time between two updates of the file."""
 MOST_SAMPLES = 256
 """Newest iterations in the file."""
+MOST_ERRORS = 10
+"""Most different errors that are logged."""
 MOST_BYTES = 1 << 30
 """Largest report: it lists every iteration."""
 
 
 class StatusFile:
-    """Writer of a run's ``status.json``. ``collect``: returns the state of the job."""
+    """Context manager that writes a run's ``status.json`` in a thread of its own, since the control
+    loop may answer late. ``collect``: returns the state of the job."""
 
     def __init__(self, folder: ResultFolder, collect: Callable[[], WatchedJob]) -> None:
-        self._path, self._collect, self._due = folder.status, collect, float("-inf")
+        self._path, self._collect = folder.status, collect
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_end, name="status", daemon=True)
 
-    def update(self) -> None:
-        """Replace the file, unless it is newer than :data:`STATUS_SECONDS`. Raises OSError, or
-        TimeoutError if the control loop does not answer."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + STATUS_SECONDS
+    def __enter__(self) -> StatusFile:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _write_until_end(self) -> None:
+        logged = set[str]()
+        while True:
+            try:
+                self._write_status()
+            except Exception as error:  # noqa: BLE001  # Whatever it is, the job goes on.
+                text = one_line(f"{error!r}", 300)
+                if text not in logged and len(logged) < MOST_ERRORS:
+                    logged.add(text)
+                    log.warning("status.json is not written: %s", text)
+            if self._ended.wait(STATUS_SECONDS):
+                return
+
+    def _write_status(self) -> None:
         known = self._collect()
         report = to_report(replace(known, samples=known.samples[-MOST_SAMPLES:]))
         # The template may hold secrets, in variables of its pods.

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import until
 from watched_jobs import watched
 
 from pipemorph.cli import main
+from pipemorph.local.results import status_file
 from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.status_file import StatusFile
 from pipemorph.views.live_page.page_builder import WatchedJob
@@ -19,7 +21,8 @@ def test_a_run_is_shown_while_it_trains_and_after_its_host_was_killed(
 ) -> None:
     out = tmp_path / "out"
     with ResultFolder.claim_folder(out, force=False) as folder:
-        StatusFile(folder, lambda: watched(4, 8, "slow")[0]).update()
+        with StatusFile(folder, lambda: watched(4, 8, "slow")[0]):
+            until(folder.status.exists, "no status")
         assert main(["explain", str(out)]) == 0
         explained = capsys.readouterr().out
         assert main(["top", str(out)]) == 0
@@ -36,27 +39,32 @@ def test_a_run_is_shown_while_it_trains_and_after_its_host_was_killed(
     assert "start the job again" not in explained
 
 
-def test_the_template_is_left_out_and_the_file_is_seldom_written(tmp_path: Path) -> None:
+def test_an_error_is_logged_once_and_the_template_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(status_file, "STATUS_SECONDS", 0.001)
     calls = []
 
     def collect() -> WatchedJob:
         calls.append(1)
+        if len(calls) < 4:
+            raise TimeoutError
         return replace(known, job=known.job.model_copy(update={"spec": spec}))
 
     known = watched(4, 8, "slow")[0]
     pod = {"containers": [{"name": "trainer", "env": [{"name": "KEY", "value": "secret"}]}]}
     spec = known.job.spec.model_copy(update={"template": {"spec": pod}})
     with ResultFolder.claim_folder(tmp_path, force=True) as folder:
-        file = StatusFile(folder, collect)
-        file.update()
-        file.update()
+        with StatusFile(folder, collect):
+            until(folder.status.exists, "no status")
         assert "secret" not in folder.status.read_text()
-    assert len(calls) == 1
+    assert caplog.messages == ["status.json is not written: TimeoutError()"]
 
 
 def test_runs_of_a_folder_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ResultFolder.claim_folder(tmp_path / "first", force=False) as folder:
-        StatusFile(folder, lambda: watched(4, 8)[0]).update()
+        with StatusFile(folder, lambda: watched(4, 8)[0]):
+            until(folder.status.exists, "no status")
         (tmp_path / "second").mkdir()
         (tmp_path / "second/report.json").write_text("[]")
         (tmp_path / "none").mkdir()
