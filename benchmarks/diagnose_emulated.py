@@ -22,7 +22,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from goals import finish_benchmark, make_parser
-from job_runs import DEADLINE_SECONDS, run_job
+
+from pipemorph.reproduce.emulated_runs import DEADLINE_SECONDS, run_job
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 16
 HALF = ITERATIONS // 2

@@ -24,11 +24,11 @@ from time import sleep
 from typing import Any
 
 from goals import finish_benchmark, make_parser
-from job_runs import run_job
 
 from pipemorph.planning import Link, Problem, StageTimes, plan
 from pipemorph.planning.simulation.simulator import simulate
 from pipemorph.protocol.samples import IDLE_CAUSES, IterationSample, average_idle_time
+from pipemorph.reproduce.emulated_runs import run_job
 from pipemorph_trainer.examples.emulated import draw_work
 
 ROOT = Path(__file__).resolve().parent.parent

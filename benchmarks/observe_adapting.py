@@ -27,13 +27,13 @@ from statistics import median
 from typing import Any
 
 from goals import finish_benchmark, make_parser
-from job_runs import run_job
 from ranks import hold_port, run_ranks
 
 from pipemorph.diagnose.analysis.steps import StepSet
 from pipemorph.diagnose.diagnosis import diagnose
 from pipemorph.diagnose.formats.registry import load_recording
 from pipemorph.diagnose.operation import BACKWARD, FORWARD, OPTYPES, WEIGHT
+from pipemorph.reproduce.emulated_runs import run_job
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 

@@ -20,9 +20,9 @@ from time import sleep
 from typing import Any
 
 from goals import finish_benchmark, make_parser
-from job_runs import run_job
 
 from pipemorph.planning import Link, Problem, StageTimes, plan
+from pipemorph.reproduce.emulated_runs import run_job
 
 STAGES, REPLICAS, EACH = 2, 4, 8
 OP_MS, FACTOR, SLOW_REPLICA = 30.0, 2.0, 1

@@ -19,26 +19,24 @@ baseline behaves like it. With one queue per direction it does better than publi
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from calibrate import read_costs
 from goals import make_parser, print_goals, write_figures
 
 from pipemorph.planning import Policy, Route, StageTimes, build_problem, plan, predict
 from pipemorph.planning.problem import transfer_ms
+from pipemorph.reproduce.emulated_runs import MESSAGE_BYTES, build_job, run_job
+from pipemorph.reproduce.published import load_model
 
 STAGES, MICROBATCHES = 8, 24
 TIMES = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
-MESSAGE_BYTES, STANDS_FOR = 1 << 16, 1 << 24
 DELAYS_MS = (0.0, 30.0, 60.0)
 GBPS, NARROW_BYTES = 5.0, 16_000_000
 """Rate of the narrow link, and size of its messages: one occupies the link for about the time of a
@@ -51,7 +49,6 @@ MOST_OF_OWN, LEAST_FASTER, MOST_OF_BOUND, MOST_ITERATIONS = 1.15, 3.0, 1.05, 1
 """Goals: times its own undisturbed iteration, times faster than zero-bubble, and times the bound,
 all at the longest delay; iterations until a new plan is in effect."""
 OURS, BASELINE = "pipemorph", "zero-bubble, queue per pair of ranks"
-DEADLINE_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -114,45 +111,24 @@ def make_fault(k: int, **fault: float) -> dict[str, Any]:
 
 
 def make_manifest(variant: Variant, faults: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "apiVersion": "pipemorph.io/v1alpha1",
-        "kind": "PipeMorphJob",
-        "metadata": {"name": f"slow-link-{variant.slug}"},
-        "spec": {
-            "parallelism": {"stages": STAGES},
-            "schedule": {
-                "microbatches": MICROBATCHES,
-                "policy": variant.policy,
-                "stageTimes": [TIMES] * STAGES,
-            },
-            "transport": {"route": variant.route},
-            "emulation": {
-                "stageTimes": [TIMES],
-                "messageBytes": MESSAGE_BYTES,
-                "standsForBytes": STANDS_FOR,
-            },
-            "trainer": {
-                "module": "pipemorph_trainer.examples.emulated",
-                "iterations": PHASE * len(DELAYS_MS),
-                "args": {"direct_duplex": variant.duplex},
-            },
-            "faults": faults,
-        },
-    }
+    name, iterations = f"slow-link-{variant.slug}", PHASE * len(DELAYS_MS)
+    return build_job(
+        name, load_model("14B"), variant.policy, iterations,
+        route=variant.route, duplex=variant.duplex, faults=faults,
+    )  # fmt: skip
 
 
 def run_delays(variant: Variant, out: Path) -> Row:
     """Run ``pipemorph run`` once, under each delay in turn."""
-    report = run_training(
-        variant, [make_fault(k, delayMs=d) for k, d in enumerate(DELAYS_MS) if d], out
-    )
+    job = make_manifest(variant, [make_fault(k, delayMs=d) for k, d in enumerate(DELAYS_MS) if d])
+    report = run_job(out, job)
     times = [iteration["seconds"] for iteration in report["iterations"]]
     settled = {f"{delay:g}": find_phase_seconds(times, k) for k, delay in enumerate(DELAYS_MS)}
     bound = {}
     # The costs of B and W are unknown where backwards are fused, as in 1F1B.
     if variant.name == OURS:
         links = [(delay, 0.0) for delay in DELAYS_MS]
-        found = compute_bounds(out / "run" / "trace", times[:PHASE], links)
+        found = compute_bounds(out / job["metadata"]["name"] / "trace", times[:PHASE], links)
         bound = {f"{delay:g}": each for delay, each in zip(DELAYS_MS, found, strict=True)}
     return Row(variant.name, settled, simulate_delays(variant), bound, report["adaptations"], times)
 
@@ -160,35 +136,20 @@ def run_delays(variant: Variant, out: Path) -> Row:
 def run_narrow(out: Path) -> NarrowLinkRun:
     """Run ``pipemorph run`` with the last link narrow in the second of three phases."""
     transfer = transfer_ms(NARROW_BYTES, GBPS)
-    report = run_training(
-        VARIANTS[-1], [make_fault(1, bandwidthMbps=MESSAGE_BYTES * 8 / transfer / 1e3)], out
-    )
+    fault = make_fault(1, bandwidthMbps=MESSAGE_BYTES * 8 / transfer / 1e3)
+    job = make_manifest(VARIANTS[-1], [fault])
+    report = run_job(out, job)
     times = [iteration["seconds"] for iteration in report["iterations"]]
     before, narrow, after = (find_phase_seconds(times, k) for k in range(3))
-    (bound,) = compute_bounds(out / "run" / "trace", times[:PHASE], [(0.0, transfer)])
+    (bound,) = compute_bounds(
+        out / job["metadata"]["name"] / "trace", times[:PHASE], [(0.0, transfer)]
+    )
     return NarrowLinkRun(before, narrow, after, bound, report["adaptations"], times)
 
 
 def find_phase_seconds(times: list[float], k: int) -> float:
     """Settled iteration time of a phase."""
     return statistics.median(times[k * PHASE + SETTLE : (k + 1) * PHASE])
-
-
-def run_training(variant: Variant, faults: list[dict[str, Any]], out: Path) -> dict[str, Any]:
-    """Run ``pipemorph run``; return its report. Raises RuntimeError with its last lines if it does
-    not complete."""
-    out.mkdir(parents=True, exist_ok=True)
-    job = out / "job.yaml"
-    job.write_text(yaml.safe_dump(make_manifest(variant, faults), sort_keys=False))
-    command = [sys.executable, "-m", "pipemorph.cli", "run", str(job), "--out", str(out / "run")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
-    )
-    if done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RuntimeError(f"{variant.name}: pipemorph run exited {done.returncode}:\n{tail}")
-    report: dict[str, Any] = json.loads((out / "run" / "report.json").read_text())
-    return report
 
 
 def compute_bounds(

@@ -10,9 +10,10 @@ from typing import Any
 from pipemorph.commands.output_file import print_progress, write_output
 from pipemorph.errors import InputError, one_line
 from pipemorph.reproduce.comparison import run_experiments
-from pipemorph.reproduce.experiments import EXPERIMENTS
+from pipemorph.reproduce.experiments.experiment_list import EXPERIMENTS
 from pipemorph.reproduce.figure_text import format_comparison
 from pipemorph.reproduce.reproduce_page import render_reproduce_page
+from pipemorph.reproduce.run_form import RunForm
 from pipemorph.terminal import render_parts
 
 PAGE, FIGURES = "reproduce.html", "reproduce.json"
@@ -49,12 +50,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     chosen = [each for each in EXPERIMENTS if args.only is None or each.name in args.only]
     folder = None if args.out is None else _make_folder(args.out)
-    found = run_experiments(chosen, full=args.full, note=print_progress)
+    found = run_experiments(chosen, RunForm(args.full, print_progress))
     if folder is not None:
         write_output(render_reproduce_page(found).encode(), str(folder / PAGE))
         write_output((json.dumps(found, indent=1) + "\n").encode(), str(folder / FIGURES))
     write_output(render_parts(*format_comparison(found)).encode(), None)
-    return 0
+    return 1 if any(each["failure"] for each in found["experiments"]) else 0
 
 
 def _make_folder(name: str) -> Path:

@@ -48,11 +48,14 @@ class ComparedFigure:
 
     @property
     def agrees(self) -> bool:
-        """True if ours is within :data:`TOLERANCE` of the published spread, or below the limit."""
+        """True if our spread is within :data:`TOLERANCE` of the published one, or our mean below
+        the limit."""
         if self.published is None:
             return True
         low, high = self.published.least * (1 - TOLERANCE), self.published.most * (1 + TOLERANCE)
-        return self.measured.least <= high and (self.limit or self.measured.most >= low)
+        if self.limit:
+            return self.measured.mean <= high
+        return self.measured.least <= high and self.measured.most >= low
 
     @property
     def explained(self) -> bool:

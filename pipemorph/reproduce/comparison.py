@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
 from pipemorph import __version__
 from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure
-from pipemorph.reproduce.experiments import Experiment
+from pipemorph.reproduce.emulated_runs import FailedRunError
+from pipemorph.reproduce.experiments.experiment_list import Experiment
+from pipemorph.reproduce.run_form import RunForm
+
+DEFAULT_FORM = RunForm()
 
 
 def run_experiments(
-    experiments: Iterable[Experiment],
-    *,
-    full: bool = False,
-    note: Callable[[str], None] = lambda _: None,
+    experiments: Sequence[Experiment], form: RunForm = DEFAULT_FORM
 ) -> dict[str, Any]:
-    """Run experiments. Returns the document that the page shows. ``full``: the long form.
-    ``note`` receives a line per experiment that begins."""
+    """Run experiments. Returns the document that the page shows; a failed run ends only its
+    own experiment, whose ``failure`` is what it printed."""
+    found = []
+    for number, each in enumerate(experiments, 1):
+        form.note(f"{number} of {len(experiments)}: {each.title}")
+        found.append(_run_experiment(each, form))
     return {
         "version": __version__,
-        "form": "full" if full else "short",
+        "form": "full" if form.full else "short",
         "tolerance": TOLERANCE,
-        "experiments": [_run_experiment(each, full, note) for each in experiments],
+        "experiments": found,
     }
 
 
-def _run_experiment(
-    experiment: Experiment, full: bool, note: Callable[[str], None]
-) -> dict[str, Any]:
-    note(f"{experiment.name}: {experiment.title}")
-    began = monotonic()
-    rows = list(experiment.run(full))
+def _run_experiment(experiment: Experiment, form: RunForm) -> dict[str, Any]:
+    began, failure = monotonic(), None
+    try:
+        rows = list(experiment.run(form))
+    except FailedRunError as error:
+        rows, failure = [], str(error)
     return {
         "name": experiment.name,
         "title": experiment.title,
         "setting": experiment.setting,
         "source": experiment.source_text,
         "seconds": round(monotonic() - began, 1),
-        "summary": summarize_rows(rows),
+        "summary": "not run" if failure else summarize_rows(rows),
+        "failure": failure,
         "rows": [row.to_json() for row in rows],
     }
 

@@ -23,6 +23,9 @@ def format_comparison(found: dict[str, Any]) -> list[RenderableType]:
             if reason := row["reason"]:
                 sentences[reason["name"]] = reason["sentence"]
         parts += [experiment["title"], experiment["setting"], ""]
+        if experiment["failure"]:
+            parts += [f"Not run: {experiment['failure']}", ""]
+            continue
         parts += [make_table(HEADINGS, rows, right=HEADINGS[1:4]), ""]
         parts += [f"{name}: {sentence}" for name, sentence in sentences.items()]
         parts += [f"{experiment['summary']}. Published: {experiment['source']}.", ""]

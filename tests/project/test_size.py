@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_610,
-    "product code lines": 83_760,
-    "test lines": 107_250,
+    "product lines": 113_880,
+    "product code lines": 83_980,
+    "test lines": 107_330,
     "benchmark lines": 7_500,
-    "public classes": 768,
-    "modules": 460,
+    "public classes": 770,
+    "modules": 463,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }

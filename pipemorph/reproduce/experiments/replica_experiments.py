@@ -24,6 +24,7 @@ from pipemorph.reproduce.published import (
     load_published,
     make_exact,
 )
+from pipemorph.reproduce.run_form import RunForm
 from pipemorph.spec.job_spec import JobSpec
 from pipemorph.spec.layout import Layout, Wire
 
@@ -34,7 +35,7 @@ USUAL_MS = 1.0
 """Usual milliseconds of an edge of the ring; of no influence, as the cost of the delay is given."""
 
 
-def run_replicas(_: bool) -> Iterator[ComparedFigure]:
+def run_replicas(_: RunForm) -> Iterator[ComparedFigure]:
     """Compare a slow link in a ring of replicas with the same link between stages."""
     found = load_published()["replicas"]
     undisturbed, *in_ring = found["reduction_ms"]

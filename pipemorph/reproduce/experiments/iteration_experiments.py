@@ -18,6 +18,7 @@ from pipemorph.reproduce.published import (
     load_model,
     load_published,
 )
+from pipemorph.reproduce.run_form import RunForm
 
 
 def format_delays(delays: Delays) -> str:
@@ -55,7 +56,7 @@ def compare_iterations(
             )
 
 
-def run_example(_: bool) -> Iterator[ComparedFigure]:
+def run_example(_: RunForm) -> Iterator[ComparedFigure]:
     """Compare zero-bubble, planned without a delay and executed with one; add our plan for it."""
     example = load_published()["example"]
     ms = example["op_ms"]
@@ -77,7 +78,7 @@ def run_example(_: bool) -> Iterator[ComparedFigure]:
             yield compare(case, "PipeMorph, planned for the delay", None, adapted.makespan)
 
 
-def run_delays(_: bool) -> Iterator[ComparedFigure]:
+def run_delays(_: RunForm) -> Iterator[ComparedFigure]:
     """Compare iterations under a growing delay of the last link."""
     model = load_model("14B")
     for way, published in model.undisturbed.items():
@@ -91,7 +92,7 @@ def run_delays(_: bool) -> Iterator[ComparedFigure]:
         yield compare(case, WAYS[way], theirs, grown, unit="×")
 
 
-def run_links(_: bool) -> Iterator[ComparedFigure]:
+def run_links(_: RunForm) -> Iterator[ComparedFigure]:
     """Compare two and three slow links, and the time that PipeMorph saves on average."""
     yield from compare_iterations("links")
     saved: Mapping[str, float] = load_published()["gains"]["less_time_with_several_links"]
@@ -127,7 +128,7 @@ def _explain_saving(
     return Reason(*NO_OVERLAP, f"against the published times of {WAYS[way]}: {saving:.1f} %")
 
 
-def run_models(_: bool) -> Iterator[ComparedFigure]:
+def run_models(_: RunForm) -> Iterator[ComparedFigure]:
     """Compare one slow link for each model, the gains over them, and the growth from 30 ms on."""
     rows = list(compare_iterations("models"))
     yield from rows

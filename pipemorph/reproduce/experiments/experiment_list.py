@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pipemorph.reproduce import (
+from pipemorph.reproduce.compared_figure import ComparedFigure
+from pipemorph.reproduce.experiments import (
+    emulated_experiments,
     iteration_experiments,
     planner_experiments,
     replica_experiments,
     trace_experiments,
 )
-from pipemorph.reproduce.compared_figure import ComparedFigure
 from pipemorph.reproduce.published import load_published
+from pipemorph.reproduce.run_form import RunForm
 
 
 class Experiment(NamedTuple):
     """Comparison of one figure or table of the paper. ``setting``: what is run, in a sentence;
-    ``source``: key of the source of the published figures; ``run``: called with True for the long
-    form."""
+    ``source``: key of the source of the published figures."""
 
     name: str
     title: str
     setting: str
     source: str
-    run: Callable[[bool], Iterable[ComparedFigure]]
+    run: Callable[[RunForm], Iterable[ComparedFigure]]
 
     @property
     def source_text(self) -> str:
@@ -105,5 +106,23 @@ EXPERIMENTS = (
         " this machine.",
         "paper",
         planner_experiments.run_planner,
+    ),
+    Experiment(
+        "emulated",
+        "A growing delay of the last link, emulated",
+        "The 14B model as eight ranks of this machine that hold for their op times; the control"
+        " loop has to find the slow link. The time outside the ops is fitted as in the simulation."
+        " The short form has 60 ms only, and two ways. Emulated.",
+        "logs",
+        emulated_experiments.run_emulated,
+    ),
+    Experiment(
+        "delegation",
+        "The cost of delegation",
+        "All messages are delegated though no link is slow; the published limit is the largest of"
+        " four models. Emulated: messages of 64 KB over this machine's memory, without copies"
+        " from a device.",
+        "paper",
+        emulated_experiments.run_delegation,
     ),
 )

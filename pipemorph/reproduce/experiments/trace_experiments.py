@@ -10,8 +10,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure, Reason, compare
+from pipemorph.reproduce.experiments.iteration_experiments import compare_iterations
 from pipemorph.reproduce.explanations import NO_OVERLAP, is_near
-from pipemorph.reproduce.iteration_experiments import compare_iterations
 from pipemorph.reproduce.pipeline_simulation import simulate_way
 from pipemorph.reproduce.published import (
     WAYS,
@@ -23,6 +23,7 @@ from pipemorph.reproduce.published import (
     load_published,
     parse_times,
 )
+from pipemorph.reproduce.run_form import RunForm
 from pipemorph.reproduce.trace_training import (
     build_trace,
     merge_spreads,
@@ -41,14 +42,15 @@ PUBLISHED_ITERATIONS = 5
 # --- delays redrawn at random -----------------------------------------------------------------
 
 
-def run_redrawn(full: bool) -> Iterator[ComparedFigure]:
+def run_redrawn(form: RunForm) -> Iterator[ComparedFigure]:
     """Compare training while the delays of all links are redrawn."""
     found = load_published()["redrawn"]
-    model, count = load_model(found["model"]), 60 if full else 20
-    seeds = range(5 if full else 1)
+    model, count = load_model(found["model"]), 60 if form.full else 20
+    seeds = range(5 if form.full else 1)
     best = dict.fromkeys(("1f1b", "zero-bubble"), 0.0)
     for duration in found["durations"]:
         shortest, published = duration["shortest_ms"], parse_times(duration["ms"])
+        form.note(f"  delays redrawn every {shortest} ms or later, {len(seeds)} times")
         traces = [draw_delays(model, shortest, f"{shortest} {seed}", count) for seed in seeds]
         ours = {}
         for way, theirs in published.items():
@@ -139,10 +141,10 @@ def explain_by_logs() -> Reason | None:
 # --- nine faults in turn ----------------------------------------------------------------------
 
 
-def run_faults(full: bool) -> Iterator[ComparedFigure]:
+def run_faults(form: RunForm) -> Iterator[ComparedFigure]:
     """Compare training through the authors' trace of nine faults, or through a shortened one."""
     found = load_published()["faults"]
-    model, shorter = load_model(found["model"]), 1 if full else 6
+    model, shorter = load_model(found["model"]), 1 if form.full else 6
     states: dict[float, dict[int, float]] = {0.0: {}}
     states |= {
         at // shorter: {int(link): delay for link, delay in delays.items()}
@@ -216,14 +218,15 @@ def explain_by_rows(rows: list[ComparedFigure]) -> Reason | None:
 # --- a recorded hour --------------------------------------------------------------------------
 
 
-def run_hour(full: bool) -> Iterator[ComparedFigure]:
+def run_hour(form: RunForm) -> Iterator[ComparedFigure]:
     """Compare training under delays with the published quantiles of a recorded hour."""
     found = load_published()["hour"]
     model = load_model(found["model"])
     holds = (1.0, 10.0, 60.0)
-    count = 1000 if full else 60
+    count = 1000 if form.full else 60
     rates: dict[str, list[float]] = {way: [] for way in found["per_minute"]}
     for hold in holds:
+        form.note(f"  {count} iterations, a delay for {hold:g} s each")
         trace = build_trace(draw_hour(model, hold, count), by_seconds=True)
         for way, found_rates in rates.items():
             found_rates.append(60e3 / fmean(train(model, way, trace, count)))

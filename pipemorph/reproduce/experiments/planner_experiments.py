@@ -10,15 +10,18 @@ from pipemorph.planning import Problem, plan
 from pipemorph.reproduce.compared_figure import ComparedFigure, compare
 from pipemorph.reproduce.pipeline_simulation import SIMULATED_WAYS, build_slow_problem
 from pipemorph.reproduce.published import Spread, load_model, load_published
+from pipemorph.reproduce.run_form import RunForm
 
 MOST_DELAY, MOST_LINKS = 60.0, 3
 """Largest delay in milliseconds, and most slow links."""
 
 
-def run_planner(full: bool) -> Iterator[ComparedFigure]:
+def run_planner(form: RunForm) -> Iterator[ComparedFigure]:
     """Compare the distance of plans to the optimum, and the time to plan."""
     found, model = load_published()["planner"], load_model("14B")
-    problems = [draw_problem(seed, found["microbatches"]) for seed in range(50 if full else 10)]
+    problems = [
+        draw_problem(seed, found["microbatches"]) for seed in range(50 if form.full else 10)
+    ]
     plans = [plan(problem, tight_bound=True) for problem in problems]
     gaps = [100 * each.gap for each in plans]
     times = [1e3 * each.planning_seconds for each in plans]

@@ -1,0 +1,1 @@
+"""Experiments of the comparison with the paper, by kind."""
