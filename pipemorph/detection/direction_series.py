@@ -14,10 +14,11 @@ from pipemorph.planning.ir import Route
 from pipemorph.protocol.states import Direction
 
 NARROW_FRACTION = 0.5
-"""Fraction of a wire time from which a message's transfer makes a link narrow. It shows in two
+"""Fraction of a wire time from which a message's transfer makes a link narrow. It shows in three
 ways. A few bytes that leave with the message are faster (on the direct route, from the first
 window). And messages that wait for each other arrive that far apart; if only their way were long,
-they would arrive as close together as they were sent (on the delegated route)."""
+they would arrive as close together as they were sent (on the delegated route). And larger ones take
+longer (of ranks that are only observed, if sizes differ)."""
 FEWEST_SPACINGS = 5
 """Fewest windows that show it in the spacing of arrivals."""
 UNSURE_WINDOWS = 12
@@ -146,6 +147,8 @@ class DirectionSeries:
         elif latency is not None:
             beyond = window.value - latency
             self.transfers.append((beyond - window.slack, beyond))
+        elif window.transfer is not None:
+            self.transfers.append((window.transfer, window.transfer))
         if self.unsure_windows:
             known = len(self.spacings) >= FEWEST_SPACINGS or self.transfers
             self.unsure_windows = 0 if known or not slow else self.unsure_windows - 1
@@ -188,6 +191,7 @@ class DirectionWindow(NamedTuple):
     """True if exact only as far as the base is, see :meth:`DirectionSeries.refine_wire_time`."""
     slack: float
     latency: float | None
+    transfer: float | None
     spacing: float | None
     failed_over: bool
     sender_waited: float

@@ -144,6 +144,7 @@ class LinkMonitor:
             refined,
             slack,
             sample.latency,
+            sample.transfer,
             sample.spacing,
             sample.failed_over,
             sample.sender_waited,

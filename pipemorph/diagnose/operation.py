@@ -35,6 +35,8 @@ class Operation(NamedTuple):
     chunk within the rank, ``global_chunk``: within the whole model, from the input on, and
     ``microbatch``; -1 where there is none.
 
+    ``bytes``: size of a send or receive, -1 if unknown.
+
     A receive includes its waiting. It may say when it was ``posted``, when its worker began to wait
     for it (``waited``) and when the data were there (``completed``); None where the trace has no
     such time. ``schedule``: framework and schedule of the job, such as ``torch Schedule1F1B``, on
@@ -56,6 +58,7 @@ class Operation(NamedTuple):
     waited: float | None = None
     completed: float | None = None
     schedule: str = ""
+    bytes: int = -1
 
     @property
     def end(self) -> float:

@@ -8,7 +8,7 @@ nothing here. Pure, but for a log.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from pipemorph.control import JobController
 from pipemorph.control.first_plan import initial_plan, initial_routes
+from pipemorph.detection.direction_series import DirectionKey
 from pipemorph.detection.job_observer import JobObserver
 from pipemorph.detection.rank_monitor import RankMonitor
 from pipemorph.errors import InputError, one_line
@@ -23,6 +24,7 @@ from pipemorph.ingest import Reply
 from pipemorph.local.observed_steps import (
     WINDOW_SECONDS,
     AlignedStep,
+    MessageSizes,
     align_step,
     build_profiles,
     build_windows,
@@ -111,6 +113,9 @@ class FollowedJob:
     _observer: JobObserver | None = None
     _pending: dict[int, dict[int, ObservedStep]] = field(default_factory=dict)
     """Steps that not all ranks have reported."""
+    _sizes: defaultdict[DirectionKey, MessageSizes] = field(
+        default_factory=lambda: defaultdict(MessageSizes)
+    )
     _ended: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_ENDED))
     _done: int = 0
     """Number of steps up to the newest one of all ranks."""
@@ -268,7 +273,7 @@ class FollowedJob:
             known = self.ranks[rank]
             profiles = build_profiles(step, known.place.crowding)
             known.monitor.observe_windows((), step.ended_at, profiles=profiles)
-        for at, receiver, sender, window in build_windows(self.mesh, ranks):
+        for at, receiver, sender, window in build_windows(self.mesh, ranks, self._sizes):
             load = {
                 "waited": ranks[receiver].waiting * WINDOW_SECONDS,
                 "sender_waited": ranks[sender].waiting * WINDOW_SECONDS,

@@ -8,11 +8,12 @@ be too long, by the time for which the message may have waited for its receiver.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
+from pipemorph.detection.direction_series import DirectionKey
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
@@ -43,6 +44,9 @@ BLOCKED_SECONDS = 0.0003
 """Least wait for a message that was not there yet; a wait for one that was takes less."""
 POSTED_SECONDS = 0.001
 """Time after the sending within which a receive counts as posted before it."""
+SIZED_PARTS, FEWEST_SIZED, SIZE_RATIO = 16, 4, 1.5
+"""Newest messages whose sizes and times are compared, the fewest of them, and the least ratio of
+two sizes that are."""
 MessageKind = Literal["F", "B"]
 """Messages of forwards go to the next stage, those of backwards to the one before."""
 DIRECTIONS: dict[MessageKind, Direction] = {"F": "forward", "B": "backward"}
@@ -83,11 +87,42 @@ class ObservedWindow(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """Message that has arrived: its wire time, and by how much that may be too long."""
+    """Message that has arrived: its wire time, and by how much that may be too long. ``bytes``: -1
+    if unknown. ``parts``: for its tensors, bytes up to their end, and seconds until they were
+    there, as far as exact."""
 
     at: float
     wire: float
     slack: float
+    bytes: int
+    parts: list[tuple[int, float]]
+
+
+class MessageSizes:
+    """Sizes and times of the newest messages of a direction, or of their tensors."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[int, float]] = deque(maxlen=SIZED_PARTS)
+
+    def add_parts(self, parts: Iterable[tuple[int, float]]) -> None:
+        self._parts.extend(parts)
+
+    def estimate_transfer(self, size: float) -> float | None:
+        """Seconds of a message of ``size`` bytes beyond that of an empty one: the median slope of
+        pairs of a small and a large one. None if there are too few, or sizes hardly differ."""
+        parts = sorted(self._parts)
+        half = len(parts) // 2
+        if 2 * half < FEWEST_SIZED:
+            return None
+        pairs = zip(parts[:half], parts[-half:], strict=True)
+        slopes = [
+            (large[1] - small[1]) / (large[0] - small[0])
+            for small, large in pairs
+            if large[0] >= SIZE_RATIO * small[0]
+        ]
+        if 2 * len(slopes) < FEWEST_SIZED:
+            return None
+        return max(0.0, size * median(slopes))
 
 
 def has_all_stages(place: ObservedPlace, step: ObservedStep) -> bool:
@@ -104,14 +139,15 @@ def align_step(
     those of the host."""
     rank, began = mesh.find_rank(place.chunks[0], place.replica), step.began_at + shift
     operations = []
-    for optype, stage, microbatch, start, duration, posted, waited in step.rows:
+    for optype, stage, microbatch, start, duration, posted, waited, size in step.rows:
         chunk = place.chunks.index(stage) if stage >= 0 else -1
         operations.append(
             Operation(
                 step.step, place.replica, mesh.pp_indices[place.chunks[0]], rank, optype,
                 began + start / 1e6, duration / 1e6, -1, chunk, stage, microbatch,
                 None if posted is None else began + posted / 1e6,
-                None if waited is None else began + waited / 1e6, schedule=place.framework,
+                None if waited is None else began + waited / 1e6,
+                schedule=place.framework, bytes=size,
             )
         )  # fmt: skip
     ended, seconds = step.ended_at + shift, step.ended_at - step.began_at - step.omitted
@@ -188,50 +224,67 @@ def _measure_times(step: AlignedStep, origin: float) -> RankTimes:
     )
 
 
-def build_windows(mesh: MeshShape, ranks: Mapping[int, AlignedStep]) -> list[ObservedWindow]:
+def build_windows(
+    mesh: MeshShape,
+    ranks: Mapping[int, AlignedStep],
+    sizes: defaultdict[DirectionKey, MessageSizes],
+) -> list[ObservedWindow]:
     """Windows of all directions of links in a step, in order of time. ``ranks``: by their number in
-    ``mesh``."""
-    sent = {
-        (op.dp_rank, op.global_chunk, SENDS[op.optype], op.microbatch): op
-        for step in ranks.values()
-        for op in step.operations
-        if op.optype in SENDS
-    }
+    ``mesh``. ``sizes``: of earlier messages, to which those of the step are added."""
+    sent: dict[tuple[int, int, str, int], list[Operation]] = defaultdict(list)
+    for step in ranks.values():
+        for op in step.operations:
+            if op.optype in SENDS:
+                sent[op.dp_rank, op.global_chunk, SENDS[op.optype], op.microbatch].append(op)
     windows = []
     for rank, step in ranks.items():
-        buckets: dict[tuple[int, MessageKind, int], list[_Arrival]] = defaultdict(list)
+        received: dict[tuple[int, MessageKind, int], list[Operation]] = defaultdict(list)
         for op in step.operations:
-            if (kind := RECEIVES.get(op.optype)) is None:
-                continue
-            source = op.global_chunk - 1 if kind == "F" else op.global_chunk + 1
-            send = sent.get((op.dp_rank, source, kind, op.microbatch))
-            if send is not None:
-                arrival = _judge_arrival(send, op)
-                key = op.global_chunk, kind, int(arrival.at / WINDOW_SECONDS)
-                buckets[key].append(arrival)
+            if (kind := RECEIVES.get(op.optype)) is not None:
+                received[op.global_chunk, kind, op.microbatch].append(op)
+        column = mesh.find_coordinate(rank).column
+        buckets: dict[tuple[int, MessageKind, int], list[_Arrival]] = defaultdict(list)
+        for (stage, kind, microbatch), receives in received.items():
+            source = stage - 1 if kind == "F" else stage + 1
+            if sends := sent.get((column, source, kind, microbatch)):
+                arrival = _judge_arrival(sends, receives)
+                buckets[stage, kind, int(arrival.at / WINDOW_SECONDS)].append(arrival)
         for (stage, kind, _), arrivals in buckets.items():
             source = stage - 1 if kind == "F" else stage + 1
-            column = mesh.find_coordinate(rank).column
+            key: DirectionKey = (min(stage, source), column, DIRECTIONS[kind])
+            for arrival in arrivals:
+                sizes[key].add_parts(arrival.parts)
+            total = sum(max(0, arrival.bytes) for arrival in arrivals)
             sample = LinkSample(
-                link=min(stage, source), replica=column, direction=DIRECTIONS[kind],
-                route=Route.DIRECT, transport=step.transport,
-                iteration=step.step, bytes=0, queue_p50=0.0, **_summarize_arrivals(arrivals),
+                link=key[0], replica=column, direction=key[2],
+                route=Route.DIRECT, transport=step.transport, iteration=step.step, bytes=total,
+                queue_p50=0.0, transfer=sizes[key].estimate_transfer(total / len(arrivals)),
+                **_summarize_arrivals(arrivals),
             )  # fmt: skip
             sender = mesh.find_rank(source, column)
             windows.append(ObservedWindow(arrivals[-1].at, rank, sender, sample))
     return sorted(windows, key=lambda window: window.at)
 
 
-def _judge_arrival(send: Operation, receive: Operation) -> _Arrival:
-    sent, end = send.start, receive.end
-    posted = receive.start if receive.posted is None else receive.posted
-    waited = receive.start if receive.waited is None else receive.waited
-    wire = max(0.0, end - sent)
-    if end - waited < BLOCKED_SECONDS:
-        return _Arrival(end, wire, wire)  # It was there already.
+def _judge_arrival(sends: Sequence[Operation], receives: Sequence[Operation]) -> _Arrival:
+    """Join both ends of a message, with a send and a receive per tensor."""
+    sent, end = sends[0].start, receives[-1].end
+    posted = receives[0].start if receives[0].posted is None else receives[0].posted
     # A message may wait with its sender until the receive is posted, or on the way.
-    slack = posted - sent
-    return _Arrival(end, wire, 0.0 if slack <= POSTED_SECONDS else min(wire, slack))
+    slack = 0.0 if posted - sent <= POSTED_SECONDS else posted - sent
+    parts, size = [], 0
+    for send, receive in zip(sends, receives, strict=False):
+        size = size + send.bytes if min(size, send.bytes) >= 0 else -1
+        if receive.end - _began_waiting(receive) >= BLOCKED_SECONDS and size >= 0 and not slack:
+            parts.append((size, receive.end - sent))
+    wire = max(0.0, end - sent)
+    if end - _began_waiting(receives[0]) < BLOCKED_SECONDS:
+        slack = wire  # It was there already.
+    return _Arrival(end, wire, min(wire, slack), size, parts)
+
+
+def _began_waiting(receive: Operation) -> float:
+    return receive.start if receive.waited is None else receive.waited
 
 
 def _summarize_arrivals(arrivals: Sequence[_Arrival]) -> dict[str, Any]:

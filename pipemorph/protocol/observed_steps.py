@@ -25,12 +25,14 @@ Number = Annotated[int, Field(ge=0, lt=1 << 20)]
 Size = Annotated[int, Field(ge=1, le=100_000)]
 Signed = Annotated[int, Field(ge=-1, lt=1 << 20)]
 Duration = Annotated[int, Field(ge=0, le=10**12)]
+Bytes = Annotated[int, Field(ge=-1, le=1 << 50)]
 Name = Annotated[str, Field(min_length=1, max_length=64), PRINTABLE]
 ObservedRow = tuple[
-    Name, Signed, Signed, Microseconds, Duration, Microseconds | None, Microseconds | None
+    Name, Signed, Signed, Microseconds, Duration, Microseconds | None, Microseconds | None, Bytes
 ]
 """Row of an op table: op type, stage, microbatch (-1 where there is none); start after ``began_at``
-and duration; of a receive, when it was posted, and when the rank began to wait for it."""
+and duration; of a receive, when it was posted, and when the rank began to wait for it;
+size of a send or receive (-1: unknown)."""
 ClockOffset = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 
 

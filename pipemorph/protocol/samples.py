@@ -99,6 +99,8 @@ class LinkSample(ProtocolModel):
     """True if the link's direct route broke, so that its messages are delegated under any plan."""
     rtt_min: Seconds | None = None
     """Shortest round trip on the engine's control connection; None if not measured."""
+    transfer: Seconds | None = None
+    """Time for which a message occupied the link, by sizes that differ; None if unknown."""
     slack: Seconds | None = None
     """Most time by which an upper bound may be too long; None: the longest op of the receiver."""
 

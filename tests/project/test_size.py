@@ -22,11 +22,11 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 113_880,
-    "product code lines": 83_980,
-    "test lines": 107_330,
+    "product lines": 114_010,
+    "product code lines": 84_070,
+    "test lines": 107_400,
     "benchmark lines": 7_500,
-    "public classes": 770,
+    "public classes": 771,
     "modules": 463,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,

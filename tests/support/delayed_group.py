@@ -17,13 +17,13 @@ DEADLINE_SECONDS = 100
 class _DelayedSend(dist.Work):  # type: ignore[misc]
     """Send that is over when its message has been passed on."""
 
-    def __init__(self, call: Callable[[], Any], at: float) -> None:
+    def __init__(self, call: Callable[[], Any], at: float, occupied: float) -> None:
         super().__init__()
-        self._call, self._at = call, at
+        self._call, self._at, self._occupied = call, at, occupied
         self._over = threading.Event()
 
     def pass_on(self) -> None:
-        time.sleep(max(0.0, self._at - time.monotonic()))
+        time.sleep(max(0.0, self._at - time.monotonic()) + self._occupied)
         self._call().wait()
         self._over.set()
 
@@ -35,12 +35,13 @@ class _DelayedSend(dist.Work):  # type: ignore[misc]
 
 class DelayedGroup(dist.ProcessGroup):
     """Group of all ranks. Messages between ranks ``link`` and ``link + 1`` follow each other, and
-    each takes ``delay`` seconds longer, from now on."""
+    each takes ``delay`` seconds longer, from now on. With ``byte_seconds`` each occupies the link
+    for as many seconds per byte."""
 
     def __init__(self, link: int, delay: float) -> None:
         self._gloo: Any = dist.group.WORLD
         super().__init__(self._gloo.rank(), self._gloo.size())
-        self.delay = delay
+        self.delay, self.byte_seconds = delay, 0.0
         self._ends = {link, link + 1}
         self._queue: SimpleQueue[_DelayedSend] = SimpleQueue()
         threading.Thread(target=self._pass_on, daemon=True).start()
@@ -50,10 +51,11 @@ class DelayedGroup(dist.ProcessGroup):
             self._queue.get().pass_on()
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
-        if not self.delay or {self.rank(), target} != self._ends:
+        if not (self.delay or self.byte_seconds) or {self.rank(), target} != self._ends:
             return self._gloo.send(tensors, target, tag)
         at = time.monotonic() + self.delay
-        work = _DelayedSend(lambda: self._gloo.send(tensors, target, tag), at)
+        occupied = self.byte_seconds * sum(tensor.nbytes for tensor in tensors)
+        work = _DelayedSend(lambda: self._gloo.send(tensors, target, tag), at, occupied)
         self._queue.put(work)
         return work
 

@@ -43,9 +43,17 @@ def order_1f1b(stages: int, microbatches: int) -> Order:
 
 
 def run_step(
-    step: int, began: float, order: Order, wires: Mapping[int, float], *, noise: float = 0.0
+    step: int,
+    began: float,
+    order: Order,
+    wires: Mapping[int, float],
+    *,
+    noise: float = 0.0,
+    sizes: Sequence[int] = (-1,),
+    rates: Mapping[int, float] | None = None,
 ) -> list[ObservedStep]:
-    """Run a step on all ranks, by one clock. ``wires``: seconds of a message by link."""
+    """Run a step on all ranks, by one clock. ``wires``: seconds of a message by link. ``sizes``:
+    bytes of messages, of the microbatches in turn; ``rates``: bytes per second by narrow link."""
     done: dict[tuple[OpKind, int, int], float] = {}
     ran: list[list[TimedOp]] = [[] for _ in order]
     receives: dict[int, list[tuple[str, int, float, float]]] = defaultdict(list)
@@ -60,6 +68,8 @@ def run_step(
                     if (kind, source, m) not in done:
                         break
                     wire = wires.get(min(stage, source), USUAL) + noise * ((7 * m + step) % 3)
+                    if (rate := (rates or {}).get(min(stage, source))) is not None:
+                        wire += sizes[m % len(sizes)] / rate
                     start = max(start, done[kind, source, m] + wire)
                     optype = FORWARD_RECV if kind is OpKind.F else BACKWARD_RECV
                     receives[stage].append((optype, m, free[stage], start))
@@ -69,7 +79,7 @@ def run_step(
                 positions[stage] += 1
     ended = max(free)
     return [
-        _make_step(step, stage, ops, receives[stage], (began, ended, len(order)))
+        _make_step(step, stage, ops, receives[stage], (began, ended, len(order)), sizes=sizes)
         for stage, ops in enumerate(ran)
     ]
 
@@ -80,13 +90,16 @@ def _make_step(
     ops: Sequence[TimedOp],
     received: Sequence[tuple[str, int, float, float]],
     span: tuple[float, float, int],
+    *,
+    sizes: Sequence[int],
 ) -> ObservedStep:
     began, ended, stages = span
 
     def make_row(optype: str, m: int, start: float, end: float) -> ObservedRow:
         at, until = round(1e6 * (start - began)), round(1e6 * (end - began))
         moments = (at, at) if optype in (FORWARD_RECV, BACKWARD_RECV) else (None, None)
-        return optype, stage, m, at, until - at, *moments
+        size = -1 if optype in (FORWARD, BACKWARD) else sizes[m % len(sizes)]
+        return optype, stage, m, at, until - at, *moments, size
 
     rows = []
     for op in ops:

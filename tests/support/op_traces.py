@@ -171,7 +171,7 @@ def make_table(operations: Iterable[Operation]) -> OperationTable:
 
 COLUMNS = (
     "step", "dp_rank", "stage", "rank", "optype", "start_ts", "duration", "seq_id", "mc", "gmc",
-    "mb_id", "posted", "waited", "completed", "schedule",
+    "mb_id", "posted", "waited", "completed", "schedule", "bytes",
 )  # fmt: skip
 
 

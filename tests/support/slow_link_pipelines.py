@@ -23,6 +23,8 @@ from sleeping_stages import Sleep
 from torch import Tensor, nn
 
 WIDTH = 16
+BYTES = 4 * WIDTH
+"""Size of a message of one tensor."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,25 @@ class SlowLinkRun:
     link: int = 0
     delay: float = 0.02
     late_from: int = 8
+    narrow: bool = False
+    """Whether the link is narrow instead: a message of its size takes the delay."""
+    tensors: int = 1
+    """Tensors of a message: two are a small one and the usual one."""
 
 
 class _Stage(nn.Module):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, tensors: int) -> None:
         super().__init__()
-        self._seconds = seconds
+        self._seconds, self._tensors = seconds, tensors
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = tensors[-1]
+        if len(tensors) == 2:
+            x = x + tensors[0]
         apply: Any = Sleep.apply
         found: Tensor = apply(self.layer(x), self._seconds, 2 * self._seconds)
-        return found
+        return found if self._tensors == 1 else (found[:, :1], found)
 
 
 def train_slow_link(run: SlowLinkRun) -> str:
@@ -57,7 +66,7 @@ def train_slow_link(run: SlowLinkRun) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = make_delayed_group(run.link, 0.0)
     torch.manual_seed(rank)
-    stage = _Stage(run.forward)
+    stage = _Stage(run.forward, run.tensors if rank < size - 1 else 1)
     schedule = make_schedule(run.schedule, [stage], group, run.microbatches)
     optimizer = torch.optim.AdamW(stage.parameters(), 1e-2)
     hashed = hashlib.sha256()
@@ -65,7 +74,8 @@ def train_slow_link(run: SlowLinkRun) -> str:
     samples = torch.randn(run.microbatches, WIDTH)
     for step in range(run.steps):
         if step == run.late_from:
-            group.delay = run.delay
+            group.delay = 0.0 if run.narrow else run.delay
+            group.byte_seconds = run.delay / BYTES if run.narrow else 0.0
         args = (samples,) if rank == 0 else ()
         losses: list[Tensor] = []
         kwargs = {"target": samples.sin(), "losses": losses} if rank == size - 1 else {}

@@ -71,6 +71,7 @@ class RecordedOp(NamedTuple):
     posted: float | None = None
     waited: float | None = None
     completed: float | None = None
+    bytes: int = -1
 
 
 class OpRecorder:
@@ -175,12 +176,14 @@ class OpRecorder:
         posted: float | None = None,
         waited: float | None = None,
         completed: float | None = None,
+        bytes: int = -1,
     ) -> None:
         """Add an op with times of your own, in seconds by one clock within the step, such as
         :meth:`now`.
 
         ``posted``, ``waited``, ``completed``: of a receive, when it was posted, when the wait for
-        it began, and when its data were there, if that is known. Raises ValueError for an unknown
+        it began, and when its data were there, if that is known. ``bytes``: size of a send or
+        receive. Raises ValueError for an unknown
         op type, for times that are no seconds, and before :meth:`begin_step`.
         """
         _check_optype(optype)
@@ -189,9 +192,12 @@ class OpRecorder:
         for name, value in times.items():
             if value is not None and (not isfinite(value) or (name == "duration" and value < 0)):
                 raise ValueError(f"{name}: is {value}; expected seconds")
-        within = (None if each is None else float(each) for each in (posted, waited, completed))
-        numbers = int(microbatch), int(chunk), int(global_chunk)
-        self.add_ops([RecordedOp(optype, float(start), float(duration), *numbers, *within)])
+        within = [None if each is None else float(each) for each in (posted, waited, completed)]
+        op = RecordedOp(
+            optype, float(start), float(duration), int(microbatch), int(chunk), int(global_chunk),
+            within[0], within[1], within[2], int(bytes),
+        )  # fmt: skip
+        self.add_ops([op])
 
     def add_ops(self, ops: Iterable[RecordedOp]) -> None:
         """Add ops of one step by one write. Unlike :meth:`add_op` it does not check them."""
@@ -213,6 +219,8 @@ class OpRecorder:
         for name in ("posted", "waited", "completed"):
             if (value := getattr(op, name)) is not None:
                 line += f', "{name}": {value!r}'
+        if op.bytes >= 0:
+            line += f', "bytes": {op.bytes}'
         if not seq_id and len(self._counts) == 1:
             line += self._schedule  # Once in a step.
         return line + "}\n"

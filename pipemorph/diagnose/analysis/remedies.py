@@ -493,8 +493,8 @@ class _ReplicaModel:
 
     def plan_links(self, slow: Container[int], *, narrow: bool) -> Problem:
         """Problem with the links of PipeMorph's runtime. ``slow``: links that are delegated, by
-        their first stage; with ``narrow`` each of their messages occupies the link: sizes are not
-        recorded, so what they take may be a delay or a transfer."""
+        their first stage; with ``narrow`` each of their messages occupies the link: most
+        have one size, so what they take may be a delay or a transfer."""
         stages = self.set.chunk_stages
         several = self.problem.multi_stage
         links = []

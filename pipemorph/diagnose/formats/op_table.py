@@ -15,7 +15,7 @@ from pipemorph.extras import missing_package_error
 
 REQUIRED = ("step", "dp_rank", "stage", "optype", "start_ts", "duration")
 WHOLE = {"step": None, "dp_rank": None, "stage": None, "rank": -1, "seq_id": -1, "mc": -1,
-         "gmc": -1, "mb_id": -1}  # fmt: skip
+         "gmc": -1, "mb_id": -1, "bytes": -1}  # fmt: skip
 """Columns of whole numbers, with the value of a column that is absent; None: it must be there."""
 SECONDS = {"start_ts": None, "duration": None, "posted": -1, "waited": -1, "completed": -1}
 """Columns of seconds; -1: none if absent."""
@@ -166,6 +166,7 @@ def _parse_row(file: TraceFile, line: int, row: Mapping[str, Any]) -> Operation:
         found["step"], found["dp_rank"], found["stage"], found["rank"], str(row["optype"]).strip(),
         found["start_ts"], found["duration"], found["seq_id"], found["mc"], found["gmc"],
         found["mb_id"], times[0], times[1], times[2], str(row.get("schedule") or ""),
+        found["bytes"],
     )  # fmt: skip
 
 

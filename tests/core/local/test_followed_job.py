@@ -45,11 +45,13 @@ class Host:
         *,
         ahead: tuple[float, ...] = (0.0,) * STAGES,
         session: str = "a",
+        **messages: Any,
     ) -> None:
-        """Run steps, whose ranks report one after the other. ``wires``: of a step's links."""
+        """Run steps, whose ranks report one after the other. ``wires``: of a step's links;
+        ``messages``: see :func:`run_step`."""
         order = order_1f1b(STAGES, MICROBATCHES)
         for step in steps:
-            ran = run_step(step, self.now, order, wires(step), noise=0.0002)
+            ran = run_step(step, self.now, order, wires(step), noise=0.0002, **messages)
             self.now = ran[0].ended_at + 0.01
             for stage, each in enumerate(ran):
                 body = make_report(stage, STAGES, [each], ahead=ahead[stage], session=session)
@@ -84,6 +86,30 @@ def test_a_late_link_is_named_with_its_delay_and_since_when() -> None:
     lines = [each.line for each in host.journal.view.decisions]
     assert len(lines) == 1
     assert lines[0].startswith("link 1 is slow by 29.9 ms one way")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_narrow", "transfer"),
+    [
+        ((1_000_000, 3_000_000, 2_000_000), False, 0.0),
+        ((1_000_000, 3_000_000, 2_000_000), True, 0.020),
+        # Sizes that do not differ do not show it.
+        ((2_000_000,), True, 0.0),
+    ],
+)
+def test_a_link_is_narrow_if_larger_messages_take_longer(
+    sizes: tuple[int, ...], is_narrow: bool, transfer: float
+) -> None:
+    host = Host()
+    host.run(range(1, 20), sizes=sizes)
+    if is_narrow:
+        host.run(range(20, 40), sizes=sizes, rates={1: 1e8})
+    else:
+        host.run(range(20, 40), lambda _: {1: USUAL + 0.020}, sizes=sizes)
+    link = host.journal.view.links[1]
+    assert (link.health, link.in_doubt) == (Health.SLOW, False)
+    assert link.delay == pytest.approx(0.020, rel=0.25)
+    assert link.transfer == pytest.approx(transfer, rel=0.25)
 
 
 def test_the_plan_in_force_is_the_order_that_was_seen() -> None:

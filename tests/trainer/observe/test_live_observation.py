@@ -45,6 +45,15 @@ def train(
     ("ranks", "run"),
     [
         (2, SlowLinkRun(steps=20, link=0, delay=0.04, late_from=8)),
+        *(
+            pytest.param(
+                2, SlowLinkRun(
+                    steps=24, link=0, delay=0.04, late_from=8, tensors=2, narrow=is_narrow
+                ),
+                marks=pytest.mark.full,
+            )
+            for is_narrow in (False, True)
+        ),
         pytest.param(
             4, SlowLinkRun(steps=60, link=2, delay=0.06, late_from=25, forward=0.01),
             marks=pytest.mark.full,
@@ -68,6 +77,7 @@ def test_a_late_link_of_a_plain_torch_job_is_named(
     worst = max(slow, key=lambda link: link.delay)
     assert worst.link == run.link
     assert worst.delay == pytest.approx(run.delay, rel=0.3)
+    assert (worst.transfer > 0) is run.narrow
     periods = [
         each
         for each in journal.copy_link_history().list_slow_periods()
@@ -76,7 +86,7 @@ def test_a_late_link_of_a_plain_torch_job_is_named(
     # On a busy machine the link may be found some steps later.
     assert periods[0].begin <= run.late_from + 8
     assert len(journal.list_iterations()) == run.steps - 1, "the first step has set-up"
-    if ranks == 2:
+    if ranks == 2 and run.tensors == 1:
         # Late messages change no numbers.
         prompt = replace(run, late_from=run.steps)
         assert observed == run_ranks(ranks, train, prompt, ("", ""), "")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from launch import run_ranks
-from observed_pipelines import ObservedRun, read_rows, train_observed
+from observed_pipelines import WIDTH, ObservedRun, read_rows, train_observed
 from profiled_pipelines import SCHEDULES
 
 PROGRAM = Path(__file__).parents[2] / "support" / "observed_pipelines.py"
@@ -79,6 +79,8 @@ def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     assert [row["schedule"] for row in rows if "schedule" in row] == [kind] * 3 * ranks
     for row in rows:
         assert row["duration"] >= 0
+        is_message = row["optype"].endswith(("-send", "-recv"))
+        assert row.get("bytes") == (4 * 4 * WIDTH if is_message else None)
         if "recv" in row["optype"]:
             assert row["start_ts"] == row["posted"] <= row["waited"]
     for optype in ("optimizer", "data"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from launch import run_ranks
 from observed_pipelines import read_rows
-from other_frameworks import MICROBATCHES, FrameworkRun, train_framework
+from other_frameworks import LENGTH, MICROBATCHES, WIDTH, FrameworkRun, train_framework
 from soak_packages import require_package
 from titan_job import TitanJob, TitanRun, train
 
@@ -75,6 +75,9 @@ def test_training_is_equal_to_the_bit_and_every_op_is_recorded(
     check_ops("forward-send", range(chunks - 1))
     check_ops("backward-recv", range(chunks - 1))
     check_ops("backward-send", range(1, chunks))
+    sizes = {row["bytes"] for row in rows if row["optype"].endswith(("-send", "-recv"))}
+    # Of Megatron a message has two sequences, and of DeepSpeed four vectors.
+    assert sizes == {4 * WIDTH * (2 * LENGTH if run.framework == "megatron" else 4)}
     counts = Counter(row["optype"] for row in rows)
     assert counts["optimizer"] == 2 * ranks
     if run.replicas > 1:

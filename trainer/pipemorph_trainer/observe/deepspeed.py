@@ -52,6 +52,8 @@ def hook_deepspeed(observation: Observation, engine: Any) -> None:
         elif instruction.__name__ == "OptimizerStep":
             instructions[instruction] = hooks.wrap_optimizer(method)
     observation.call_at_stop(lambda: instructions.update(original))
+    for name in ("send", "recv"):
+        observation.replace(getattr(engine, "p2p", None), name, hooks.count_bytes)
     names = {instruction.__name__ for instruction in original}
     observation.warn_lacks("DeepSpeed", sorted({*_OPTYPES, "OptimizerStep"} - names))
 
@@ -65,6 +67,8 @@ class _EngineHooks:
         self._stage = 0
         self._counts: Counter[str] = Counter()
         """Instructions of each op type in this step: in the order of microbatches."""
+        self._bytes = 0
+        """Bytes of the tensors that this instruction has sent or received."""
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``train_batch``, which is a training step."""
@@ -105,6 +109,7 @@ class _EngineHooks:
 
     def _begin_step(self, engine: Any) -> None:
         self._counts.clear()
+        self._bytes = 0
         self._stage = engine.stage_id
         import torch.distributed as dist
 
@@ -128,7 +133,18 @@ class _EngineHooks:
         def add(call: TimedCall) -> None:
             number = -1 if optype in _WITHOUT_MICROBATCH else self._counts[optype]
             self._counts[optype] += 1
-            op = MarkedOp(optype, call.start, call.end, number, self._stage)
+            size, self._bytes = self._bytes or -1, 0
+            op = MarkedOp(optype, call.start, call.end, number, self._stage, bytes=size)
             self._observation.add(op)
 
         return add
+
+    def count_bytes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``send`` or ``recv`` of a tensor, its first argument."""
+
+        def transfer(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._bytes += getattr(args[0] if args else None, "nbytes", 0)
+            return result
+
+        return transfer

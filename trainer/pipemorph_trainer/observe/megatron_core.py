@@ -184,7 +184,15 @@ class _MegatronHooks:
         if receive is not None:
             posted, end = receive.posted, receive.end
             self._observation.add(
-                MarkedOp(receive.optype, posted, end, *op, posted, receive.waited)
+                MarkedOp(
+                    receive.optype,
+                    posted,
+                    end,
+                    *op,
+                    posted,
+                    receive.waited,
+                    _count_bytes(receive.tensor),
+                )
             )
 
     def wrap_communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,9 +213,11 @@ class _MegatronHooks:
     def _add_messages(self, arguments: dict[str, Any], start: Any, result: Any) -> None:
         end = self._observation.mark()
         for name, optype in _SENDS:
-            op = self._made.get(_identify_tensor(arguments[name]))
-            if arguments[name] is not None and op is not None:
-                self._observation.add(MarkedOp(optype, start, end, *op))
+            tensor = arguments[name]
+            op = self._made.get(_identify_tensor(tensor))
+            if tensor is not None and op is not None:
+                size = _count_bytes(tensor)
+                self._observation.add(MarkedOp(optype, start, end, *op, bytes=size))
         for (name, optype), tensor in zip(_RECEIVES, result, strict=False):
             if tensor is None:
                 continue
@@ -266,6 +276,10 @@ def _has_tied(models: Sequence[Any]) -> bool:
     while hasattr(model, "module"):
         model = model.module
     return bool(getattr(model, "share_embeddings_and_output_weights", False))
+
+
+def _count_bytes(tensor: Any) -> int:
+    return sum(each.nbytes for each in (tensor if isinstance(tensor, (list, tuple)) else [tensor]))
 
 
 def _identify_tensor(tensor: Any) -> int:

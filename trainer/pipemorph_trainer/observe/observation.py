@@ -29,7 +29,8 @@ MOST_OPS = 1 << 20
 
 
 class MarkedOp(NamedTuple):
-    """An op with marks instead of times. ``posted``, ``waited``: of a receive."""
+    """An op with marks instead of times. ``posted``, ``waited``: of a receive. ``bytes``: of a
+    message."""
 
     optype: str
     start: Any
@@ -38,6 +39,7 @@ class MarkedOp(NamedTuple):
     stage: int = -1
     posted: Any = None
     waited: Any = None
+    bytes: int = -1
 
 
 class TimedCall(NamedTuple):
@@ -323,10 +325,16 @@ class Observation:
         rows = []
         for op in ended.ops:
             start, end = seconds(op.start), seconds(op.end)
-            within = (None if each is None else seconds(each) for each in op[5:])
+            posted, waited = (
+                None if each is None else seconds(each) for each in (op.posted, op.waited)
+            )
             chunk = chunks.index(op.stage) if op.stage in chunks else -1
-            ids = op.microbatch, chunk, op.stage
-            rows.append(RecordedOp(op.optype, start, max(0.0, end - start), *ids, *within))
+            rows.append(
+                RecordedOp(
+                    op.optype, start, max(0.0, end - start), op.microbatch, chunk, op.stage,
+                    posted, waited, bytes=op.bytes,
+                )
+            )  # fmt: skip
         if self._reporter is not None:
             began, until = self._read_host(ended.began), self._read_host(ended.ended)
             self._reporter.add_step(ended.step, rows, began, until, ended.omitted)

@@ -236,7 +236,7 @@ def make_step(recorded: FinishedStep) -> ObservedStep:
         (
             op.optype, op.global_chunk, op.microbatch, shift(op.start), round(1e6 * op.duration),
             None if op.posted is None else shift(op.posted),
-            None if op.waited is None else shift(op.waited),
+            None if op.waited is None else shift(op.waited), op.bytes,
         )
         for op in recorded.ops[:MOST_ROWS]
     ]  # fmt: skip

@@ -40,11 +40,12 @@ _REDUCTIONS = ("perform_reduce_grad", "start_gradient_reduction", "wait_for_grad
 
 
 class _Message(NamedTuple):
-    """Message of a P2POp, or of its work with the mark at which it was posted."""
+    """Message of a P2POp, one tensor, or of its work with the mark at which it was posted."""
 
     optype: str
     microbatch: int
     stage: int
+    bytes: int
     posted: Any = None
 
 
@@ -195,7 +196,8 @@ class ScheduleHooks:
         def tag(call: TimedCall) -> None:
             microbatch = call.args[1] if len(call.args) > 1 else next(iter(call.kwargs.values()))
             for op in call.result:
-                op.pipemorph_message = _Message(optype, microbatch, call.args[0].stage_index)
+                stage = call.args[0].stage_index
+                op.pipemorph_message = _Message(optype, microbatch, stage, op.tensor.nbytes)
 
         return tag
 
@@ -206,9 +208,11 @@ class ScheduleHooks:
             if (message := op.__dict__.pop("pipemorph_message", None)) is not None:
                 # A batch of several groups is split: its parts come here before it.
                 messages.append(message)
-        for optype, microbatch, stage, _ in messages:
+        for optype, microbatch, stage, size, _ in messages:
             if optype in _SENDS:
-                self._observation.add(MarkedOp(optype, call.start, call.end, microbatch, stage))
+                self._observation.add(
+                    MarkedOp(optype, call.start, call.end, microbatch, stage, bytes=size)
+                )
         if len(works) != len(messages):
             works = works[-1:] * len(messages)
         for work, message in zip(works, messages, strict=False):
@@ -235,8 +239,8 @@ class ScheduleHooks:
 
     def _add_receives(self, messages: Sequence[_Message], waited: Any) -> None:
         end = self._observation.mark()
-        for optype, microbatch, stage, posted in messages:
-            op = MarkedOp(optype, posted, end, microbatch, stage, posted, waited)
+        for optype, microbatch, stage, size, posted in messages:
+            op = MarkedOp(optype, posted, end, microbatch, stage, posted, waited, size)
             self._observation.add(op)
 
 
