@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from pipemorph.reproduce.published import Spread, make_exact
@@ -45,6 +45,8 @@ class ComparedFigure:
     reason: Reason | None = None
     limit: bool = False
     """True if the published figure is a limit: ours agrees if it is no larger."""
+    at: float | None = None
+    """Delay in milliseconds over which the page draws figures of one way; None: not drawn."""
 
     @property
     def agrees(self) -> bool:
@@ -80,6 +82,7 @@ class ComparedFigure:
             "measured": self.measured._asdict(),
             "difference": self.difference,
             "method": self.method,
+            "at": self.at,
             "agrees": self.agrees,
             "reason": self.reason and self.reason._asdict(),
         }
@@ -94,13 +97,14 @@ def compare(
     unit: str = "ms",
     method: Method = "simulated",
     limit: bool = False,
+    at: float | None = None,
     reasons: Iterable[Explain] = (),
 ) -> ComparedFigure:
     """Compare a figure. ``reasons``: explanations to try in turn if it does not agree."""
     theirs = make_exact(published) if isinstance(published, float | int) else published
     ours = make_exact(measured) if isinstance(measured, float | int) else measured
-    found = ComparedFigure(case, way, unit, theirs, ours, method, limit=limit)
+    found = ComparedFigure(case, way, unit, theirs, ours, method, limit=limit, at=at)
     if found.agrees:
         return found
     reason = next((holds for explain in reasons if (holds := explain()) is not None), None)
-    return ComparedFigure(case, way, unit, theirs, ours, method, reason, limit)
+    return replace(found, reason=reason)

@@ -20,25 +20,30 @@ def run_experiments(
 ) -> dict[str, Any]:
     """Run experiments. Returns the document that the page shows; a failed run ends only its
     own experiment, whose ``failure`` is what it printed."""
-    found = []
+    found, rows = list[dict[str, Any]](), list[ComparedFigure]()
     for number, each in enumerate(experiments, 1):
         form.note(f"{number} of {len(experiments)}: {each.title}")
-        found.append(_run_experiment(each, form))
+        document, its_rows = _run_experiment(each, form)
+        found.append(document)
+        rows += its_rows
     return {
         "version": __version__,
         "form": "full" if form.full else "short",
         "tolerance": TOLERANCE,
+        "summary": summarize_rows(rows),
         "experiments": found,
     }
 
 
-def _run_experiment(experiment: Experiment, form: RunForm) -> dict[str, Any]:
+def _run_experiment(
+    experiment: Experiment, form: RunForm
+) -> tuple[dict[str, Any], list[ComparedFigure]]:
     began, failure = monotonic(), None
     try:
         rows = list(experiment.run(form))
     except FailedRunError as error:
         rows, failure = [], str(error)
-    return {
+    document = {
         "name": experiment.name,
         "title": experiment.title,
         "setting": experiment.setting,
@@ -48,6 +53,7 @@ def _run_experiment(experiment: Experiment, form: RunForm) -> dict[str, Any]:
         "failure": failure,
         "rows": [row.to_json() for row in rows],
     }
+    return document, rows
 
 
 def summarize_rows(rows: list[ComparedFigure]) -> str:

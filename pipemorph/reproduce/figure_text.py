@@ -29,7 +29,7 @@ def format_comparison(found: dict[str, Any]) -> list[RenderableType]:
         parts += [make_table(HEADINGS, rows, right=HEADINGS[1:4]), ""]
         parts += [f"{name}: {sentence}" for name, sentence in sentences.items()]
         parts += [f"{experiment['summary']}. Published: {experiment['source']}.", ""]
-    return parts
+    return [*parts, f"In all: {found['summary']}."]
 
 
 def _format_row(row: dict[str, Any]) -> tuple[str, ...]:

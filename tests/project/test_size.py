@@ -22,8 +22,8 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_010,
-    "product code lines": 84_070,
+    "product lines": 114_060,
+    "product code lines": 84_120,
     "test lines": 107_400,
     "benchmark lines": 7_500,
     "public classes": 771,

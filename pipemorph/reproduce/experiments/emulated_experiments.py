@@ -58,6 +58,7 @@ def run_emulated(form: RunForm) -> Iterator[ComparedFigure]:
                     published,
                     Spread(*(ms + outside for ms in times[way][delay])),
                     method="emulated",
+                    at=delay,
                     reasons=list_explanations(found, way, every) if delay else (),
                 )
     growth: Mapping[str, float] = load_published()["gains"]["growth_at_60_of_14b"]

@@ -42,6 +42,7 @@ def compare_iterations(
     """Compare the iteration times of an experiment, for every way. ``measure``: returns ours."""
     every = list(list_iterations(experiment))
     several = len({found.model.name for found in every}) > 1
+    grows = len({tuple(found.delays) for found in every}) == 1
     for found in every:
         model = found.model
         others = [each for each in every if each.model.name == model.name]
@@ -52,6 +53,7 @@ def compare_iterations(
                 WAYS[way],
                 published,
                 measure(found, way),
+                at=max(found.delays.values()) if grows else None,
                 reasons=list_explanations(found, way, others),
             )
 
@@ -82,7 +84,8 @@ def run_delays(_: RunForm) -> Iterator[ComparedFigure]:
     """Compare iterations under a growing delay of the last link."""
     model = load_model("14B")
     for way, published in model.undisturbed.items():
-        yield compare("no delay", WAYS[way], float(published), simulate_way(model, way, {}))
+        ours = simulate_way(model, way, {})
+        yield compare("no delay", WAYS[way], float(published), ours, at=0.0)
     yield from compare_iterations("delays")
     growth: Mapping[str, float] = load_published()["gains"]["growth_at_60_of_14b"]
     last = {model.stages - 2: 60.0}

@@ -121,6 +121,10 @@ def test_plans_of_random_problems_are_proven_near_the_optimum() -> None:
     assert time.unit == "ms" and time.limit
 
 
+def found_summary(folder: Path) -> str:
+    return str(json.loads((folder / "reproduce.json").read_text())["summary"])
+
+
 def test_the_command_writes_a_page_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +133,7 @@ def test_the_command_writes_a_page_and_figures(
     assert main(["reproduce", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "3 of 3 published figures agree" in printed
+    assert printed.endswith("In all: " + found_summary(folder) + ".\n")
     assert "no overlap: stage 6: 24 × (26 + 2 × 10) ms" in printed
     found = json.loads((folder / "reproduce.json").read_text())
     assert [each["name"] for each in found["experiments"]] == ["example", "delays"]
@@ -136,6 +141,9 @@ def test_the_command_writes_a_page_and_figures(
     assert all(row["agrees"] or row["reason"] for row in rows)
     example = [row["measured"]["mean"] for row in rows if row["way"].endswith("no delay")]
     assert example == [390, 400, 440]
+    assert {row["at"] for row in rows if row["unit"] == "ms" and row["way"] == "1F1B"} == {
+        10.0 * k for k in range(7)
+    }
     page = (folder / "reproduce.html").read_text()
     data = page.split('type="application/json">')[1].split("</script>", maxsplit=1)[0]
     assert json.loads(data) == found
