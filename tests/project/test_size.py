@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_060,
-    "product code lines": 84_120,
-    "test lines": 107_400,
+    "product lines": 114_420,
+    "product code lines": 84_410,
+    "test lines": 107_560,
     "benchmark lines": 7_500,
-    "public classes": 771,
-    "modules": 463,
+    "public classes": 773,
+    "modules": 464,
     "leaves of spec": 113,
     "share of comments and docstrings, percent": 14.6,
 }
