@@ -79,6 +79,7 @@ BAD = [
     ("faults", [{"between": [0, 1], "link": 0, "delayMs": 1}], "spec.faults[0]"),
     ("faults", [{"between": [1, 1], "delayMs": 1}], "spec.faults[0].between"),
     ("faults", [{"reduction": 0, "sever": "data"}], "spec.faults[0]"),
+    ("faults", [{"reduction": 0, "delayForwards": 2}], "spec.faults[0]"),
     ("placement.rdma", {"resourceName": "nodomain"}, "spec.placement.rdma.resourceName"),
     ("placement.gang", {}, "spec.placement.gang"),
     ("placement.gang", {"kueue": {"queue": "a"}, "volcano": {}}, "spec.placement.gang"),
@@ -108,6 +109,7 @@ def test_a_bad_manifest_is_refused_and_the_field_named(
 def test_a_fault_of_each_kind_is_taken(jobs: Jobs) -> None:
     faults = [
         {"link": 0, "sever": "data"},
+        {"link": 0, "delayForwards": 2},
         {"reduction": 0, "bandwidthMbps": 1},
         {"between": [0, 1], "delayMs": 1},
         {"device": 0, "slowdown": 2, "pauseMs": 5},

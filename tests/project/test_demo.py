@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,6 +58,7 @@ def test_its_exit_status(
     monkeypatch.setattr(demo, "train", lambda policy, stages, out: reports[policy])
     monkeypatch.setattr(demo, "emulate", lambda out: 0)
     monkeypatch.setattr(demo, "draw", lambda *_: None)
+    monkeypatch.setattr(demo, "draw_emulated", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["demo.py", "--out", str(tmp_path)])
     assert demo.main() == (said is not None)
     shown = capsys.readouterr().out
@@ -76,3 +78,30 @@ def test_its_picture_names_the_gain(
     assert ": 2.0× faster with PipeMorph;" in path.read_text()
     demo.draw(report(), slow, path)
     assert "faster" not in path.read_text(), "nothing answered"
+
+
+def test_the_emulated_stages_are_drawn_beside_the_published_figures(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+
+    def draw(*given: Any, **_: Any) -> Drawing:
+        drawn.append(given)
+        drawing = Drawing(9, "")
+        drawing.height = 9
+        return drawing
+
+    monkeypatch.setattr("pipemorph.views.pictures.draw_chart", draw)
+    rows = [{"seconds": {"0.0": 0.8, "60.0": slow}} for slow in (3.0, 1.0)]
+    (tmp_path / "emulated.json").write_text(json.dumps([*rows, {"narrow": 1.0}]))
+    demo.draw_emulated(tmp_path / "emulated.json", tmp_path / "emulated.png")
+    ((title, lines),) = drawn
+    assert title == (
+        "14B model, 8 emulated stages: 3.0× as fast at 60 ms (published, on GPUs: 3.7×)"
+    )
+    assert [(line.name, line.points[-1], line.dots) for line in lines] == [
+        ("pipemorph, here", (60.0, 1000.0), False),
+        ("zero-bubble, here", (60.0, 3000.0), False),
+        ("pipemorph, published", (60.0, 891.0), True),
+        ("zero-bubble, published", (60.0, 3257.0), True),
+    ]

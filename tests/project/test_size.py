@@ -22,13 +22,13 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_420,
-    "product code lines": 84_410,
-    "test lines": 107_560,
+    "product lines": 114_470,
+    "product code lines": 84_450,
+    "test lines": 107_620,
     "benchmark lines": 7_500,
     "public classes": 773,
     "modules": 464,
-    "leaves of spec": 113,
+    "leaves of spec": 114,
     "share of comments and docstrings, percent": 14.6,
 }
 """Upper limits, and a lower one for the share of comments and docstrings."""

@@ -78,6 +78,26 @@ def test_a_delay_holds_each_message_on_its_queue() -> None:
     assert (record["first_iteration"], record["last_iteration"]) == (2, 2)
 
 
+def test_a_delay_in_forwards_is_computed_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+    load, forwards = SenderLoad(), Fault(link=0, delay_forwards=3.0, from_iteration=2)
+    faults = LinkFaults([forwards], Direction.FORWARD, load=load)
+    assert faults.has_delays
+    load.forwards.extend((0.9, 0.02, 0.02, 0.021, 0.02, 0.5))
+    faults.begin_iteration(1, 0.0)
+    assert faults.hold_message(3, 100, 10.0)[:2] == (10.0, 0.0)
+    for iteration in (2, 3):
+        faults.begin_iteration(iteration, 0.0)
+        held = faults.hold_message(3, 100, 10.0 * iteration)[:3]
+        assert held == pytest.approx((10.0 * iteration, 10.0 * iteration + 0.06, 0.06))
+        load.forwards.extend([0.1] * 5)  # Under the fault ops may take longer: it stays.
+    (record,) = faults.report_effects()
+    assert (record["delay_forwards"], record["delay_ms"]) == (3.0, 60.0)
+    unmeasured = LinkFaults([forwards], Direction.FORWARD)
+    unmeasured.begin_iteration(2, 0.0)
+    assert unmeasured.hold_message(3, 100, 20.0)[:3] == (20.0, 20.0, 0.0)
+    assert "no forward was measured before delayForwards began" in caplog.text
+
+
 def test_what_is_queued_stays_queued_when_the_fault_ends() -> None:
     faults = LinkFaults([Fault(link=0, delay_ms=60.0, to_iteration=1)], Direction.FORWARD)
     faults.begin_iteration(0, 0.0)

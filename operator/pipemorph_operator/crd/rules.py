@@ -339,17 +339,19 @@ RULES: dict[str, list[CelRule]] = {
     ],
     "spec.faults[]": [
         CelRule(
-            expression="has(self.delayMs) || has(self.jitterMs) || has(self.bandwidthMbps)"
-            " || has(self.sever) || has(self.slowdown) || has(self.pauseMs)",
-            message="a fault needs an effect: delayMs, jitterMs, bandwidthMbps, sever, slowdown or"
-            " pauseMs",
+            expression="has(self.delayMs) || has(self.delayForwards) || has(self.jitterMs)"
+            " || has(self.bandwidthMbps) || has(self.sever) || has(self.slowdown)"
+            " || has(self.pauseMs)",
+            message="a fault needs an effect: delayMs, delayForwards, jitterMs, bandwidthMbps,"
+            " sever, slowdown or pauseMs",
         ),
         CelRule(
             expression="[has(self.link), has(self.reduction), has(self.between), has(self.device)]"
-            ".exists_one(given, given) && (has(self.link) || !has(self.sever))"
+            ".exists_one(given, given) && (has(self.link)"
+            " || !has(self.sever) && !has(self.delayForwards))"
             " && !(has(self.reduction) && has(self.jitterMs))",
-            message="set one of link, reduction, between and device; only a link may have sever,"
-            " and a reduction has no jitterMs",
+            message="set one of link, reduction, between and device; only a link may have sever or"
+            " delayForwards, and a reduction has no jitterMs",
         ),
         CelRule(
             expression="!has(self.between) || self.between[0] != self.between[1]",

@@ -37,7 +37,7 @@ spec:
   trainer: {{command: [python, {script}], iterations: {iterations}}}
   # A link that is slow for a while, to see the schedule adapt:
   # faults:
-  #   - {{link: 0, fromIteration: 10, toIteration: 25, delayMs: 60}}
+  #   - {{link: 0, fromIteration: 10, toIteration: 25, delayForwards: 4}}
 """
 OWN = '''\
 """A stack of layers learns to shift its input by one place."""

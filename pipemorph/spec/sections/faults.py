@@ -9,7 +9,15 @@ from pydantic.alias_generators import to_camel
 
 from pipemorph.spec.base import FieldError, Milliseconds, SpecModel
 
-EFFECTS = ("delay_ms", "jitter_ms", "bandwidth_mbps", "sever", "slowdown", "pause_ms")
+EFFECTS = (
+    "delay_ms",
+    "delay_forwards",
+    "jitter_ms",
+    "bandwidth_mbps",
+    "sever",
+    "slowdown",
+    "pause_ms",
+)
 DEVICE_EFFECTS = ("slowdown", "pause_ms")
 
 
@@ -58,6 +66,13 @@ class Fault(SpecModel):
     delay_ms: Milliseconds | None = Field(
         default=None,
         description="Delays every message on its queue by this time, or every bucket of gradients.",
+    )
+    delay_forwards: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="Delays every message of a link by this many times the forward op of its "
+        "sender, as measured when the fault begins: the same story on machines of other speeds.",
     )
     jitter_ms: Milliseconds | None = Field(
         default=None,
@@ -109,6 +124,8 @@ class Fault(SpecModel):
             )
         if self.reduction is not None and self.jitter_ms is not None:
             raise FieldError("jitterMs", "is set; a reduction cannot have jitter, only a link can")
+        if self.link is None and self.delay_forwards is not None:
+            raise FieldError("delayForwards", "is set; only a link can have it; use delayMs")
         if self.link is None and self.sever is not None:
             raise FieldError(
                 "sever",

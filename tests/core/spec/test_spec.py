@@ -50,6 +50,11 @@ def test_defaults_are_those_of_the_documentation() -> None:
     [
         (2, {"reduction": 2, "delayMs": 5}, r"faults\[0\].reduction: is 2; the job has 2 stages"),
         (1, {"reduction": 1, "delayMs": 5}, r"reduction: is 1; the job has one replica, which"),
+        (
+            2,
+            {"reduction": 1, "delayForwards": 2},
+            r"delayForwards: is set; only a link can",
+        ),
         (2, {"reduction": 1, "sever": "data"}, r"sever: is data, but only a link can be cut; use"),
     ],
 )

@@ -48,8 +48,12 @@ def short_gpt(spec: dict[str, Any]) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_slow_link_changes_no_loss_of_the_gpt(tmp_path: Path) -> None:
+    def two_stages(spec: dict[str, Any]) -> None:
+        short_gpt(spec)
+        spec["parallelism"]["stages"] = 2
+
     losses = [
-        [iteration["loss"] for iteration in run(tmp_path, name, short_gpt)["iterations"]]
+        [iteration["loss"] for iteration in run(tmp_path, name, two_stages)["iterations"]]
         for name in ("gpt", "gpt-slow-link")
     ]
     same_bits(losses[0], losses[1], "losses of the two runs")

@@ -193,6 +193,8 @@ class TelemetryReporter:
             sample = end.recorder.drain_window(waited)
             if sample is not None:
                 windows.append(sample)
+        if profile is not None:
+            self._load.forwards.append(profile.forward)
         if profile is not None and self._crowding is not None:
             profile = profile.model_copy(update={"crowding": self._crowding})
         if finished is not None and self._control.acknowledges:

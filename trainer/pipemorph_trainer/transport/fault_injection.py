@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from pipemorph.spec.layout import Layout, Wire
@@ -139,6 +140,8 @@ class LinkFaults:
         load: SenderLoad | None = None,
     ) -> None:
         self._faults = _select_delays(faults)
+        self._relative = {i for i, f in enumerate(self._faults) if f.delay_forwards}
+        """Faults whose delay is not computed yet."""
         self._shared = shared
         self._counts = [_FaultEffects() for _ in self._faults]
         self._random = random.Random(f"{self._faults} {sends}")  # reproducible in each run
@@ -181,6 +184,8 @@ class LinkFaults:
             i for i, f in enumerate(self._faults) if _is_active(f, self._iteration, began, now)
         ]
         start = max(now, self._queues.get(queue, 0.0))
+        for i in self._relative.intersection(active):
+            self._compute_delay(i)
         if not active:
             return HoldTimes(start, start if start > now else 0.0)
         delay, rate = _combine_effects((self._faults[i] for i in active), self._random.random())
@@ -198,6 +203,22 @@ class LinkFaults:
             if count.first_iteration is None:
                 count.first_iteration = self._iteration
         return HoldTimes(start, done, delay)
+
+    def _compute_delay(self, index: int) -> None:
+        """Replace a delay in forwards by one in milliseconds, by this rank's newest forwards."""
+        fault = self._faults[index]
+        assert fault.delay_forwards is not None
+        self._relative.discard(index)
+        forwards = self.load.forwards
+        if not forwards:
+            log.warning(
+                "fault trace: link %s: no forward was measured before delayForwards began, so it"
+                " delays nothing; begin it later, under a control loop",
+                fault.link,
+            )
+            return
+        delay_ms = (fault.delay_ms or 0.0) + 1e3 * fault.delay_forwards * median(forwards)
+        self._faults[index] = fault.model_copy(update={"delay_ms": round(delay_ms, 3)})
 
     @property
     def has_delays(self) -> bool:
@@ -396,7 +417,7 @@ def _is_active(fault: Fault, iteration: int, began: float, now: float) -> bool:
 
 def _select_delays(faults: Sequence[Fault]) -> list[Fault]:
     """Faults that hold messages, without those that cut connections."""
-    return [f for f in faults if f.delay_ms or f.jitter_ms or f.bandwidth_mbps]
+    return [f for f in faults if f.delay_ms or f.delay_forwards or f.jitter_ms or f.bandwidth_mbps]
 
 
 def _is_timed_in_seconds(fault: Fault) -> bool:

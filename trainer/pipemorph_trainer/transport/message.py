@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -165,10 +166,11 @@ class HoldTimes(NamedTuple):
 class SenderLoad:
     """Load of a rank, which may delay its messages. ``waited``: seconds for which its threads
     waited for a processor in its newest window; ``inflated``: true if its newest ops took longer
-    than they should."""
+    than they should; ``forwards``: seconds of its forward op in the newest iterations."""
 
     waited: float = 0.0
     inflated: bool = False
+    forwards: deque[float] = field(default_factory=lambda: deque(maxlen=5))
 
 
 HoldMessage = Callable[[int, int, float], HoldTimes]
