@@ -65,10 +65,11 @@ ADVICE = {
     "failed": "read the last lines of the rank that failed first, fix their cause and start the"
     " job again; with spec.checkpoint it goes on with the newest checkpoint",
     "pending": "kubectl describe the job's pods: an event says what they wait for",
-    "silent": "look at the log of rank 0, whose agent reports for all ranks, and at the operator's",
+    "silent": "look at the log of rank 0, whose agent reports for all ranks, and on a cluster at"
+    " the operator's",
     "port": "check cable, optics and switch port of each port named, or take its node out of use",
-    "fell-back": "run pipemorph doctor in a pod at one end of the link: it says why the agreed"
-    " transport is not in use",
+    "fell-back": "run pipemorph doctor at one end of the link, on a cluster in its pod: it says why"
+    " the agreed transport is not in use",
     "reduction": "check the network between the replicas of that stage with pipemorph bench link",
     "link": "check the network between the hosts of the slow link with pipemorph bench link",
     "stage": "look at the clock and the other users of the slow stage's host; pipemorph advise"
@@ -92,6 +93,19 @@ ADVICE = {
     " links",
 }
 """Advice by cause, in the order of urgency."""
+ADVICE_WHEN_OBSERVED = {
+    "failed": "read the last lines of the rank that failed first, fix their cause and start the job"
+    " again",
+    "silent": "look at the logs of the ranks: the job has ended, or they cannot reach pipemorph"
+    " serve, or are not observed any more",
+    "stage": "look at the clock and the other users of the slow stage's host",
+    "unequal": "give the longest stage fewer layers where the script splits the model; tensor"
+    " parallelism divides an embedding or a loss head",
+    "pauses": "collect Python's garbage between steps, on all ranks at once: gc.disable(), and"
+    " gc.collect() after every so many steps; or make fewer objects in each step",
+    "checkpoint": "save checkpoints less often",
+}
+"""Advice in place of :data:`ADVICE` for a job that PipeMorph observes: it has no fields."""
 
 
 MOST_IDLE_SHARE = 0.05
@@ -114,10 +128,10 @@ def fell_short_of_promise(kind: str, promised: float | None, measured: float | N
     return measured < LEAST_DELIVERED_SHARE * promised and promised - measured > NOISE
 
 
-def list_advice(causes: Iterable[str]) -> list[str]:
+def list_advice(causes: Iterable[str], *, observed: bool = False) -> list[str]:
     """Advice for the causes, the most urgent first."""
-    found = set(causes)
-    return [text for cause, text in ADVICE.items() if cause in found]
+    found, texts = set(causes), ADVICE | (ADVICE_WHEN_OBSERVED if observed else {})
+    return [text for cause, text in texts.items() if cause in found]
 
 
 def explain_job(content: Mapping[str, Any]) -> Explanation:
@@ -178,7 +192,7 @@ def build_explanation(job: ExplainedJob) -> Explanation:
             training.adaptations,
             job.gpus,
         )
-    story.advice = list_advice(list_causes(job, status))
+    story.advice = list_advice(list_causes(job, status), observed=job.is_observed)
     if job.adapting is not None:
         story.adapting = [text for text in (job.adapting.change, job.adapting.promise) if text]
     return story
@@ -483,7 +497,7 @@ def list_causes(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
         found = find_condition(status, "Failed")
         if found is None or found.reason != EARLY_END:
             yield "failed"
-    if status.state in ("Pending", "Starting"):
+    if status.state in ("Pending", "Starting") and job.iterations is None:
         yield "pending"
     injected = _list_injected_causes(job)
     for found in list_failing_conditions(status):

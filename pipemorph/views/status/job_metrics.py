@@ -41,7 +41,8 @@ JOB_GAUGES = {
         "measured_gain_fraction": "Measured gain of that change; below 0 if iterations take"
         " longer.",
         "peak_memory_bytes": "Highest peak memory of any stage.",
-        "rails_healthy": "Condition RailsHealthy: 1 True, 0 False, no series while Unknown.",
+        "rails_healthy": "Condition RailsHealthy: 1 True, 0 False, no series while Unknown, or"
+        " without ports.",
         "slow_stages": "Stages that compute slower than they should.",
         "rdma_ports": "RDMA ports reported.",
         "faulty_rdma_ports": "RDMA ports that are down or count errors.",
@@ -212,6 +213,7 @@ def update_job_metrics(
     rails = training.rails
     by_type = {c.type: c for c in conditions}
     rails_healthy, adapted = by_type.get(RAILS_HEALTHY), by_type.get(SCHEDULE_ADAPTED)
+    ports = {"True": 1.0 if rails is not None and rails.ports else None, "False": 0.0}
     newest = training.last_adaptation
     change = newest if newest is not None and newest.kind == "adapt" else None
     worst = max((link.delay_ms for link in training.slow_links), default=0.0)
@@ -231,7 +233,7 @@ def update_job_metrics(
             ("last_report_timestamp_seconds", reported_at),
             (
                 "rails_healthy",
-                {"True": 1.0, "False": 0.0}.get(rails_healthy.status) if rails_healthy else None,
+                ports.get(rails_healthy.status) if rails_healthy is not None else None,
             ),
             ("plan_held_back", float(adapted.reason == R_HELD_BACK) if adapted else None),
             ("slow_stages", training.slow_stage_count),

@@ -27,11 +27,18 @@ def make_stages(seconds: Sequence[float]) -> tuple[StageTimes, ...]:
 
 
 def describe(
-    seconds: Sequence[float], layers: int | None, held: tuple[int, ...] = (), **fields: Any
+    seconds: Sequence[float],
+    layers: int | None,
+    held: tuple[int, ...] = (),
+    *,
+    observed: bool = False,
+    **fields: Any,
 ) -> str:
     """Describe stages that take ``seconds`` while they hold ``held`` layers; empty: evenly many.
     Before, they took those of HEAD with evenly many."""
     job = spec(parallelism={"stages": 4, "layers": layers}, **fields)
+    if observed:
+        job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"iterations": 0})})
     first = make_stages(HEAD if held else seconds)
     overhead = StageOverhead(layers).with_measured_times(first, Policy.PIPEMORPH)
     layout = Layout.from_parallelism(job.parallelism)
@@ -50,6 +57,10 @@ def test_a_loss_head_and_the_split_that_helps_are_named() -> None:
     relayout = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}}
     moving = describe(HEAD, 32, **relayout)
     assert moving == text.removesuffix("; adaptation.relayout moves layers")
+    assert (
+        describe(HEAD, None, observed=True)
+        == "stage 3 takes 45 ms of a microbatch, 1.5 times the others' median"
+    )
 
 
 @pytest.mark.parametrize(

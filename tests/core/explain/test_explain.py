@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,35 @@ def test_a_run_without_a_fault() -> None:
     lines = explain(report(adaptations=[], links={"slow": []}, status={"training": None}))
     assert [line[:9].strip() for line in lines] == ["outcome", "seen", "done", "to do"]
     assert lines[1].endswith("no slow link, stage or port was found")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "reason", "advice"),
+    [
+        ("StagesEven", "True", "UnequalWork", "where the script splits the model"),
+        ("StagesEven", "False", "SlowStages", "other users of the slow stage's host"),
+        ("LinksHealthy", "Unknown", "ReportsStale", "they cannot reach pipemorph serve"),
+        ("Failed", "True", "RankFailed", "start the job again"),
+    ],
+)
+def test_advice_on_an_observed_job_names_no_field(
+    kind: str, status: str, reason: str, advice: str
+) -> None:
+    found = since(kind, status, reason, "seen")
+    content = report(found, adaptations=[], links={"slow": []}, status={"training": None})
+    content["spec"]["trainer"]["iterations"] = 0
+    content["status"]["state"] = "Failed" if kind == "Failed" else "Running"
+    for each in content["iterations"]:
+        each["gc_inside"] = 0.02
+    text = " ".join("\n".join(explain(content)).split())
+    assert advice in text and "gc.disable(), and gc.collect()" in text
+    assert not re.search(r"spec\.|adaptation\.|parallelism\.|Options|operator|advise", text)
+
+
+def test_a_run_that_starts_waits_for_no_pods() -> None:
+    content = report(adaptations=[], links={"slow": []}, status={"training": None})
+    content["status"]["state"], content["iterations"] = "Starting", []
+    assert "kubectl" not in "".join(explain(content))
 
 
 def late() -> Content:

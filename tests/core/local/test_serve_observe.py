@@ -123,7 +123,7 @@ def test_prometheus_finds_the_metrics_of_an_observed_job(
                 if {"namespace": "default", "name": "observed"}.items() <= labels.items():
                     label = labels.get("link", labels.get("cause", ""))
                     found[f"{name.removeprefix('pipemorph_job_')} {label}".strip()] = value
-        return "link_delay_seconds 2" in found
+        return {"link_delay_seconds 2", "link_state 2", "slow_links"} <= found.keys()
 
     address = f"http://127.0.0.1:{port}"
     ranks = threading.Thread(target=report_steps, args=(address, token, STEPS + 1, look))
@@ -133,6 +133,7 @@ def test_prometheus_finds_the_metrics_of_an_observed_job(
     ranks.join()
     assert f"metrics: http://127.0.0.1:{metrics}/metrics\n" in capsys.readouterr().out
     assert found["link_delay_seconds 2"] == pytest.approx(0.02, rel=0.1)
+    assert "rails_healthy" not in found, "there are no ports"
     assert (found["slow_links"], found["link_state 2"]) == (1, 1)
     assert found["iteration_seconds"] == pytest.approx(0.24, abs=0.1)
     assert found["iteration"] >= STEPS

@@ -26,6 +26,8 @@ def describe_uneven_stages(split: LayerSplit) -> str:
         return ""
     text = f"stage {slowest} takes {_format_ms(seconds[slowest])} of a microbatch,"
     text += f" {seconds[slowest] / usual:.2g} times the others' median"
+    if split.spec.is_observed:
+        return text
     if split.spec.parallelism.layers is None:
         return f"{text}; with parallelism.layers, PipeMorph says which split would help"
     fixed = split.overhead_seconds[slowest]
