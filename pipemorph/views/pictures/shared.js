@@ -111,7 +111,7 @@ function drawStep(pen, c, step, frame, top, { pale = false, most } = {}) {
     });
     if (h >= 11 || i % Math.ceil(12 / h) === 0) {
       const middle = y + Math.max(tall, 9) / 2;
-      pen.text(c("dim"), frame.edge - 5, middle, narrow() ? row.name.replace(/^[a-z ]+/, "").split(" ")[0] : row.name, "right", Math.min(11, Math.max(9, h)));
+      pen.text(c("dim"), frame.edge - 5, middle, narrow() ? row.short || row.name.replace(/^[a-z ]+/, "").split(" ")[0] : row.name, "right", Math.min(11, Math.max(9, h)));
       if (row.note && !narrow()) pen.text(c("dim"), frame.edge + frame.plot + 8, middle, row.note);
     }
   });
@@ -160,11 +160,11 @@ function listEntries(steps, c, names = NAMES) {
 // --- a history: seconds per iteration of one or several runs, and a lane per link below, over the same iterations
 // `begin`, `end`: iterations; `series`: {name, colour, index, seconds}; `lanes`: {name, spans: {begin, end, kind, text}};
 // `marks`: {at, text, colour, dash}; `reference`: {value, text}; `cursor`: an iteration.
-const CHART = 132, LANE = 20, LANE_HEAD = 15;
+const CHART = 132, TOP = HEAD + 13, LANE = 20, LANE_HEAD = 15;
 const LANE_COLOURS = { healthy: "healthy", slow: "delayed", delayed: "delayed", narrow: "narrow", delegated: "good", fallen: "down", down: "down", unknown: "unknown" };
 const seconds = x => x < 1 ? ms(1e3 * x) : x.toFixed(2) + " s";
-const historyHeight = history => HEAD + CHART + 10 + history.lanes.length * (LANE + LANE_HEAD + 3) + AXIS + 14;
-const historyFrame = (width, history) => new Frame(width, history.begin, history.end, narrow() ? 44 : 74);
+const historyHeight = history => TOP + CHART + 10 + history.lanes.length * (LANE + LANE_HEAD + 3) + AXIS + 14;
+const historyFrame = (width, history) => new Frame(width, history.begin, history.end, narrow() ? 50 : 74);
 // Top of the axis of seconds. The first iteration, which starts everything, and single outliers do not count.
 function findMost(history) {
   const all = history.series.flatMap(each => each.seconds.filter((_, k) => each.index[k] > 0 || each.seconds.length < 3)).sort((a, b) => a - b);
@@ -184,25 +184,25 @@ function stepPoints(each, x, y, plot) {
 }
 function drawHistory(pen, c, history) {
   const frame = historyFrame(pen.width, history), { edge, plot } = frame, bottom = pen.height - AXIS - 14, most = findMost(history), x = k => frame.x(Math.max(history.begin, Math.min(history.end, k)));
-  const y = value => HEAD + CHART - Math.min(1, value / most) * CHART;
+  const y = value => TOP + CHART - Math.min(1, value / most) * CHART;
   pen.text(c("ink"), 4, HEAD / 2 - 2, "seconds per iteration", "start", 12, "600");
-  drawAxis(pen, c, frame, HEAD, bottom, k => k, Math.max(80, plot / (history.end - history.begin)));
+  drawAxis(pen, c, frame, TOP, bottom, k => k, Math.max(80, plot / (history.end - history.begin)));
   pen.text(c("dim"), edge + plot, bottom + AXIS + 5, "iteration", "right");
-  const every = step(most, CHART / 32);
+  const every = step(most, CHART / 24);
   for (let k = 0; k * every <= most; k++) { pen.line(c("rule"), [[edge, y(k * every)], [edge + plot, y(k * every)]]); pen.text(c("dim"), edge - 5, y(k * every), k ? seconds(+(k * every).toPrecision(9)) : "0", "right"); }
   if (history.reference) { const at = y(history.reference.value); pen.line(c("good"), [[edge, at], [edge + plot, at]], 1.2, [4, 3]); pen.text(c("good"), edge + 4, at + 9, history.reference.text, "start", 10); }
   for (const mark of history.marks) if (mark.at >= history.begin && mark.at < history.end) {
-    pen.line(c(mark.colour), [[x(mark.at), HEAD], [x(mark.at), bottom]], 1.2, mark.dash || []);
-    pen.text(c(mark.colour), x(mark.at) + 3, HEAD + (mark.dash ? 18 : 6), mark.text, "start", 10, "600");
+    pen.line(c(mark.colour), [[x(mark.at), mark.dash ? TOP : HEAD], [x(mark.at), bottom]], 1.2, mark.dash || []);
+    pen.text(c(mark.colour), x(mark.at) + 3, mark.dash ? TOP + CHART - 8 : HEAD + 5, mark.text, "start", 10, "600");
   }
   for (const each of history.series) {
     const points = stepPoints(each, x, y, plot);
     if (points.length) pen.line(c(each.colour), points, each.width || 1.8, each.dash || []);
-    if (each.seconds.length && each.seconds[0] > most) pen.text(c("dim"), x(each.index[0]) + 4, HEAD + 6, `↑ ${seconds(each.seconds[0])}`, "start", 10);
-    if (each.ended) { const at = x(each.ended.at); pen.line(c("down"), [[at, HEAD], [at, HEAD + CHART]], 2); pen.text(c("down"), at - 5, HEAD + CHART - 8, each.ended.text, "right", 10); }
+    if (each.seconds.length && each.seconds[0] > most) pen.text(c("dim"), x(each.index[0]) + 4, TOP + 6, `↑ ${seconds(each.seconds[0])}`, "start", 10);
+    if (each.ended) { const at = x(each.ended.at); pen.line(c("down"), [[at, TOP], [at, TOP + CHART]], 2); pen.text(c("down"), at - 5, TOP + CHART - 8, each.ended.text, "right", 10); }
   }
   history.lanes.forEach((lane, i) => {
-    const top = HEAD + CHART + 10 + i * (LANE + LANE_HEAD + 3) + LANE_HEAD, last = lane.spans[lane.spans.length - 1];
+    const top = TOP + CHART + 10 + i * (LANE + LANE_HEAD + 3) + LANE_HEAD, last = lane.spans[lane.spans.length - 1];
     let unseen = last && last.kind !== "healthy" ? last : null;
     pen.rects(c("plot"), [[edge, top, plot, LANE]]);
     for (const span of lane.spans) {
@@ -214,7 +214,7 @@ function drawHistory(pen, c, history) {
     pen.text(c("ink"), edge, top - LANE_HEAD / 2, lane.name, "start", 11, "600");
     if (unseen) pen.text(c("dim"), edge + 7 * lane.name.length + 8, top - LANE_HEAD / 2, narrow() ? unseen.text : `${unseen.text} since iteration ${unseen.begin}`);
   });
-  if (history.cursor !== null) pen.line(c("ink"), [[x(history.cursor + 0.5), HEAD], [x(history.cursor + 0.5), bottom]], 1, [3, 3]);
+  if (history.cursor !== null) pen.line(c("ink"), [[x(history.cursor + 0.5), TOP], [x(history.cursor + 0.5), bottom]], 1, [3, 3]);
 }
 // Iteration at a place of a history's canvas; null outside.
 function iterationAt(canvas, history, px) { const frame = historyFrame(canvas.clientWidth, history), k = Math.floor(frame.at(px)); return px >= frame.edge && k >= history.begin && k < history.end ? k : null; }

@@ -151,6 +151,53 @@ def test_the_page_of_an_observed_job_names_no_plans(browser: Browser, tmp_path: 
     assert "the plan has no limit" not in room
 
 
+def cards(browser: Browser) -> list[str]:
+    return list(browser.eval("[...document.querySelectorAll('#stats div')].map(e => e.innerText)"))
+
+
+def test_figures_are_those_of_the_pictures(browser: Browser, tmp_path: Path) -> None:
+    """The saving of an iteration is what both pictures show, and has a figure beside it."""
+    browser.look(page_of(tmp_path, "adapted", 8, 24))
+    ran, other, normal = browser.eval("[shot.measured.seconds, shot.alternative.seconds, usual()]")
+    now, saved, total, done = cards(browser)
+    assert now.endswith(f"; {normal:.2f} s before any fault")
+    assert saved.startswith(f"{other - ran:.2f} s") and f"against {other:.2f} s" in saved
+    assert "saved so far, of 57.0 s with the initial plan" in total and done.startswith("40 of")
+    # Each picture ends where its title says.
+    assert browser.eval("picturesOf(shot).map(lengthOf)") == pytest.approx([1e6 * ran, 1e6 * other])
+
+
+def test_nothing_is_saved_under_the_initial_plan(browser: Browser, tmp_path: Path) -> None:
+    browser.look(page_of(tmp_path, "recovered", 8, 24))
+    assert not any("saved in iteration" in card for card in cards(browser))
+    browser.look(page_of(tmp_path, "slow", 8, 24))
+    assert cards(browser)[0].startswith("1.74 s"), "of the newest, not of the time before"
+
+
+def test_the_axis_ignores_the_first_iteration(browser: Browser, tmp_path: Path) -> None:
+    known, traces = watched(8, 24, "slow")
+    first = known.samples[0].model_copy(update={"seconds": 50.0})
+    known = replace(known, samples=[first, *known.samples[1:]])
+    path = tmp_path / "page.html"
+    path.write_text(render_live_page(build_page_document(known, traces, column=0, live=False)))
+    browser.look(path.as_uri())
+    longest = max(sample.seconds for sample in known.samples[1:])
+    assert longest < browser.eval("findMost(historyOf())") < 1.2 * longest
+    assert browser.eval("historyOf().reference.value") == pytest.approx(
+        known.samples[5].seconds, rel=0.05
+    )
+
+
+def test_the_slow_link_is_drawn_with_its_messages(browser: Browser, tmp_path: Path) -> None:
+    browser.look(page_of(tmp_path, "adapted", 8, 24))
+    (link,) = browser.eval("slowLinks(shot.measured)")
+    assert (link["row"], link["text"], len(link["messages"])) == (3, "+60 ms, delegated", 48)
+    late = [arrived - sent for _, sent, arrived in link["messages"]]
+    assert min(late) > 0 and max(late) == 60_000
+    browser.look(page_of(tmp_path, "healthy"))
+    assert browser.eval("slowLinks(shot.measured)") == []
+
+
 @pytest.mark.parametrize("case", get_args(Case))
 def test_every_case_is_drawn(browser: Browser, tmp_path: Path, case: Case) -> None:
     browser.look(page_of(tmp_path, case, 8, 24))
