@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 114_490,
     "product code lines": 84_470,
-    "test lines": 107_710,
+    "test lines": 107_720,
     "benchmark lines": 7_500,
     "public classes": 773,
     "modules": 464,

@@ -208,7 +208,7 @@ def _build_alternative_picture(
     """Picture of the iteration under the initial plan, or None and the reason."""
     if known.job.spec.is_observed:
         return None, "the schedule is the job's own: PipeMorph only observes it"
-    if _is_initial_plan(measured.plan_version, known.changes):
+    if _is_initial_plan(measured.plan_version, known):
         return None, "the initial plan is in force in this iteration"
     outlook = known.outlook
     if outlook is None:
@@ -260,10 +260,15 @@ def _replace_links(situation: Situation, links: Sequence[LinkState]) -> Situatio
     )
 
 
-def _is_initial_plan(version: int, changes: Sequence[AdaptationRecord]) -> bool:
-    """True if this version is the initial plan, or a return to it."""
-    record = _find_record(changes, version)
-    return not version or (record is not None and record.kind == "return")
+def _is_initial_plan(version: int, known: WatchedJob) -> bool:
+    """True if this version is the initial plan, or a return to it. The plan for healthy links is
+    another one if op times differ from the planned ones."""
+    record = _find_record(known.changes, version)
+    if not version or record is None or known.outlook is None:
+        return not version
+    first = known.outlook.initial_plan
+    same = (list(first.warmup), list(first.routes)) == (record.warmup_after, record.routes)
+    return record.kind == "return" and same
 
 
 def _find_record(changes: Sequence[AdaptationRecord], version: int) -> AdaptationRecord | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from pipemorph.errors import InputError
+from pipemorph.planning.ir import join_dashed
 from pipemorph.views.live_page.page_document import IterationPicture, PageDocument
 from pipemorph.views.pictures.html import fill_template
 
@@ -316,5 +317,5 @@ def _describe_plan(page: PageDocument, iteration: int) -> str:
         return "the initial plan" if page.wanted else "the job's own schedule"
     away = [str(link) for link, route in enumerate(record.routes) if route == "delegated"]
     delegated = f", link {', '.join(away)} delegated" if away else ""
-    warmup = "-".join(map(str, record.warmup_after))
+    warmup = join_dashed(record.warmup_after)
     return f"plan v{record.plan_version} (warm-up {warmup}{delegated})"

@@ -150,6 +150,15 @@ def test_microbatches_in_flight_and_their_limits_are_of_each_plan() -> None:
     assert unknown is not None and {row.limit for row in unknown.rows} == {None}
 
 
+def test_a_return_to_another_plan_is_compared_with_the_initial_one() -> None:
+    known, traces = watched(4, 12, "recovered")
+    view = build_page_document(known, traces, column=0)
+    assert view.no_alternative == "the initial plan is in force in this iteration"
+    last = known.changes[-1].model_copy(update={"warmup_after": [12, 10, 3, 1]})
+    known = replace(known, changes=[known.changes[0], last])
+    assert build_page_document(known, traces, column=0).alternative is not None
+
+
 def test_rows_are_in_the_order_of_their_stages_whatever_places_ranks_have_changed_to() -> None:
     known, traces = watched(4, 12)
     running = replace(known.outlook.running_plan, in_flight_limits=(9, 10, 11, 12))
