@@ -133,7 +133,9 @@ def test_a_rank_measures_its_time_outside_ops(tmp_path: Path, norm: bool) -> Non
             assert (times.checkpoint > 1e-3) is (trace.iteration == 5)
             assert all(wait <= gap for wait, gap in zip(trace.waits, trace.gaps, strict=False))
     first = [each.rank_times for each in ranks[0]]
-    assert all(each is not None and each.data >= LOADING <= each.drawn + 1e-3 for each in first)
+    assert all(each is not None and each.data >= LOADING <= each.drawn + 1e-3 for each in first), (
+        first
+    )
     paused = sum(first[2].pauses[0][1:]) / 1e6 if first[2] is not None else 0.0
     assert paused > 0
     # The second rank waits for the loader of the first one.
