@@ -22,7 +22,6 @@ from pipemorph.detection.rank_monitor import RankMonitor
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
 from pipemorph.local.observed_steps import (
-    WINDOW_SECONDS,
     AlignedStep,
     MessageSizes,
     align_step,
@@ -72,14 +71,12 @@ POLICIES: dict[bool, tuple[str, ...]] = {
 
 @dataclass
 class _FollowedRank:
-    """Rank of an attempt. ``newest``: its newest step; ``clock``: round trip and offset;
-    ``waiting``: see :class:`StepsReport`."""
+    """Rank of an attempt. ``newest``: its newest step; ``clock``: round trip and offset."""
 
     session: str
     place: ObservedPlace
     monitor: RankMonitor
     newest: int = -1
-    waiting: float = 0.0
     clock: tuple[float, float] | None = None
     finished: bool = False
 
@@ -200,7 +197,6 @@ class FollowedJob:
         if report.clock is not None:
             known.clock = report.round_trip, report.clock
         known.finished |= report.finished
-        known.waiting = report.waiting
         self.dropped = max(self.dropped, report.dropped)
         for step in report.steps:
             if step.step > known.newest and has_all_stages(known.place, step):
@@ -231,9 +227,7 @@ class FollowedJob:
                 continue
             try:
                 steps = {
-                    rank: align_step(
-                        self.mesh, known.place, found[rank], shifts[rank], known.waiting
-                    )
+                    rank: align_step(self.mesh, known.place, found[rank], shifts[rank])
                     for rank, known in sorted(self.ranks.items())
                 }
                 self._process_step(steps, now)
@@ -274,11 +268,7 @@ class FollowedJob:
             profiles = build_profiles(step, known.place.crowding)
             known.monitor.observe_windows((), step.ended_at, profiles=profiles)
         for at, receiver, sender, window in build_windows(self.mesh, ranks, self._sizes):
-            load = {
-                "waited": ranks[receiver].waiting * WINDOW_SECONDS,
-                "sender_waited": ranks[sender].waiting * WINDOW_SECONDS,
-                "sender_inflated": self.ranks[sender].monitor.ops_inflated,
-            }
+            load = {"sender_inflated": self.ranks[sender].monitor.ops_inflated}
             monitor = self.ranks[receiver].monitor
             monitor.observe_windows((window.model_copy(update=load),), at)
             if monitor.is_report_due(at):

@@ -60,8 +60,8 @@ TimedRow = tuple[OpKind, int, float, float]
 
 class AlignedStep(NamedTuple):
     """Step of a rank, by the host's clock. ``seconds``: from the end of the step before, without
-    evaluations. ``traces``: ops of its stages, ascending. ``waiting``: see
-    :class:`~pipemorph.protocol.observed_steps.StepsReport`."""
+    evaluations. ``traces``: ops of its stages, ascending. ``waits``: for a processor, each with
+    the time from and until which its seconds were."""
 
     step: int
     ended_at: float
@@ -69,7 +69,11 @@ class AlignedStep(NamedTuple):
     operations: list[Operation]
     traces: list[OpsTrace]
     transport: Literal["gloo", "nccl"] = "gloo"
-    waiting: float = 0.0
+    waits: tuple[tuple[float, float, float], ...] = ()
+
+    def count_waited(self, begin: float, end: float) -> float:
+        """Seconds for which threads of the rank may have waited for a processor in a time."""
+        return sum(waited for since, until, waited in self.waits if since < end and begin < until)
 
     @property
     def collected(self) -> float:
@@ -133,7 +137,7 @@ def has_all_stages(place: ObservedPlace, step: ObservedStep) -> bool:
 
 
 def align_step(
-    mesh: MeshShape, place: ObservedPlace, step: ObservedStep, shift: float, waiting: float = 0.0
+    mesh: MeshShape, place: ObservedPlace, step: ObservedStep, shift: float
 ) -> AlignedStep:
     """Align a step that has all stages of its rank. ``shift``: seconds to add to its times to get
     those of the host."""
@@ -150,9 +154,14 @@ def align_step(
                 schedule=place.framework, bytes=size,
             )
         )  # fmt: skip
+    ends = [began + at / 1e6 for at, _ in step.waits]
+    waits = tuple(
+        (since, until, waited / 1e6)
+        for since, until, (_, waited) in zip([began, *ends], ends, step.waits, strict=False)
+    )
     ended, seconds = step.ended_at + shift, step.ended_at - step.began_at - step.omitted
     aligned = AlignedStep(
-        step.step, ended, max(0.0, seconds), operations, [], place.transport, waiting
+        step.step, ended, max(0.0, seconds), operations, [], place.transport, waits
     )
     aligned.traces.extend(_trace_stages(place, rank, aligned))
     return aligned
@@ -262,6 +271,12 @@ def build_windows(
                 **_summarize_arrivals(arrivals),
             )  # fmt: skip
             sender = mesh.find_rank(source, column)
+            span = min(arrival.at - arrival.wire for arrival in arrivals), arrivals[-1].at
+            load = {
+                "waited": step.count_waited(*span),
+                "sender_waited": ranks[sender].count_waited(*span),
+            }
+            sample = sample.model_copy(update=load)
             windows.append(ObservedWindow(arrivals[-1].at, rank, sender, sample))
     return sorted(windows, key=lambda window: window.at)
 

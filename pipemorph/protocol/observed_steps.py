@@ -62,6 +62,11 @@ class ObservedStep(ProtocolModel):
     ended_at: WallClock
     omitted: Seconds = 0.0
     rows: Annotated[list[ObservedRow], Field(max_length=MOST_ROWS)]
+    waits: Annotated[list[tuple[Microseconds, Duration]], Field(max_length=MOST_ROWS)] = Field(
+        default_factory=list
+    )
+    """Times at which the rank read for how long its threads had waited for a processor since the
+    time before: a message may seem late by as much."""
 
 
 class StepsReport(ProtocolModel):
@@ -75,9 +80,6 @@ class StepsReport(ProtocolModel):
     """Seconds to add to the rank's clock to get the host's; None before the first reply."""
     round_trip: Seconds = 0.0
     """Round trip of the request by which ``clock`` was measured: twice its largest error."""
-    waiting: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Seconds, per second since the last report, for which the rank's threads waited for a
-    processor: a message may seem late by as much."""
     steps: Annotated[list[ObservedStep], Field(max_length=MOST_STEPS)] = Field(default_factory=list)
     dropped: Count = 0
     """Steps so far that the rank dropped, since the host was away or slow."""

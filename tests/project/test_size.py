@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_490,
-    "product code lines": 84_470,
-    "test lines": 107_720,
+    "product lines": 114_520,
+    "product code lines": 84_490,
+    "test lines": 107_750,
     "benchmark lines": 7_500,
     "public classes": 773,
     "modules": 464,

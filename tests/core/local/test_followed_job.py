@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -45,15 +45,20 @@ class Host:
         *,
         ahead: tuple[float, ...] = (0.0,) * STAGES,
         session: str = "a",
+        waiting: Mapping[int, float] | None = None,
         **messages: Any,
     ) -> None:
         """Run steps, whose ranks report one after the other. ``wires``: of a step's links;
-        ``messages``: see :func:`run_step`."""
+        ``waiting``: seconds by rank for which it waited for a processor in a step; ``messages``:
+        see :func:`run_step`."""
         order = order_1f1b(STAGES, MICROBATCHES)
         for step in steps:
             ran = run_step(step, self.now, order, wires(step), noise=0.0002, **messages)
             self.now = ran[0].ended_at + 0.01
-            for stage, each in enumerate(ran):
+            for stage, plain in enumerate(ran):
+                waited = round(1e6 * (waiting or {}).get(stage, 0.0))
+                lasted = round(1e6 * (plain.ended_at - plain.began_at))
+                each = plain.model_copy(update={"waits": [(lasted, waited)]})
                 body = make_report(stage, STAGES, [each], ahead=ahead[stage], session=session)
                 assert self.job.handle_report(body).status == 200
 
@@ -110,6 +115,27 @@ def test_a_link_is_narrow_if_larger_messages_take_longer(
     assert (link.health, link.in_doubt) == (Health.SLOW, False)
     assert link.delay == pytest.approx(0.020, rel=0.25)
     assert link.transfer == pytest.approx(transfer, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "fewest", "most"), [({}, 1, 1), ({0: 0.02}, 1, 1), ({2: 0.02}, 3, 8)]
+)
+def test_a_late_link_may_be_a_rank_without_a_processor(
+    waiting: dict[int, float], fewest: int, most: int
+) -> None:
+    """Rank 2 is at one end of link 1, rank 0 is not."""
+    host = Host()
+    host.run(range(1, 20), waiting=waiting)
+
+    def wires(_: int) -> dict[int, float]:
+        return {1: USUAL + 0.020}
+
+    steps = 19
+    while not host.describe_slow_links() and steps < 60:
+        steps += 1
+        host.run(range(steps, steps + 1), wires, waiting=waiting)
+    assert [*host.describe_slow_links()] == [1]
+    assert fewest <= steps - 19 <= most
 
 
 def test_the_plan_in_force_is_the_order_that_was_seen() -> None:

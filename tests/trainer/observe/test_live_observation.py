@@ -71,6 +71,8 @@ def test_a_late_link_of_a_plain_torch_job_is_named(
         assert service.observed is not None
         assert service.observed.finished
         job = service.observed.job
+        steps = [step for ranks in service.observed.newest for step in ranks.values()]
+    assert any(step.waits for step in steps)
     assert job is not None
     assert job.spec.schedule.policy == "1f1b"
     slow = [link for link in journal.view.links if link.health is Health.SLOW]

@@ -20,9 +20,8 @@ from pipemorph.protocol.observed_steps import MOST_STEPS, ObservedPlace
 from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.observe import step_reporter
 from pipemorph_trainer.observe.observation import Observation
-from pipemorph_trainer.observe.observed_rank import ObservedRank
+from pipemorph_trainer.observe.observed_rank import FinishedStep, ObservedRank
 from pipemorph_trainer.observe.step_reporter import (
-    FinishedStep,
     StepReporter,
     describe_place,
     make_step,
@@ -77,7 +76,7 @@ class FakeRank:
                 RecordedOp(BACKWARD, now + 0.1, 0.2, 0, 0, 0),
             ]
             began = perf_counter()
-            self.reporter.add_step(self._steps, ops, now, now + 0.5, 0.0)
+            self.reporter.add_step(FinishedStep(self._steps, ops, now, now + 0.5))
             assert perf_counter() - began < 0.05, "the training thread waits"
             self._steps += 1
 
@@ -201,10 +200,14 @@ def test_times_between_ops_have_their_causes() -> None:
         RecordedOp(BACKWARD, 1.3, 0.2, 0, 0, 0),
         RecordedOp(OPTIMIZER, 1.6, 0.3),
     ]
-    step = make_step(FinishedStep(4, ops, began=0.0, ended=2.0, omitted=0.5))
+    waits = [(0.5, 0.2), (1.2, 0.03)]
+    step = make_step(FinishedStep(4, ops, began=0.0, ended=2.0, omitted=0.5, waits=waits))
     assert has_all_stages(PLACE, step)
     aligned = align_step(MeshShape(1), PLACE, step, shift=100.0)
     assert (aligned.seconds, aligned.ended_at) == (1.5, 102.0)
+    assert aligned.count_waited(101.0, 101.1) == pytest.approx(0.03)
+    assert aligned.count_waited(100.4, 101.1) == pytest.approx(0.23)
+    assert aligned.count_waited(101.3, 102.0) == 0
     (trace,) = aligned.traces
     assert (trace.kinds, trace.durations) == ("FB", [150_000, 200_000])
     assert trace.ops[0].start == pytest.approx(101.0)

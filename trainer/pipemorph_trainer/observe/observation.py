@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipemorph.diagnose.operation import DATA, GC, OPTIMIZER
 from pipemorph_trainer.observe.device_marks import DeviceMarks
-from pipemorph_trainer.observe.observed_rank import ObservedRank
+from pipemorph_trainer.observe.observed_rank import FinishedStep, ObservedRank
 from pipemorph_trainer.record import OpRecorder, RecordedOp, open_table
 
 if TYPE_CHECKING:
     from pipemorph_trainer.observe.step_reporter import StepReporter
+    from pipemorph_trainer.telemetry.run_queue import RunQueue
 
 _log = logging.getLogger("pipemorph_trainer.observe")
 
+WAITS_SECONDS, WAITS_SHARE = 0.05, 0.001
+"""Least seconds between two readings of the waits for a processor, and the most share of the time
+that they take: some microseconds per thread."""
 MOST_OPS = 1 << 20
 """Most ops of a step that are recorded: memory stays bounded where steps never end."""
 
@@ -75,7 +79,11 @@ class Observation:
         self._device: DeviceMarks | None = None
         self._undo: list[Callable[[], object]] = []
         self._ops: list[MarkedOp] = []
-        self._earlier = _Step(-1, [], 0.0, 0.0, 0.0)
+        self._run_queue: RunQueue | None = None
+        self._waits: list[tuple[float, float]] = []
+        """Readings in this step: time, and seconds waited since the one before."""
+        self._next_reading = 0.0
+        self._earlier = _Step(-1, [], 0.0, 0.0, 0.0, [])
         """Step before: on a device its times are read while the next one runs."""
         self._epoch = time() - perf_counter()
         self._thread = threading.get_ident()
@@ -216,10 +224,13 @@ class Observation:
     def _start_reporter(self, place: ObservedRank) -> None:
         # Imported late: other observations need no HTTP.
         from pipemorph_trainer.observe.step_reporter import StepReporter, describe_place
+        from pipemorph_trainer.telemetry.run_queue import RunQueue
 
         try:
             where = describe_place(place)
             self._reporter = StepReporter.from_env(where, lambda: self._read_host(perf_counter()))
+            if self._reporter is not None and self._device is None:
+                self._run_queue = RunQueue()
         except Exception as error:  # noqa: BLE001 - steps are recorded, whatever it is
             kind = type(error).__name__
             _log.warning("steps are not reported, training goes on: %s: %s", kind, error)
@@ -255,8 +266,9 @@ class Observation:
         """End the step with its optimizer, or now. One with set-up has no ops."""
         ops, self._ops = [] if self._has_setup else self._ops, []
         omitted, self._omitted = self._omitted, 0.0
+        waits, self._waits = self._waits, []
         began, self._began = self._began, self._ended if self._optimizer_ended else perf_counter()
-        return _Step(self._step, ops, began, self._began, omitted)
+        return _Step(self._step, ops, began, self._began, omitted, waits)
 
     def omit_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``original`` without recording what it runs, nor the data that were loaded for it,
@@ -277,6 +289,10 @@ class Observation:
             op = op._replace(microbatch=op.microbatch + self._microbatches)
         if len(self._ops) < MOST_OPS:
             self._ops.append(op)
+        if self._run_queue is not None and (now := perf_counter()) >= self._next_reading:
+            self._waits.append((now, self._run_queue.take_waited_seconds() or 0.0))
+            pause = max(WAITS_SECONDS, (perf_counter() - now) / WAITS_SHARE)
+            self._next_reading = now + pause
 
     # Between calls of the schedule
 
@@ -336,8 +352,10 @@ class Observation:
                 )
             )  # fmt: skip
         if self._reporter is not None:
-            began, until = self._read_host(ended.began), self._read_host(ended.ended)
-            self._reporter.add_step(ended.step, rows, began, until, ended.omitted)
+            shift = self._epoch
+            waits = [(at + shift, seconds) for at, seconds in ended.waits]
+            times = ended.began + shift, ended.ended + shift
+            self._reporter.add_step(FinishedStep(ended.step, rows, *times, ended.omitted, waits))
         self._table.add_ops(rows)
 
     def _read_host(self, mark: float) -> float:
@@ -346,10 +364,11 @@ class Observation:
 
 class _Step(NamedTuple):
     """Step that has ended. ``began``, ``ended``: seconds of ``perf_counter``; ``omitted``: seconds
-    in calls that are not recorded."""
+    in calls that are not recorded; ``waits``: for a processor, with the times of readings."""
 
     step: int
     ops: list[MarkedOp]
     began: float
     ended: float
     omitted: float
+    waits: list[tuple[float, float]]

@@ -1,8 +1,11 @@
-"""Place of a rank in an observed job."""
+"""Place of a rank in an observed job, and its steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from pipemorph_trainer.record import RecordedOp
 
 
 class ObservedRank(NamedTuple):
@@ -20,3 +23,15 @@ class ObservedRank(NamedTuple):
     replicas: int = 1
     backend: str = "gloo"
     schedule: str = "torch"
+
+
+class FinishedStep(NamedTuple):
+    """Step of a rank. ``began``, ``ended``: wall clock; ``omitted``: seconds in evaluations;
+    ``waits``: times of readings, and seconds for which threads had waited for a processor."""
+
+    step: int
+    ops: Sequence[RecordedOp]
+    began: float
+    ended: float
+    omitted: float = 0.0
+    waits: Sequence[tuple[float, float]] = ()

@@ -14,12 +14,11 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -34,9 +33,8 @@ from pipemorph.protocol.observed_steps import (
     StepsReply,
     StepsReport,
 )
-from pipemorph_trainer.observe.observed_rank import ObservedRank
-from pipemorph_trainer.record import RecordedOp
-from pipemorph_trainer.telemetry.run_queue import RunQueue, compute_crowding
+from pipemorph_trainer.observe.observed_rank import FinishedStep, ObservedRank
+from pipemorph_trainer.telemetry.run_queue import compute_crowding
 
 _log = logging.getLogger("pipemorph_trainer.observe")
 
@@ -55,16 +53,6 @@ LAST_SECONDS = 2.0
 """Longest wait for the last report at the end of the process."""
 
 
-class FinishedStep(NamedTuple):
-    """Step of a rank. ``began``, ``ended``: wall clock; ``omitted``: seconds in evaluations."""
-
-    step: int
-    ops: Sequence[RecordedOp]
-    began: float
-    ended: float
-    omitted: float = 0.0
-
-
 class StepReporter:
     """Reporter of one rank. ``clock``: the rank's wall clock, by which its ops are timed."""
 
@@ -78,7 +66,6 @@ class StepReporter:
         """Round trips, and the clocks' offsets that were measured by them."""
         self._pause, self._failures, self._dropped, self._stride = 1.0, 0, 0, 1
         self._down_since: float | None = None
-        self._run_queue, self._read_at = RunQueue(), monotonic()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipemorph-observe", daemon=True)
 
@@ -110,13 +97,11 @@ class StepReporter:
         reporter._thread.start()
         return reporter
 
-    def add_step(
-        self, step: int, ops: Sequence[RecordedOp], began: float, ended: float, omitted: float
-    ) -> None:
-        """Add a step, see :class:`FinishedStep`. Never blocks."""
-        if step % self._stride == 0:
+    def add_step(self, step: FinishedStep) -> None:
+        """Add a step. Never blocks."""
+        if step.step % self._stride == 0:
             self._dropped += len(self._queue) == MOST_STEPS
-            self._queue.append(FinishedStep(step, ops, began, ended, omitted))
+            self._queue.append(step)
 
     def close(self) -> None:
         """Send the last report, for at most :data:`LAST_SECONDS`, unless requests fail."""
@@ -178,9 +163,6 @@ class StepReporter:
     async def _post(self, steps: list[ObservedStep], *, finished: bool = False) -> None:
         """Post a report. Raises :class:`NoResponseError` or :class:`_RefusedError`."""
         best = min(self._readings, default=None)
-        waited, since, self._read_at = (
-            self._run_queue.take_waited_seconds(), self._read_at, monotonic()
-        )  # fmt: skip
         while True:
             report = StepsReport(
                 protocol=1,
@@ -188,7 +170,6 @@ class StepReporter:
                 place=self._place,
                 clock=None if best is None else best[1],
                 round_trip=0.0 if best is None else best[0],
-                waiting=(waited or 0.0) / max(0.001, self._read_at - since),
                 steps=steps,
                 dropped=self._dropped,
                 finished=finished,
@@ -243,6 +224,7 @@ def make_step(recorded: FinishedStep) -> ObservedStep:
     return ObservedStep(
         step=recorded.step, began_at=began, ended_at=recorded.ended, omitted=recorded.omitted,
         rows=rows,
+        waits=[(shift(at), round(1e6 * seconds)) for at, seconds in recorded.waits[:MOST_ROWS]],
     )  # fmt: skip
 
 
