@@ -17,7 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipemorph.cli import main
 from pipemorph.http_client import HttpClient, NoResponseError
+from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.status_file import read_run_folder
+from pipemorph.local.results.stored_page import read_page
 from pipemorph.views.explanation import explain_job
 
 STAGES, STEPS = 4, 40
@@ -95,6 +97,11 @@ def test_an_observed_job_is_followed_and_explained(
     assert "\nlink 2 is slow by 19.9 ms one way" in printed
     assert "completed: observed 40 steps, 1 to 40, median 0.2" in printed
     assert not (tmp_path / "token.secret").exists()
+    stored = read_page(ResultFolder(out))
+    assert (stored.done, stored.live) == (41, False)
+    assert {each.measured.iteration for each in stored.stored} <= set(range(1, 42))
+    assert len(stored.stored) > 20 and main(["view", str(out)]) == 0
+    assert f"view: {(out / 'page.html').as_uri()}" in capsys.readouterr().out
     assert main(["explain", str(out)]) == 0
     explained = capsys.readouterr().out
     assert "default/observed is Complete; 4 stages; 41 steps" in explained
