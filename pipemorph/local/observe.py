@@ -6,11 +6,14 @@ from them, so there is no manifest. They train on if this host ends, unless it h
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TextIO
 
 from pipemorph.diagnose.adapting import predict_adapting
@@ -31,7 +34,8 @@ log = logging.getLogger("pipemorph.observe")
 JOIN_SECONDS = 60.0
 """Time after which missing ranks are named."""
 MOST_OPS = 200_000
-"""Most ops of the newest steps that the live page can show: about 60 MB."""
+"""Most ops of the newest steps that the live page can show, and that are written at the end: about
+60 MB of memory, 10 MB of files."""
 SILENT_SECONDS = 10.0
 """Time without reports after which that is said: ranks report once a second, whatever a step
 takes."""
@@ -83,6 +87,8 @@ class _ObservedRun(ServedRun):
             if ending is not None:
                 if self.run is not None:
                     self.run.attempts[-1].record_result(ending, now())
+                if self.folder is not None:
+                    self._ops.write_files(self.folder.trace)
                 return ending
 
     def _begin_run(self, job: PipeMorphJob) -> None:
@@ -116,29 +122,26 @@ class _ObservedRun(ServedRun):
 
 
 class _NewestOps:
-    """Ops of the newest steps, for the live page. Steps are added by the ingest's thread."""
+    """Ops of the newest steps, for the pages and the folder. Steps are added by the ingest's
+    thread."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, list[StageTrace]] = {}
+        self._steps: dict[int, Sequence[OpsTrace]] = {}
         self._count = 0
         self._lock = threading.Lock()
 
     def add_step(self, traces: Sequence[OpsTrace]) -> None:
         """Add a step of all ranks."""
-        found = [
-            StageTrace(each.rank, each.stage, each.column, each.iteration, 0, each.ops)
-            for each in traces
-        ]
         with self._lock:
             # Ranks that have started again repeat the numbers of steps.
             self._drop_step(traces[0].iteration)
-            self._steps[traces[0].iteration] = found
-            self._count += sum(len(each.ops) for each in found)
+            self._steps[traces[0].iteration] = traces
+            self._count += sum(len(each.kinds) for each in traces)
             while self._count > MOST_OPS and len(self._steps) > 1:
                 self._drop_step(next(iter(self._steps)))
 
     def _drop_step(self, number: int) -> None:
-        self._count -= sum(len(each.ops) for each in self._steps.pop(number, []))
+        self._count -= sum(len(each.kinds) for each in self._steps.pop(number, []))
 
     def list_iterations(self, column: int) -> list[int]:
         with self._lock:
@@ -146,7 +149,45 @@ class _NewestOps:
 
     def read_iteration(self, column: int, iteration: int) -> Sequence[StageTrace]:
         with self._lock:
-            return self._steps.get(iteration, [])
+            found = self._steps.get(iteration, ())
+        return [
+            StageTrace(each.rank, each.stage, each.column, each.iteration, 0, each.ops)
+            for each in found
+        ]
+
+    def write_files(self, folder: Path) -> None:
+        """Write the traces as ranks of ``pipemorph run`` do, a file per stage of a rank."""
+        with self._lock:
+            steps = [self._steps[number] for number in sorted(self._steps)]
+        try:
+            with ExitStack() as stack:
+                files = dict[tuple[int, int], TextIO]()
+                for trace in (each for step in steps for each in step):
+                    place = trace.rank, trace.stage
+                    if place not in files:
+                        path = folder / f"ops-rank{trace.rank}-stage{trace.stage}.jsonl"
+                        files[place] = stack.enter_context(path.open("w", encoding="utf-8"))
+                    files[place].write(json.dumps(_make_trace_line(trace)) + "\n")
+        except OSError as error:
+            log.warning("the traces of ops are incomplete: %s", error)
+
+
+def _make_trace_line(trace: OpsTrace) -> dict[str, Any]:
+    """Line of a rank's file, see :mod:`pipemorph.diagnose.formats.rank_traces`."""
+    rows, waits = [], []
+    for i, (kind, microbatch, start, end, _) in enumerate(trace.ops):
+        begin = round(start - trace.origin, 6)
+        rows.append([kind.value, microbatch, begin, round(end - trace.origin, 6)])
+        if trace.waits and trace.waits[i]:
+            waits.append([kind.value, microbatch, round(begin - 1e-6 * trace.waits[i], 6), begin])
+    line: dict[str, Any] = {
+        "rank": trace.rank, "stage": trace.stage, "replica": trace.column,
+        "iteration": trace.iteration, "plan_version": 0, "origin": trace.origin,
+        "ops": rows, "waits": waits,
+    }  # fmt: skip
+    if trace.rank_times is not None:
+        line["times"] = trace.rank_times.model_dump(exclude_defaults=True)
+    return line
 
 
 class _RankWatch:

@@ -22,8 +22,8 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_520,
-    "product code lines": 84_490,
+    "product lines": 114_560,
+    "product code lines": 84_520,
     "test lines": 107_830,
     "benchmark lines": 7_500,
     "public classes": 773,

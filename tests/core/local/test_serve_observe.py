@@ -107,6 +107,9 @@ def test_an_observed_job_is_followed_and_explained(
     assert "default/observed is Complete; 4 stages; 41 steps" in explained
     assert "link 2 (stage 2 to 3) was late by up to 20 ms, from iteration 15 to 3" in explained
     assert "PipeMorph observed the job, and changed nothing" in explained
+    assert main(["diagnose", str(out)]) == 0
+    diagnosed = capsys.readouterr().out
+    assert "40 steps of 1 × 4 workers" in diagnosed
     adapting = json.loads((out / "report.json").read_text())["adapting"]
     assert adapting["gain"] > 0.05
     assert adapting["predicted"] == pytest.approx(adapting["seconds"] * (1 - adapting["gain"]))
