@@ -92,9 +92,9 @@ function drawStep(pen, c, step, frame, top, { pale = false, most } = {}) {
   const rows = step.rows, { h, gap, tops, bottom } = placeRows(step, top, most), x = us => frame.x(us), tall = h - gap, thin = Math.max(2, Math.round(tall / 4));
   const by = {}, faint = [], inks = [], hatched = [], lines = [], scale = frame.plot / (frame.to - frame.from), need = {}, sums = {};
   const put = (name, box) => (by[name] || (by[name] = [])).push(box);
-  // A kind of op is numbered where its largest number has room in most of its ops.
-  if (!pale && h >= 13) for (const row of rows) for (let k = 0; k < row.kinds.length; k++) { const s = sums[row.kinds[k]] || (sums[row.kinds[k]] = [0, 0, 0]); s[0]++; s[1] += row.durations[k]; s[2] = Math.max(s[2], row.microbatches[k]); }
-  for (const kind in sums) { const [count, all, largest] = sums[kind], room = 5.2 * String(largest).length + 1.5; need[kind] = all / count * scale >= room ? room : Infinity; }
+  // A kind of op is numbered if its largest number has room in nine of ten of its ops.
+  if (!pale && h >= 13) for (const row of rows) for (let k = 0; k < row.kinds.length; k++) { const s = sums[row.kinds[k]] || (sums[row.kinds[k]] = [[], 0]); s[0].push(row.durations[k]); s[1] = Math.max(s[1], row.microbatches[k]); }
+  for (const kind in sums) { const [all, largest] = sums[kind], room = 5.2 * String(largest).length + 1.5; need[kind] = all.filter(us => us * scale >= room).length >= 0.9 * all.length ? room : Infinity; }
   rows.forEach((row, i) => {
     const y = tops[i], first = row.stages && row.stages.length ? Math.min(...row.stages.filter(each => each >= 0)) : null;
     if (step.span_us && !pale) put("idle", [x(0), y, x(step.span_us) - x(0), tall]);
