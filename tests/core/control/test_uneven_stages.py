@@ -57,6 +57,8 @@ def test_a_loss_head_and_the_split_that_helps_are_named() -> None:
     relayout = {"adaptation": {"relayout": True}, "failurePolicy": {"maxRestarts": 1}}
     moving = describe(HEAD, 32, **relayout)
     assert moving == text.removesuffix("; adaptation.relayout moves layers")
+    slow = describe((0.1, 0.1, 0.1, 0.154), None)
+    assert slow.startswith("stage 3 takes 150 ms of a microbatch")
     assert (
         describe(HEAD, None, observed=True)
         == "stage 3 takes 45 ms of a microbatch, 1.5 times the others' median"

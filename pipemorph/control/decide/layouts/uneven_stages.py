@@ -44,7 +44,7 @@ def describe_uneven_stages(split: LayerSplit) -> str:
 
 def _format_ms(seconds: float) -> str:
     # Rounded, so that a message does not change with every sample.
-    return f"{1e3 * seconds:.2g} ms"
+    return f"{float(f'{1e3 * seconds:.2g}'):g} ms"
 
 
 def _name_overhead(stage: int, stages: int) -> str:
