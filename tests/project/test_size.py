@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 114_560,
     "product code lines": 84_520,
-    "test lines": 107_830,
+    "test lines": 107_860,
     "benchmark lines": 7_500,
     "public classes": 773,
     "modules": 464,
