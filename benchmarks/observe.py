@@ -49,7 +49,7 @@ def measure_hooks() -> dict[str, float]:
         hooks = ScheduleHooks(observation)
         stage = SimpleNamespace(stage_index=0, is_first=False, is_last=True)
         work = object()
-        op = SimpleNamespace()
+        op = SimpleNamespace(tensor=SimpleNamespace(nbytes=64))
         owner = SimpleNamespace(
             compute=lambda stage, microbatch: None,
             list_ops=lambda stage, microbatch: [op],
