@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_560,
-    "product code lines": 84_520,
-    "test lines": 107_860,
+    "product lines": 114_570,
+    "product code lines": 84_530,
+    "test lines": 107_870,
     "benchmark lines": 7_500,
     "public classes": 773,
     "modules": 464,

@@ -260,10 +260,18 @@ def find_blocking_condition(status: JobStatus) -> Condition | None:
 
 
 def list_failing_conditions(status: JobStatus) -> Iterator[Condition]:
-    """Conditions that report a fault."""
+    """Conditions that report a fault; of those that only say that reports are missing, the first
+    one. A job that is Complete may have ended long after its last report."""
+    silent = status.state == "Complete"
     for kind in FAULT_CONDITIONS:
         found = find_condition(status, kind)
-        if found is not None and (found.status == "False" or found.reason == "ReportsStale"):
+        if found is None:
+            continue
+        if found.reason == "ReportsStale":
+            if not silent:
+                yield found
+            silent = True
+        elif found.status == "False":
             yield found
 
 

@@ -313,6 +313,17 @@ def test_a_run_that_starts_waits_for_no_pods() -> None:
     assert "kubectl" not in "".join(explain(content))
 
 
+@pytest.mark.parametrize(("state", "count"), [("Running", 1), ("Failed", 1), ("Complete", 0)])
+def test_missing_reports_are_seen_once_and_not_after_a_good_end(state: str, count: int) -> None:
+    kinds = ("LinksHealthy", "RailsHealthy", "StagesEven")
+    silent = [since(kind, "Unknown", "ReportsStale", "no report for 30 s") for kind in kinds]
+    content = report(*silent, adaptations=[], links={"slow": []}, status={"training": None})
+    content["status"]["state"] = state
+    text = "".join(explain(content))
+    assert text.count("no report for 30 s") == count
+    assert ("rank 0, whose agent reports" in text) is bool(count)
+
+
 def late() -> Content:
     return since("LinksHealthy", "False", "SlowLinks", "link 2 (+60 ms forward) slow")
 
