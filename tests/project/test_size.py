@@ -24,7 +24,7 @@ MOST_LINES = 800
 LIMITS: Mapping[str, float] = {
     "product lines": 114_570,
     "product code lines": 84_530,
-    "test lines": 107_870,
+    "test lines": 107_910,
     "benchmark lines": 7_500,
     "public classes": 773,
     "modules": 464,

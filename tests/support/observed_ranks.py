@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from pipemorph.diagnose.operation import (
     BACKWARD,
@@ -13,6 +16,7 @@ from pipemorph.diagnose.operation import (
     FORWARD_RECV,
     FORWARD_SEND,
 )
+from pipemorph.http_client import HttpClient, NoResponseError
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.protocol.observed_steps import (
@@ -25,6 +29,7 @@ from pipemorph.protocol.observed_steps import (
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
 USUAL = 0.001
 """Seconds of an op, and of a message on a healthy link."""
+STAGES, STEPS = 4, 40
 Order = Sequence[Sequence[tuple[OpKind, int]]]
 
 
@@ -142,3 +147,37 @@ def make_report(
         steps=[shift_clock(step, ahead) for step in steps],
     )  # fmt: skip
     return report.model_copy(update=fields).model_dump_json().encode()
+
+
+def post(client: HttpClient, body: bytes) -> None:
+    """Post a report; the host may start at the same time."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            answer = client.request_blocking("/v1/observations", body=body, seconds=5.0)
+            assert answer.status == 200, answer.reason
+            return
+        except NoResponseError:
+            assert time.monotonic() < deadline
+
+
+def report_steps(url: str, token: Path, late_until: int, look: Callable[[], bool]) -> None:
+    """Report :data:`STEPS` steps of :data:`STAGES` ranks, with link 2 late from step 15 up to a
+    step, and their end once ``look`` returns True, at the latest after 20 s."""
+    client, now = HttpClient(url, token), time.time()
+    order = order_1f1b(STAGES, 4)
+    ran = []
+    for step in range(1, STEPS + 1):
+        wires = {2: USUAL + 0.02 * (15 <= step < late_until)}
+        ran.append(run_step(step, now, order, wires, noise=1e-4))
+        now = ran[-1][0].ended_at
+    for stage in range(STAGES):
+        steps = [each[stage] for each in ran]
+        post(client, make_report(stage, STAGES, steps))
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with suppress(NoResponseError):
+            if look():
+                break
+    for stage in range(STAGES):
+        post(client, make_report(stage, STAGES, finished=True))

@@ -31,13 +31,15 @@ class Target(NamedTuple):
 
 
 class Server:
-    """A Prometheus that scrapes its targets each second. Close it when done."""
+    """A Prometheus that scrapes its targets each second, and evaluates files with rules as often.
+    Close it when done."""
 
-    def __init__(self, folder: Path, targets: Sequence[Target]) -> None:
+    def __init__(self, folder: Path, targets: Sequence[Target], rules: Sequence[Path] = ()) -> None:
         (port,) = free_ports(1, "127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         config = {
-            "global": {"scrape_interval": "1s"},
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(each) for each in rules],
             "scrape_configs": [
                 {
                     "job_name": str(number),

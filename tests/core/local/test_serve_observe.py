@@ -5,58 +5,20 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import free_port
-from observed_ranks import USUAL, make_report, order_1f1b, run_step
+from observed_ranks import STAGES, STEPS, report_steps
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipemorph.cli import main
-from pipemorph.http_client import HttpClient, NoResponseError
+from pipemorph.http_client import HttpClient
 from pipemorph.local.results.result_folder import ResultFolder
 from pipemorph.local.results.status_file import read_run_folder
 from pipemorph.local.results.stored_page import read_page
 from pipemorph.views.explanation import explain_job
-
-STAGES, STEPS = 4, 40
-
-
-def post(client: HttpClient, body: bytes) -> None:
-    """Post a report; the host may start at the same time."""
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            answer = client.request_blocking("/v1/observations", body=body, seconds=5.0)
-            assert answer.status == 200, answer.reason
-            return
-        except NoResponseError:
-            assert time.monotonic() < deadline
-
-
-def report_steps(url: str, token: Path, late_until: int, look: Callable[[], bool]) -> None:
-    """Report steps of all ranks, with link 2 late from step 15 up to a step, and their end once
-    ``look`` returns True."""
-    client, now = HttpClient(url, token), time.time()
-    order = order_1f1b(STAGES, 4)
-    ran = []
-    for step in range(1, STEPS + 1):
-        wires = {2: USUAL + 0.02 * (15 <= step < late_until)}
-        ran.append(run_step(step, now, order, wires, noise=1e-4))
-        now = ran[-1][0].ended_at
-    for stage in range(STAGES):
-        steps = [each[stage] for each in ran]
-        post(client, make_report(stage, STAGES, steps))
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        with suppress(NoResponseError):
-            if look():
-                break
-    for stage in range(STAGES):
-        post(client, make_report(stage, STAGES, finished=True))
 
 
 def test_an_observed_job_is_followed_and_explained(
