@@ -13,7 +13,7 @@ from pipemorph.control.controller import JobController, JobView
 from pipemorph.control.history.goodput import GoodputMeter
 from pipemorph.control.history.job_history import DecisionRecord
 from pipemorph.detection.event_log import HealthEvent
-from pipemorph.protocol import AdaptationRecord, IterationSample, LinkHealthReport
+from pipemorph.protocol import AdaptationRecord, Health, IterationSample, LinkHealthReport
 from pipemorph.views.live_page.link_history import LinkHistory
 
 MOST_ITERATIONS = 1_000_000
@@ -32,6 +32,8 @@ class RunView(JobView):
     decisions: tuple[DecisionRecord, ...] = ()
     events: tuple[HealthEvent, ...] = ()
     """Events of rails, transports, stragglers and reductions."""
+    keep_reason: str = ""
+    """Reason why the newest decision while a link was slow changed nothing; empty if it did."""
 
 
 @dataclass
@@ -54,11 +56,14 @@ class RunJournal:
     ) -> None:
         """Record one accepted report and the controller's state after it."""
         now_seen = vars(controller.get_job_view(now))
+        decisions = tuple(controller.decisions[-NEWEST_RECORDS:])
+        is_slow = any(link.health is Health.SLOW for link in now_seen["links"])
         view = RunView(
             **now_seen | {"message": report.message or self.view.message},
             adaptations=tuple(r.model_copy() for r in controller.records[-NEWEST_RECORDS:]),
-            decisions=tuple(controller.decisions[-NEWEST_RECORDS:]),
+            decisions=decisions,
             events=controller.events,
+            keep_reason=find_keep_reason(decisions) if is_slow else self.view.keep_reason,
         )
         fallen = {each.link: each.transport for each in view.transports.fallen}
         with self._lock:
@@ -94,7 +99,11 @@ class RunJournal:
         """Drop the current state: the ranks start again. Finished iterations stay."""
         with self._lock:
             plan = self.view.applied_plan_version
-            self.view = RunView(applied_plan_version=plan, saved_time=self.view.saved_time)
+            self.view = RunView(
+                applied_plan_version=plan,
+                saved_time=self.view.saved_time,
+                keep_reason=self.view.keep_reason,
+            )
             self._arrived = []
 
     def find_first_iteration(self, least: int = 0) -> tuple[int, float] | None:
@@ -132,3 +141,10 @@ class RunJournal:
         """Copy of the states of each link so far."""
         with self._lock:
             return self._lanes.copy()
+
+
+def find_keep_reason(decisions: Sequence[DecisionRecord]) -> str:
+    """Reason why the newest decision changed nothing; empty if it did, or there is none. That a
+    change kept its promise is no decision."""
+    newest = next((each for each in reversed(decisions) if each.kind != "outcome"), None)
+    return newest.reason if newest is not None and newest.kind == "keep" else ""

@@ -86,10 +86,6 @@ class LivePageSource:
     def collect_state(self) -> WatchedJob:
         """Current state, without the ops."""
         ranks = self.read_run_state()
-        decisions = (
-            each for each in reversed(self.journal.view.decisions) if each.kind != "outcome"
-        )
-        newest = next(decisions, None)
         return WatchedJob(
             job=self.job,
             now=now(),
@@ -98,7 +94,7 @@ class LivePageSource:
             changes=self.journal.list_changes(),
             link_history=self.journal.copy_link_history(),
             recoveries=ranks.recoveries,
-            keep_reason=newest.reason if newest is not None and newest.kind == "keep" else "",
+            keep_reason=self.journal.view.keep_reason,
             outlook=ranks.outlook,
             gpus=self.gpus,
             missing_ops_reason=self.no_ops,

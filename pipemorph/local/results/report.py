@@ -295,6 +295,7 @@ class RunRecord:
             "recoveries": [recovery.to_json() for recovery in self.recoveries],
             "relayouts": self.relayouts,
             "predicted": self._compare_prediction(),
+            "keep_reason": self.last_view.keep_reason,
             "adapting": self.adapting,
             "work": self._measure_work(),
             "dispatch": self._describe_dispatch(),

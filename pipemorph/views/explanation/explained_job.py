@@ -102,7 +102,7 @@ class ExplainedJob(TolerantModel):
     work: _MicrobatchWork | None = None
     """Work of a run's microbatches; None: unknown, or not at the end of a run."""
     keep_reason: str = ""
-    """Reason why the last decision in a running run changed nothing; empty if it did."""
+    """Reason why the newest decision while a link was slow changed nothing; empty if it did."""
     gpus: int = 0
     """GPUs of all pods, by the job's template if it has one; 0 if it requests none."""
 

@@ -413,6 +413,8 @@ def _describe_decisions(job: ExplainedJob, status: JobStatus) -> Iterator[str]:
             yield f"{what} at iteration {each.iteration}: {each.measured:.0%} shorter iterations"
     if job.keep_reason and any(each.end is None for each in job.links.slow):
         yield f"the last decision changed nothing: {job.keep_reason}"
+    elif job.keep_reason and job.links.slow and not job.adaptations:
+        yield f"nothing was changed while it was slow: {job.keep_reason}"
     coming = training.wanted_plan_version if training is not None and not job.is_over else 0
     if job.adaptations:
         by_gain = sorted(job.adaptations, key=lambda each: (-each.saved, each.plan_version))

@@ -83,7 +83,7 @@ class WatchedJob:
     recoveries: Sequence[RecoveryEntry] = ()
     available: Sequence[int] = ()
     keep_reason: str = ""
-    """Reason why the last decision changed nothing; empty if it did."""
+    """Reason why the newest decision while a link was slow changed nothing; empty if it did."""
     outlook: Outlook | None = None
     gpus: int = 0
     """GPUs of all ranks together; 0 if none are known."""

@@ -24,8 +24,7 @@ from pipemorph.diagnose.formats.rank_traces import TraceIndex
 from pipemorph.errors import InputError
 from pipemorph.local import live_page
 from pipemorph.local.live_page import LIMITS, LivePageServer, open_page_listener
-from pipemorph.local.results.journal import RunJournal, RunView
-from pipemorph.local.results.page_source import FolderTraceSource, LivePageSource, RunState
+from pipemorph.local.results.journal import find_keep_reason
 from pipemorph.views.live_page import document_cache
 from pipemorph.views.live_page.page_builder import build_page_document
 from pipemorph.views.live_page.page_document import PageDocument
@@ -396,19 +395,12 @@ def test_a_run_prints_the_address_of_its_page(tmp_path: Path) -> None:
     ("kinds", "reason"),
     [("keep", "keep"), ("keep outcome", "keep"), ("adapt outcome", ""), ("outcome", ""), ("", "")],
 )
-def test_the_result_of_a_change_is_no_refusal(tmp_path: Path, kinds: str, reason: str) -> None:
-    decisions = tuple(
+def test_the_result_of_a_change_is_no_refusal(kinds: str, reason: str) -> None:
+    decisions = [
         DecisionRecord(at=0.0, iteration=9, kind=kind, reason=kind, line="")  # type: ignore[arg-type]
         for kind in kinds.split()
-    )
-    known, _ = watched(4, 12)
-    observer = LivePageSource(
-        known.job,
-        RunJournal(view=RunView(decisions=decisions)),
-        FolderTraceSource(tmp_path),
-        lambda: RunState(known.status, None),
-    )
-    assert observer.collect_state().keep_reason == reason
+    ]
+    assert find_keep_reason(decisions) == reason
 
 
 # --- traces that grow -------------------------------------------------------------------------

@@ -436,7 +436,10 @@ def test_the_explanation_gives_the_reason_for_no_change() -> None:
     assert "done: the last decision changed nothing: it saves 0.3%" in story_of(
         "slow", keep_reason="it saves 0.3%"
     )
-    assert "changed nothing" not in story_of("recovered", keep_reason="it saves 0.3%")
+    assert "it saves 0.3%" not in story_of("recovered", keep_reason="it saves 0.3%")
+    assert "done: nothing was changed while it was slow: it saves 0.3%" in story_of(
+        "recovered", keep_reason="it saves 0.3%", changes=[]
+    )
 
 
 @pytest.mark.parametrize(
