@@ -95,9 +95,6 @@ class JobLinks:
     def any_slow(self) -> bool:
         return bool(self._slow_directions)
 
-    def has_direction(self, key: DirectionKey) -> bool:
-        return key in self._directions[key[0]]
-
     def get_direction(self, key: DirectionKey) -> LinkState:
         """State of a direction with a row."""
         return self._directions[key[0]][key]

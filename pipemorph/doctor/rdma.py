@@ -119,7 +119,6 @@ class RdmaDevice:
     name: str
     pci: str | None
     """PCI address; None for a software device. Ports with the same address share a card."""
-    firmware: str | None
     ports: tuple[RdmaPort, ...]
     numa_node: int | None = None
     """None if unknown: a software device, or a host with one node."""
@@ -148,7 +147,6 @@ def _read_device(folder: Path) -> RdmaDevice:
     return RdmaDevice(
         name=folder.name,
         pci=pci,
-        firmware=_read_sysfs_line(folder / "fw_ver") or None,
         ports=tuple(_read_port(folder.name, n, folder / "ports" / str(n)) for n in numbers),
         numa_node=numa.read_numa_node(folder / "device"),
     )

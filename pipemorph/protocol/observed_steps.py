@@ -16,7 +16,6 @@ from pipemorph.protocol.message_base import Count, ProtocolModel, ResponseModel,
 from pipemorph.protocol.op_traces import Microseconds
 from pipemorph.protocol.states import PRINTABLE
 
-OBSERVATION_PROTOCOL: Literal[1] = 1
 MAX_STEPS_BYTES = 4 << 20
 MOST_STEPS, MOST_CHUNKS, MOST_ROWS = 64, 64, 65_536
 """Most steps of a report, stages of a rank, and rows of a step."""

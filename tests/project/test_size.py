@@ -25,7 +25,7 @@ LIMITS: Mapping[str, float] = {
     "product lines": 114_580,
     "product code lines": 84_540,
     "test lines": 107_940,
-    "benchmark lines": 7_500,
+    "benchmark lines": 7_300,
     "public classes": 773,
     "modules": 464,
     "leaves of spec": 114,

@@ -96,11 +96,6 @@ class PromisedTimes:
     def gain_seconds(self) -> float:
         return self.seconds_before - self.seconds_after
 
-    @property
-    def gain_fraction(self) -> float:
-        """Fraction of an iteration that the change saves."""
-        return 1 - self.seconds_after / self.seconds_before if self.seconds_before > 0 else 0.0
-
 
 def compute_overhead(forecast: Forecast, evidence: SituationEvidence) -> float:
     """Seconds that an iteration takes beyond its prediction; 0 if none was measured."""

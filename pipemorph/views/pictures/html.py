@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,11 +26,6 @@ def fill_template(template: Path, data: str) -> str:
     # Escaped so that the JSON cannot end the script element or begin a comment. Inserted last, so
     # that a mark of the template within the data is not replaced.
     return _load_template(template).replace(DATA, data.replace("<", "\\u003c"))
-
-
-def build_page(title: str, body: str, style: str = "") -> str:
-    """Page without scripts. ``title``: plain text; ``body``: HTML, with drawings as SVG."""
-    return _build_skeleton(escape(title), style, body)
 
 
 @cache
