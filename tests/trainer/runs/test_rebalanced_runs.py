@@ -165,6 +165,7 @@ def test_a_kill_with_unequal_shares_loses_no_sample(tmp_path: Path) -> None:
     )
     done = run(tmp_path, job)
     assert done.status == 0, done
+    assert len(done.report["recoveries"]) == 1, done
     (recovery,) = done.report["recoveries"]
     assert recovery["rung"] == "generation", done
     went_on = recovery["went_on_with"]
