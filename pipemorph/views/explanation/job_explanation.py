@@ -232,7 +232,7 @@ def _describe_outcome(job: ExplainedJob, status: JobStatus) -> str:
         text += f"; iteration {training.iteration:,}"
         text += f" of {spec.trainer.iterations:,}" if spec.trainer.iterations else ""
     if seconds:
-        text += f", {seconds:.3g} s each"
+        text += f", {'' if ran is None else 'the newest '}{seconds:.3g} s each"
         remaining = job.seconds_remaining
         text += "" if remaining is None else f", {format_duration(remaining)} left"
     recovered = status.recoveries is not None and status.recoveries.count > 0

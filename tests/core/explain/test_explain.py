@@ -109,7 +109,7 @@ def lines(story: Explanation) -> list[str]:
 def test_a_run_with_a_slow_link() -> None:
     assert explain(report()) == [
         "outcome  team/gpt is Complete; 4 stages × 2 replicas; 120 of 120 iterations in 1 min 15 s,"
-        " 0.4 s each",
+        " the newest 0.4 s each",
         "seen     link 2 (stage 2 to 3, replica 0) was late by up to 60 ms, from iteration 10 to"
         " 110",
         "done     plan 1 from iteration 11: warm-up 7-5-3-1 became 12-11-9-1, link 2 delegated to"
