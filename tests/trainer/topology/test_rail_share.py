@@ -15,7 +15,7 @@ ROUTABLE = Gid(index=3, address="::ffff:10.0.0.1", type="RoCE v2", netdev="eth0"
 
 def device(name: str, pci: str | None = None, *, state: str = "ACTIVE") -> RdmaDevice:
     port = RdmaPort(name, 1, state, "LinkUp", None, "Ethernet", (ROUTABLE,), {})
-    return RdmaDevice(name, pci, None, (port,))
+    return RdmaDevice(name, pci, (port,))
 
 
 @pytest.fixture
