@@ -335,9 +335,7 @@ class Pipeline:
         self._parts.iterations.resume_position(resumed.iteration)
         self.iteration = self.start_iteration
         self._collector = CollectorPauses(self._parts.settings.gc, str(self.coordinate))
-        self._parts.iterations.set_pause_source(
-            lambda: self._collector.exceeds_limit, self._collector.drain_pauses
-        )
+        self._parts.iterations.set_collector(self._collector)
         self._window = self._parts.iterations.ops.window
         self._call_runner = CallRunner(self._parts, self.iteration, self._collector)
         self._saving = StateSaver(self._parts, resumed)

@@ -30,34 +30,70 @@ class Clock:
         self.now += seconds
 
 
-def test_each_second_is_in_one_part() -> None:
+class Collector:
+    """Pauses of a garbage collector, which also advance the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.paused = clock, 0.0
+
+    def __call__(self) -> float:
+        return self.paused
+
+    def pause(self, seconds: float) -> None:
+        self.paused += seconds
+        self._clock.advance(seconds)
+
+
+PAUSE = 0.0625
+
+
+@pytest.mark.parametrize("paused", [None, "script", "optimizer", "checkpoint", "call", "drawn"])
+def test_each_second_is_in_one_part(paused: str | None) -> None:
     clock = Clock()
+    collector = Collector(clock)
     window = WindowClock(clock=clock)
+    window.count_paused = collector
+
+    def run(part: str, seconds: float) -> None:
+        clock.advance(seconds)
+        if part == paused:
+            collector.pause(PAUSE)
+
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     # The optimizer takes as long as reading the clock advances it.
-    optimizer.register_step_pre_hook(lambda *_: clock.advance(0.5))
-    clock.advance(1.0)
+    optimizer.register_step_pre_hook(lambda *_: run("optimizer", 0.5))
+    run("script", 1.0)
     optimizer.step()
     with window.measure_part("checkpoint"):
-        clock.advance(0.25)
+        run("checkpoint", 0.25)
     window.begin_step()
+    run("call", 0.0)
+    # A pause in the step is not before it, and in the time of what it interrupts.
+    drawn = PAUSE if paused == "drawn" else 0.0
+    before = PAUSE if paused not in (None, "drawn") else 0.0
     with window.measure_part("drawn"):
-        clock.advance(0.125)
+        run("drawn", 0.125)
     clock.advance(10.0)  # Ops.
-    times = window.end_window(paused=0.0625, reduction=2.0)
+    times = window.end_window(paused=drawn, reduction=2.0)
     assert times == RankTimes(
-        window=11.875, optimizer=0.5, checkpoint=0.25, data=1.0 - 0.0625, drawn=0.125, gc=0.0625,
-        reduction=2.0,
+        window=11.875 + before + drawn, optimizer=0.5, checkpoint=0.25, data=1.0,
+        drawn=0.125 + drawn, gc=before, reduction=2.0,
     )  # fmt: skip
     # The norm after the step belongs to it, with what the script does before.
-    clock.advance(0.5)
+    run("script", 0.5)
     optimizer.step()
-    clock.advance(4.0)
+    run("norm", 4.0)
+    between = PAUSE if paused in ("script", "optimizer") else 0.0
     norm = window.extend_window(times, 4.0)
-    assert (norm.window, norm.norm, norm.optimizer) == (16.875, 4.0, 1.0)
-    assert norm.data == pytest.approx(times.data + 0.5)
-    clock.advance(3.0)
+    assert norm.window == times.window + 5.0 + between
+    assert (norm.norm, norm.optimizer, norm.data) == (4.0, 1.0, 1.5)
+    assert norm.gc == times.gc + between
+    # A pause in the norm is a part of it.
+    collector.pause(2 * PAUSE)
+    again = window.extend_window(norm, 2 * PAUSE, paused=2 * PAUSE)
+    assert (again.norm, again.gc, again.data) == (2 * PAUSE, norm.gc, norm.data)
+    collector.pause(3.0)
     window.restart()  # After an evaluation.
     clock.advance(1.0)
     window.begin_step()

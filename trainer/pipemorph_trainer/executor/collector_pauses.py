@@ -80,6 +80,7 @@ class CollectorPauses:
         self._at_boundary = False
         self._pause_began: float | None = None
         self._inside = self._between = 0.0
+        self._paused = 0.0
         self._began = clock()
         self._warm = False
         self._newest: deque[tuple[float, float]] = deque(maxlen=MOST_ITERATIONS)
@@ -98,6 +99,10 @@ class CollectorPauses:
         """True if pauses take too much of the time and may be moved: a request to all ranks."""
         enough = self._may_move and not self._moved and len(self._newest) >= LEAST_ITERATIONS
         return enough and self._compute_share() > MOST_SHARE
+
+    def count_paused(self) -> float:
+        """Return the seconds of all pauses so far."""
+        return self._paused
 
     def drain_pauses(self) -> list[tuple[float, float]]:
         """Return start and end of each pause since the last call, wall-clock seconds."""
@@ -187,6 +192,7 @@ class CollectorPauses:
         elif self._pause_began is not None:
             seconds, self._pause_began = self._clock() - self._pause_began, None
             self._unread.append(((now := time()) - seconds, now))
+            self._paused += seconds
             if self._at_boundary:
                 self._between += seconds
             else:

@@ -25,6 +25,7 @@ from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.backward import SplitReport
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import step_abort as refusals
+from pipemorph_trainer.executor.collector_pauses import CollectorPauses
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
 from pipemorph_trainer.executor.local_stage import LocalStage, sum_offload_copies
 from pipemorph_trainer.executor.mailbox import Mailbox, name_call
@@ -724,13 +725,11 @@ class IterationRunner:
         :attr:`is_changing_layout`. None: never."""
         self._loss.end_requested, self._loss.layout_change_requested = to_end, to_move
 
-    def set_pause_source(
-        self,
-        exceeds_limit: Callable[[], bool],
-        drain_pauses: Callable[[], list[tuple[float, float]]],
-    ) -> None:
+    def set_collector(self, collector: CollectorPauses) -> None:
         """Set the source of :attr:`moves_collector` on this rank, and that of the pauses."""
-        self._loss.pauses_exceed_limit, self.ops.drain_pauses = exceeds_limit, drain_pauses
+        self._loss.pauses_exceed_limit = lambda: collector.exceeds_limit
+        self.ops.drain_pauses = collector.drain_pauses
+        self.ops.window.count_paused = collector.count_paused
 
     @property
     def moves_collector(self) -> bool:

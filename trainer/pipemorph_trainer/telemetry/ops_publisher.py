@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from time import monotonic
+from time import monotonic, time
 
 from pipemorph.protocol import OpsTrace
 from pipemorph.protocol.op_traces import RankTimes
@@ -69,14 +69,12 @@ class OpsPublisher:
 
     def end_step(self, origin: float, reduction: dict[str, float] | None) -> None:
         """End the times of the step that began at ``origin``, wall clock."""
-        pauses = self.drain_pauses()
+        pauses = self._drain_pauses_since(origin)
         self._times = self.window.end_window(
-            paused=sum(end - start for start, end in pauses if start < origin),
+            paused=sum(end - start for start, end in pauses),
             reduction=None if reduction is None else reduction["waited"],
             pauses=[
-                (round(1e6 * (start - origin)), round(1e6 * (end - start)))
-                for start, end in pauses
-                if start >= origin
+                (round(1e6 * (start - origin)), round(1e6 * (end - start))) for start, end in pauses
             ],
             clock_offset=0.0 if self._above is None else self._above.peer_clock.offset,
         )
@@ -85,8 +83,15 @@ class OpsPublisher:
         """Add the gradient norm of all stages, which began at that monotonic time. The first one
         after a step counts."""
         if self._times is not None:
-            self._times = self.window.extend_window(self._times, monotonic() - began)
+            norm = monotonic() - began
+            pauses = self._drain_pauses_since(time() - norm)
+            paused = sum(end - start for start, end in pauses)
+            self._times = self.window.extend_window(self._times, norm, paused=paused)
             self.publish()
+
+    def _drain_pauses_since(self, begin: float) -> list[tuple[float, float]]:
+        """Drain the pauses, and return those since a time of the wall clock."""
+        return [pause for pause in self.drain_pauses() if pause[0] >= begin]
 
     def publish(self) -> None:
         """Publish the ops of the newest iteration, and write its trace. Idempotent."""
