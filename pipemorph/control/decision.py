@@ -575,8 +575,10 @@ def apply_proposal(
         return
     if proposal.needs_confirmation:
         state.last_decision = pending.previous_decision  # The cause comes up again.
-        hold_sources(state, pending.sources, pending.detectable_at)
-        if any(f.measured_seconds for f in proposal.findings if isinstance(f, GainNotConfirmed)):
+        objections = [f for f in proposal.findings if isinstance(f, GainNotConfirmed)]
+        lacking = max((f.lacking for f in objections), default=0)
+        hold_sources(state, pending.sources, pending.detectable_at, lacking or None)
+        if any(f.measured_seconds for f in objections):
             # Measured iterations contradict the sources: no doubt about them fades.
             for source in pending.sources:
                 state.source_doubts[source] = (get_doubt_level(state, source), finished)

@@ -109,12 +109,13 @@ class GainNotConfirmed:
     """Finding: measured iterations do not confirm the evidence for a change. ``expected_seconds``:
     predicted seconds of an iteration of the current plan, overhead included; ``gain_seconds``:
     seconds that the change would save; ``measured_seconds``: median of the ``iterations`` in this
-    state, None if there are too few."""
+    state, None if there are too few, by ``lacking``."""
 
     expected_seconds: float
     gain_seconds: float
     iterations: int
     measured_seconds: float | None
+    lacking: int = 0
 
 
 @dataclass(frozen=True)
@@ -400,8 +401,10 @@ def _find_objection(
         # wait: there is more disturbance than was found.
         if promised.seconds_before - measured > allowed:
             return GainNotConfirmed(promised.seconds_before, promised.gain_seconds, count, measured)
-    if count < _count_needed_iterations(promised):
-        return GainNotConfirmed(promised.seconds_before, promised.gain_seconds, count, None)
+    if (lacking := _count_needed_iterations(promised) - count) > 0:
+        return GainNotConfirmed(
+            promised.seconds_before, promised.gain_seconds, count, None, lacking
+        )
     return None
 
 

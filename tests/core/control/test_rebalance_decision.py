@@ -9,6 +9,7 @@ from plant_support import BASE, Plant, spec
 
 from pipemorph.control import JobController
 from pipemorph.control.adopted_plan import parse_message
+from pipemorph.control.decide.prediction_check import MOST_ITERATIONS
 from pipemorph.control.decide.replica_shares import (
     divide_microbatches,
     measure_paces,
@@ -47,6 +48,8 @@ class ReplicaPlant(Plant):
         self.slowness = [1.0] * REPLICAS
         self.ignored = False
         """True if shares change nothing: the plan is not what makes replicas wait."""
+        self.overhead = 0.0
+        """Seconds outside ops of each second iteration."""
 
     def simulate_replica(self, replica: int) -> Any:
         plan = self.plan.for_replica(0 if self.ignored else replica)
@@ -61,7 +64,8 @@ class ReplicaPlant(Plant):
         if self.prepared is not None and self.iteration >= self.prepared[0]:
             self.plan, self.prepared = self.prepared[1], None
         results = [self.simulate_replica(replica) for replica in range(REPLICAS)]
-        seconds = max(each.makespan for each in results)
+        ops_seconds = max(each.makespan for each in results)
+        seconds = ops_seconds + (self.overhead if self.iteration % 2 else 0.0)
         for _ in range(10):
             self.now += seconds / 10
             self.send(links=[self.sample(0, way, BASE) for way in ("forward", "backward")])
@@ -77,7 +81,7 @@ class ReplicaPlant(Plant):
         ]
         sample = IterationSample(
             index=self.iteration - 1, seconds=seconds, loss=1.0, plan_version=self.plan.version,
-            bubble_fraction=results[0].bubble_fraction, ops_seconds=seconds,
+            bubble_fraction=results[0].bubble_fraction, ops_seconds=ops_seconds,
         )  # fmt: skip
         self.send(stages=profiles, iterations=[sample])
 
@@ -121,6 +125,23 @@ def test_a_slow_replica_gets_fewer_microbatches_and_all_of_them_back() -> None:
     assert plant.seconds[-1] == pytest.approx(even)
     plant.run(60)
     assert plant.controller.change_count == 2
+
+
+@pytest.mark.parametrize("overhead", [0.6, 1.2, 2.0, 3.0])
+def test_after_iterations_of_varying_length_a_change_waits_for_as_many_as_confirm_it(
+    overhead: float,
+) -> None:
+    plant = ReplicaPlant(job())
+    plant.overhead = overhead
+    plant.run(12)
+    plant.slowness = [1.0, 2.0, 1.0, 1.0]
+    plant.run(20)
+    record = plant.only()
+    kept = [each.reason for each in plant.controller.decisions if each.kind == "keep"]
+    assert record.applied_at_iteration is not None
+    assert any("cannot confirm" in reason for reason in kept) is (overhead > 1.5), kept
+    # Found after two iterations; eight at most confirm it.
+    assert record.applied_at_iteration <= 12 + 2 + MOST_ITERATIONS + 3
 
 
 def test_without_the_field_the_plan_stays() -> None:
