@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_590,
-    "product code lines": 84_540,
-    "test lines": 107_990,
+    "product lines": 114_650,
+    "product code lines": 84_600,
+    "test lines": 108_120,
     "benchmark lines": 7_300,
     "public classes": 773,
     "modules": 464,

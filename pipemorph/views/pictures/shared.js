@@ -148,6 +148,60 @@ function findAt(step, frame, top, px, py, most) {
   const idle = !found && (row.idle || []).find(([, a, b]) => us >= a && us < b);
   return found || (idle ? { row, index, cause: idle[0], start: idle[1], end: idle[2] } : { row, index });
 }
+// Op of a step by its place in its row, as findAt returns it; null if there is none.
+function findOp(step, index, op) {
+  let found = null;
+  if (step && step.rows[index]) eachOp(step.rows[index], (kind, start, end, k) => { if (k === op) found = { row: step.rows[index], index, op, start, end }; });
+  return found;
+}
+// Place of the op of a row that is nearest to a time, of those of the compute stream if there are some.
+function findNearest(row, us) {
+  let found = 0, least = Infinity;
+  eachOp(row, (kind, start, end, op) => { const far = Math.max(start - us, us - end, 0) + (SHAPES[kind] ? 1 : 0); if (far < least) { least = far; found = op; } });
+  return found;
+}
+// Moves over the ops of a picture by keys. The picture is one tab stop: no op has an element or a listener of its own.
+class OpCursor {
+  // `shown()`: the step that is drawn, or null; `point(found)`: shows an op in #now, or no op if null, and draws again; `begin()`: time where to start.
+  constructor(canvas, shown, point, begin = () => 0) {
+    this.canvas = canvas; this.shown = shown; this.begin = begin; this.place = null;
+    canvas.setAttribute("role", "application"); canvas.setAttribute("aria-description", "Arrow keys go along the ops of a row and between rows, Home and End to the first and last op, Escape leaves.");
+    const announce = (mode, found) => { $("now").setAttribute("aria-live", mode); point(found); };
+    canvas.addEventListener("keydown", event => {
+      if (event.ctrlKey || event.altKey || event.metaKey || event.shiftKey) return;
+      if (event.key === "Escape") { this.place = null; announce("off", null); canvas.blur(); return; }
+      if (!this.move(event.key)) return;
+      event.preventDefault(); event.stopPropagation(); announce("polite", this.find());
+    });
+    canvas.addEventListener("pointermove", () => $("now").setAttribute("aria-live", "off"));
+    for (const type of ["focus", "blur"]) canvas.addEventListener(type, () => { if (this.place) announce(type === "focus" ? "polite" : "off", type === "focus" ? this.find() : null); });
+  }
+  find() { return this.place && findOp(this.shown(), ...this.place); }
+  // Whether the key is one of the cursor.
+  move(key) {
+    const rows = (this.shown() || { rows: [] }).rows, at = this.find(), by = { ArrowUp: -1, ArrowLeft: -1, ArrowDown: 1, ArrowRight: 1, Home: 0, End: 0 }[key];
+    const full = rows.findIndex(row => row.kinds.length);
+    if (by === undefined || full < 0) return false;
+    if (!at) { this.place = [full, findNearest(rows[full], this.begin())]; return true; }
+    const last = at.row.kinds.length - 1;
+    if (key === "Home" || key === "End") this.place = [at.index, key === "Home" ? 0 : last];
+    else if (key === "ArrowLeft" || key === "ArrowRight") this.place = [at.index, Math.max(0, Math.min(last, at.op + by))];
+    else {
+      let next = at.index + by;
+      while (rows[next] && !rows[next].kinds.length) next += by;
+      if (rows[next]) this.place = [next, findNearest(rows[next], (at.start + at.end) / 2)];
+    }
+    return true;
+  }
+  // Draws a frame around the op while the picture has the focus; `top` and `most`: those of drawStep.
+  draw(pen, c, frame, top, most) {
+    const found = document.activeElement === this.canvas ? this.find() : null;
+    if (!found) return;
+    const { h, gap, tops } = placeRows(this.shown(), top, most), x = frame.x(found.start) - 2, w = Math.max(1, frame.x(found.end) - x - 2) + 4, y = tops[found.index] - 1, tall = h - gap + 2;
+    const box = [[x, y], [x + w, y], [x + w, y + tall], [x, y + tall], [x, y - 1]];
+    pen.clip(frame.edge - 4, 0, frame.plot + 8, pen.height, () => { pen.line(c("back"), box, 5); pen.line(c("ink"), box, 2); });
+  }
+}
 // Entries of the legend of steps: ops, then causes of idle time.
 function listEntries(steps, c, names = NAMES) {
   const kinds = new Set(), causes = new Set();
@@ -226,9 +280,11 @@ class Zoom {
     const button = (text, title, does) => { make("button", { type: "button", title, "aria-label": title }, text, tools).onclick = does; };
     button("+", "zoom in (+)", () => this.scale(0.6)); button("−", "zoom out (-)", () => this.scale(1.7)); button("whole", "whole time (0)", () => this.show(0, whole));
     const keys = make("span", { class: "keys" }, "drag to move, ", tools);
-    keys.append(make("kbd", {}, "Ctrl"), " + wheel to zoom; ", ...["←", "→", "+", "-", "0"].flatMap(key => [make("kbd", {}, key), " "]), "after a click; point at an op for details");
+    keys.append(make("kbd", {}, "Ctrl"), " + wheel to zoom; after a click or ", make("kbd", {}, "Tab"), ": ", ...["←", "→", "↑", "↓", "Home", "End"].flatMap(key => [make("kbd", {}, key), " "]), "ops, ", make("kbd", {}, "Shift"), " with ← → to move, ", ...["+", "-", "0"].flatMap(key => [make("kbd", {}, key), " "]), "to zoom; point at an op for details");
   }
   show(a, b) { const span = Math.min(this.whole, Math.max(this.whole / 5000, b - a)); this.from = Math.max(0, Math.min(a, this.whole - span)); this.to = this.from + span; this.draw(); }
+  // Moves the range if a part of `a` to `b` is outside.
+  reveal(a, b) { const half = (this.to - this.from) / 2; if (a < this.from || b > this.to) this.show((a + b) / 2 - half, (a + b) / 2 + half); }
   scale(factor, centre = (this.from + this.to) / 2) { this.show(centre - (centre - this.from) * factor, centre + (this.to - centre) * factor); }
   // `frame()`: the frame of the canvas; `point(event)`: called where the pointer is, without event when it leaves.
   attach(canvas, frame, point) {
@@ -246,7 +302,7 @@ class Zoom {
     });
     canvas.addEventListener("pointerleave", () => point());
     canvas.addEventListener("keydown", event => {
-      const by = (this.to - this.from) / 6, does = { "+": () => this.scale(0.7), "=": () => this.scale(0.7), "-": () => this.scale(1.4), "0": () => this.show(0, this.whole), ArrowLeft: () => this.show(this.from - by, this.to - by), ArrowRight: () => this.show(this.from + by, this.to + by) }[event.key];
+      const by = (this.to - this.from) / 6, does = { "+": () => this.scale(0.7), "=": () => this.scale(0.7), "-": () => this.scale(1.4), "0": () => this.show(0, this.whole), ArrowLeft: event.shiftKey && (() => this.show(this.from - by, this.to - by)), ArrowRight: event.shiftKey && (() => this.show(this.from + by, this.to + by)) }[event.key];
       if (does) { event.preventDefault(); does(); }
     });
   }

@@ -76,3 +76,24 @@ def test_one_replica_can_be_drawn_and_ops_are_named(browser: Browser, page: str)
     assert browser.eval("document.getElementById('now').textContent").startswith("dp1-stage0")
     assert browser.eval("document.querySelector('#map td.named').textContent").endswith("◆")
     assert browser.errors == []
+
+
+def test_keys_reach_ops_in_each_picture(browser: Browser, page: str) -> None:
+    browser.look(page)
+    said = "document.getElementById('now').textContent"
+    pictures = browser.eval("canvases.length")
+    assert browser.eval("document.querySelectorAll('#pictures [tabindex]').length") == pictures
+    browser.eval("document.getElementById('replica').focus()")
+    for key in ("Tab",) * 4 + ("ArrowRight",):  # three buttons
+        browser.press(key)
+    first = "dp0-stage0 (rank 0): forward-compute of microbatch 0: 10 ms, at 0 ms"
+    assert browser.eval(said) == first
+    for key in ("ArrowDown",) * 6:
+        browser.press(key)
+    browser.press("ArrowRight")
+    assert browser.eval(said).startswith("dp1-stage2 (rank 5): forward-recv of microbatch 0: ")
+    browser.press("Tab")
+    browser.press("End")
+    assert browser.eval(said) == first
+    assert browser.eval("[...cursors.values()].filter(each => each.place).length") == 2
+    assert browser.errors == []
