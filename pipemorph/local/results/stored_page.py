@@ -1,7 +1,7 @@
 """Writes and reads ``page.json``: the document of the live page of a run that is over.
 
-It has the pictures of several iterations: those before and after each change of plan, and others at
-equal distances.
+It has the pictures of several iterations: those around each change of plan, and others at equal
+distances.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _build_pictures(
     columns = known.job.spec.parallelism.mesh.columns
     here = set(iterations)
     applied = [each.applied_at_iteration for each in known.changes]
-    around = [each for at in applied if at is not None for each in (at, at - 1)]
+    # The first iteration under a plan still has what the change costs, a later one only the plan.
+    around = [each for at in applied if at is not None for each in (at + 2, at, at - 1)]
     notable = [*iterations[-1:], *(each for each in around if each in here)]
     notable = list(dict.fromkeys(notable))[: MOST_PICTURES // 2]
     spread = iterations[:: -ceil(len(iterations) / (MOST_PICTURES - len(notable))) or None]

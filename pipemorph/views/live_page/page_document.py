@@ -53,8 +53,9 @@ class IterationPicture(_PageModel):
     span_us: int
     """Microseconds from the start of the first op to the end of the last."""
     seconds: float | None
-    """Time of the iteration: measured, or the measured time plus the predicted difference of the
-    plan."""
+    """Time of the iteration: measured; or the measured time plus the predicted difference of the
+    plan; or, if the measured plan is not stored any more, the simulated ops plus the measured time
+    outside ops."""
     bubble: float
     """Idle time over all ranks' time."""
     causes: dict[str, float]

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -126,6 +126,7 @@ def test_the_page_of_a_run_that_is_over_goes_to_the_nearest_picture(
     path.write_text(render_live_page(page.model_copy(update={"stored": stored})))
     browser.look(path.as_uri())
     drawn = "[shot.measured.iteration, shot.column]"
+    browser.press("End")
     assert browser.eval(drawn) == [59, 0]
     browser.press("PageUp")
     assert browser.until(f"{SHOWN}.startsWith('iteration {RETURNED_AT}:')")
@@ -137,6 +138,52 @@ def test_the_page_of_a_run_that_is_over_goes_to_the_nearest_picture(
     assert browser.eval(drawn) == [59, 0]
     browser.eval("$('column').value = 1; $('column').onchange({ target: $('column') })")
     assert browser.eval(drawn) == [59, 1]
+
+
+OPENED = "$('opened').hidden ? '' : $('opened').textContent"
+
+
+@pytest.mark.parametrize(
+    ("case", "iterations", "expected"),
+    [
+        # Under the plan that was changed: not the longest one, nor the last one of the run.
+        ("recovered", (59, 16, 30, 35, 20, 13, 5), (35, "the change of plan saved the most")),
+        ("slow", (11, 12, 13, 14, 5), (13, "the most links are slow")),
+        ("healthy", (11, 5, 3), (11, "")),
+    ],
+)
+def test_the_page_of_a_run_that_is_over_opens_where_there_is_most_to_see(
+    browser: Browser,
+    tmp_path: Path,
+    case: Case,
+    iterations: Sequence[int],
+    expected: tuple[int, str],
+) -> None:
+    known, traces = watched(4, 12, case)
+    opened, why = expected
+    if case == "recovered":
+        _, traces = watched(4, 12, "adapted")
+    stored = []
+    for at in iterations:
+        version = 0 if case != "recovered" else (at >= CHANGED_AT) + (at >= RETURNED_AT)
+        rows = [replace(each, iteration=at, plan_version=version) for each in traces]
+        stored.append(build_stored_iteration(known, rows, 0))
+    page = build_page_document(known, traces, column=0, live=False)
+    path = tmp_path / "page.html"
+    path.write_text(render_live_page(page.model_copy(update={"stored": stored})))
+    browser.look(path.as_uri())
+    assert browser.eval("[shot.measured.iteration, shown()]") == [opened, opened if why else 11]
+    text = browser.eval(OPENED)
+    assert (f"Iteration {opened} is drawn first" in text and why in text) if why else not text
+    assert any("saved in iteration" in each for each in cards(browser)) is (case == "recovered")
+    # A saved page opens where it was saved, and says nothing of that.
+    browser.press("Home")
+    first = min(iterations)
+    assert browser.until(f"shot.measured.iteration === {first}") and not browser.eval(OPENED)
+    saved = tmp_path / "saved.html"
+    saved.write_text(browser.eval("pageText()"))
+    browser.look(saved.as_uri())
+    assert browser.eval("shot.measured.iteration") == first and not browser.eval(OPENED)
 
 
 def test_the_page_of_an_observed_job_names_no_plans(browser: Browser, tmp_path: Path) -> None:
