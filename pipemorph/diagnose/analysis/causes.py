@@ -67,7 +67,8 @@ class Cause:
     ``since``: first step with it, if earlier ones are without.
 
     ``workers``, ``stage``, ``link``: its place, as far as it has one; a link is named by its first
-    stage. ``removal``: of the cause from the times of a step, None for gaps between ops.
+    stage. ``directions``: replica, sending and receiving stage, of each slow direction of the link.
+    ``removal``: of the cause from the times of a step, None for gaps between ops.
     """
 
     cause: str
@@ -78,6 +79,7 @@ class Cause:
     workers: tuple[int, ...] = ()
     stage: int | None = None
     link: int | None = None
+    directions: tuple[tuple[int, int, int], ...] = ()
     removal: Change | None = field(default=None, repr=False, compare=False)
 
 
@@ -230,9 +232,14 @@ class _CauseFinder:
         if len(found) > 1:
             change_all = _join_changes([change for _, change in found])
             where = join_named(cause.where for cause, _ in found)
-            workers = tuple(worker for cause, _ in found for worker in cause.workers)
-            link = found[0][0].link
-            joint = self._make_cause(several, where, change_all, workers=workers, link=link)
+            joint = self._make_cause(
+                several,
+                where,
+                change_all,
+                workers=tuple(worker for cause, _ in found for worker in cause.workers),
+                link=found[0][0].link,
+                directions=tuple(each for cause, _ in found for each in cause.directions),
+            )
             if joint and joint[0].seconds > JOINT * sum(cause.seconds for cause, _ in found):
                 return joint
         return [cause for cause, _ in found]
@@ -378,15 +385,16 @@ class _CauseFinder:
         for replica in sorted({link[0] for link in links}):
             mine = {link for link in links if link[0] == replica}
             change = self._shorten_transfers({link: references[link] for link in mine})
-            directions = " and back" if len(mine) > 1 else ""
+            back = " and back" if len(mine) > 1 else ""
             first, second = (a, b) if (replica, a, b) in mine else (b, a)
             of = f" of dp_rank {replica}" if self.set.replicas > 1 else ""
             (cause,) = self._make_cause(
                 "slow link",
-                f"stage {first} to {second}{directions}{of}",
+                f"stage {first} to {second}{back}{of}",
                 change,
                 least=-1.0,
                 link=a,
+                directions=tuple(sorted(mine)),
             )
             yield cause, change
 

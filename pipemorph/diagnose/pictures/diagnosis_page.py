@@ -6,6 +6,7 @@ The template is ``page.html`` in this folder; the diagnosis is embedded as JSON.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -42,7 +43,7 @@ from pipemorph.diagnose.pictures.step_timeline import (
     TimelineSet,
 )
 from pipemorph.views.pictures.colours import NAMES
-from pipemorph.views.pictures.html import fill_template
+from pipemorph.views.pictures.html import fill_template, pack_link
 
 MOST_CELLS = 4096
 """Workers in the map of slowdowns: above it only the slowest replicas have a row."""
@@ -159,6 +160,29 @@ def _pack_timeline(timeline: StepTimeline) -> dict[str, Any]:
         "span_us": _to_microseconds(timeline.seconds),
         "text": _describe_timeline(timeline),
         "rows": [_pack_row(timeline, row) for row in timeline.rows],
+        **_pack_messages(timeline),
+    }
+
+
+def _pack_messages(timeline: StepTimeline) -> dict[str, Any]:
+    """Messages of slow links: ``links`` between rows that are next to each other, which have a
+    band, and ``crossing`` between others, as microbatches of several chunks go."""
+    row_of = {row.worker: i for i, row in enumerate(timeline.rows)}
+    links: dict[int, list[tuple[bool, float, float]]] = defaultdict(list)
+    crossing = []
+    for sender, receiver, sent, arrived in timeline.messages:
+        source, target = row_of[sender], row_of[receiver]
+        times = _to_microseconds(sent), _to_microseconds(arrived)
+        if abs(source - target) == 1:
+            links[min(source, target)].append((source < target, *times))
+        else:
+            crossing.append((source, target, *times))
+    return {
+        "links": [
+            {**pack_link(row, messages), "name": f"link {timeline.rows[row].worker.stage}"}
+            for row, messages in sorted(links.items())
+        ],
+        "crossing": crossing,
     }
 
 

@@ -6,9 +6,10 @@ Sends are in none: what they cost is in the receive at the other end.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from math import inf
+from statistics import median, median_low
 from typing import NamedTuple
 
 from pipemorph.diagnose.adapting import format_seconds
@@ -29,7 +30,7 @@ from pipemorph.diagnose.operation import (
 from pipemorph.diagnose.operation_table import CODE_OF_OPTYPE, Worker
 from pipemorph.planning.ir import OpKind, Schedule
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.simulator import simulate
+from pipemorph.planning.simulation.simulator import simulate, trace_messages
 
 MOST_TIMELINES = 6
 """Timelines of a diagnosis: two, and those of the advice that saves most."""
@@ -40,6 +41,9 @@ its first ops."""
 _SENDS = frozenset(CODE_OF_OPTYPE[name] for name in (FORWARD_SEND, BACKWARD_SEND))
 _BACKWARD, _WEIGHT = CODE_OF_OPTYPE[BACKWARD], CODE_OF_OPTYPE[WEIGHT]
 _OPTYPES = {OpKind.F: FORWARD, OpKind.B: BACKWARD, OpKind.BW: BACKWARD, OpKind.W: WEIGHT}
+SlowMessage = tuple[Worker, Worker, float, float]
+"""Sender and receiver of a message, and when it was sent and arrived: seconds from the start of
+the step."""
 
 
 class TimelineOp(NamedTuple):
@@ -71,13 +75,14 @@ class TimelineRow:
 @dataclass(frozen=True)
 class StepTimeline:
     """Timeline of a step. ``name``: of its file. ``title``, and ``summary`` of its time: plain
-    text. ``seconds``: of the step."""
+    text. ``seconds``: of the step. ``messages``: those in slow directions of links."""
 
     name: str
     title: str
     summary: str
     seconds: float
     rows: Sequence[TimelineRow]
+    messages: Sequence[SlowMessage] = ()
 
     def compute_idle(self, row: TimelineRow) -> float:
         """Idle share of a worker in the step."""
@@ -139,6 +144,7 @@ class _TimelineBuilder:
         self.drawn = frozenset(drawn)
         cut = sum(counts[replica] for replica in drawn) > MOST_OPS
         self.most_ops = max(1, MOST_OPS // self.steps.stages) if cut else None
+        self.slow = {each for cause in diagnosis.causes for each in cause.directions}
 
     def build(self) -> TimelineSet:
         ideal = compute_ideal_times(self.steps.steps)
@@ -173,26 +179,68 @@ class _TimelineBuilder:
             start = op.start if op.optype in IN_ORDER else max(op.start, op.end - seconds)
             return start - zero, op.end - zero
 
-        rows = self._make_rows(
-            (op, *place(op, seconds))
-            for op, seconds in zip(self.step.ops, self.step.times, strict=False)
-        )
+        placed = dict(enumerate(map(place, self.step.ops, self.step.times)))
         span = self.step.span
         title = f"step {self.step.step} as it ran"
-        return StepTimeline("as-it-ran", title, format_seconds(span), span, rows)
+        return self._make_timeline("as-it-ran", title, format_seconds(span), span, placed)
 
     def _build_simulated(self, times: Sequence[float], name: str, title: str) -> StepTimeline:
         """Timeline of the step in its recorded order. ``times``: seconds by op, then a last entry,
         0."""
-        graph, ops = self.step.graph, self.step.ops
+        graph = self.step.graph
         ends = graph.compute_ends(times)[1:]
-        rows = self._make_rows(
-            (ops[i], end - times[i], end) for i, end in zip(graph.ops, ends, strict=True) if i >= 0
-        )
+        placed = {
+            i: (end - times[i], end) for i, end in zip(graph.ops, ends, strict=True) if i >= 0
+        }
         span = max(ends, default=0.0)
         saved = 1 - span / self.step.span if self.step.span else 0.0
         summary = f"{format_seconds(span)}, {saved:.1%} less than as it ran"
-        return StepTimeline(name, title, summary, span, rows)
+        return self._make_timeline(name, title, summary, span, placed)
+
+    def _make_timeline(
+        self, name: str, title: str, summary: str, span: float,
+        placed: Mapping[int, tuple[float, float]],
+    ) -> StepTimeline:  # fmt: skip
+        """Timeline of the step's ops. ``placed``: start and end by number of the op."""
+        rows = self._make_rows([(self.step.ops[i], *times) for i, times in placed.items()])
+        return StepTimeline(
+            name, title, summary, span, rows, self._select_slow(self._list_messages(placed), rows)
+        )
+
+    def _list_messages(self, placed: Mapping[int, tuple[float, float]]) -> list[SlowMessage]:
+        """Messages of the step's ops. One that was there before its receiver waited has arrived
+        after the time that others take, or when it was used."""
+        ops, workers = self.step.ops, self.steps.workers
+        found = []
+        expected: dict[tuple[Worker, Worker], list[float]] = defaultdict(list)
+        for message in self.step.graph.messages if self.slow else ():
+            if message.receive not in placed:
+                continue
+            producer, receive = ops[message.producer], ops[message.receive]
+            way = workers[producer.worker], workers[receive.worker]
+            start, end = placed[message.receive]
+            ready = receive.complete and receive.begin <= producer.end
+            if ready:
+                expected[way].append(end - start)
+            found.append((way, placed[message.producer][1], end, end - start if ready else None))
+        late = {way: median(times) for way, times in expected.items()}
+        return [
+            (*way, sent, max(sent, min(end, sent + (late.get(way, inf) if own is None else own))))
+            for way, sent, end, own in found
+        ]
+
+    def _select_slow(
+        self, messages: Iterable[SlowMessage], rows: Sequence[TimelineRow]
+    ) -> list[SlowMessage]:
+        """Messages in slow directions, of the replicas and of the time that ``rows`` have."""
+        end = max((row.ops[-1].end for row in rows), default=0.0)
+        return [
+            each
+            for each in messages
+            if (*each[0], each[1].stage) in self.slow
+            and each[0].dp_rank in self.drawn
+            and each[3] <= end
+        ]
 
     def _make_rows(self, timed: Iterable[tuple[StepOp, float, float]]) -> list[TimelineRow]:
         """Rows of the replicas that are drawn. ``timed``: ops with start and end, any order."""
@@ -252,4 +300,10 @@ class _TimelineBuilder:
             f" drawn: F, B and W of replica {replica} alone, with their mean times"
         )
         title = f"advice {number}: {format_change(remedy)}"
-        return StepTimeline(f"advice-{number}", title, summary, simulation.makespan, rows)
+        ranks = [Worker(replica, rank) for rank in simulation.schedule.placement]
+        messages = []
+        for each in trace_messages(simulation).messages:
+            sender, receiver = ranks[each.link : each.link + 2][:: 1 if each.forward else -1]
+            messages.append((sender, receiver, each.sent, each.arrived))
+        slow = self._select_slow(messages, rows)
+        return StepTimeline(f"advice-{number}", title, summary, simulation.makespan, rows, slow)

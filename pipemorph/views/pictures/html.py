@@ -73,6 +73,13 @@ def render_html(timeline: Timeline, stats: Sequence[tuple[str, str]] = ()) -> st
     return fill_template(Path(__file__).with_name("page.html"), text)
 
 
+def pack_link(row: int, messages: Sequence[tuple[bool, float, float]]) -> dict[str, Any]:
+    """Slow link below a row, as ``shared.js`` draws it. ``messages``: whether it goes down, and
+    microseconds when it was sent and when it arrived."""
+    late = median(arrived - sent for _, sent, arrived in messages) / 1e3
+    return {"row": row, "text": f"{late:.3g} ms per message", "messages": messages}
+
+
 def _build_page_data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Step as ``shared.js`` draws it. Times are microseconds from the start."""
     zero, placement = timeline.begin, timeline.placement
@@ -114,8 +121,7 @@ def _build_page_data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> di
                 ((low, high) if ahead else (high, low)) + (sent, at) for ahead, sent, at in mine
             ]
         else:
-            late = median(at - sent for _, sent, at in mine) / 1e3
-            links.append({"row": link, "text": f"{late:.3g} ms per message", "messages": mine})
+            links.append(pack_link(link, mine))
     return {
         "title": timeline.title,
         "span_us": scale(timeline.end),

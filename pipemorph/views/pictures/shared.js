@@ -72,7 +72,8 @@ function drawAxis(pen, c, frame, top, bottom, text, apart = 80) {
 }
 const drawTimeAxis = (pen, c, frame, top, bottom) => drawAxis(pen, c, frame, top, bottom, us => ms(us / 1e3), 90);
 
-// --- steps: a row per stage or rank, a band for each slow link. A step has `rows`, and `links` with `row`, `text` and `messages`.
+// --- steps: a row per stage or rank, a band for each slow link between two rows. A step has `rows`, and `links` with `row`, `text` and `messages`;
+// `crossing`: messages between any two rows, from the middle of one to that of the other.
 // A row has `kinds`, a letter per op, `microbatches`, `gaps` and `durations` in microseconds, and perhaps `idle`, `stages`, `note`, `replica`.
 const BAND = 18, SHAPES = { T: "line", C: "hatch" }, WORDS = { L: "loss", D: "data", G: "gc", K: "save", O: "opt" };
 // Calls use(kind, start, end, index) for each op of a row.
@@ -123,9 +124,10 @@ function drawStep(pen, c, step, frame, top, { pale = false, most } = {}) {
     for (const name of names) if (!ground.includes(name)) pen.rects(c(name), by[name]);
     if (faint.length) pen.rects("rgba(255,255,255,0.33)", faint);  // Further stages of a rank.
     for (const [kind, px, py, text] of inks) pen.text(c("on-" + kind), px, py, text, "center", 9);
+    for (const [from, to, sent, arrived] of step.crossing || []) pen.line(c("delayed"), [[x(sent), tops[from] + tall / 2], [x(arrived), tops[to] + tall / 2]], 0.8);
     for (const link of step.links || []) drawBand(pen, c, link, frame, tops[link.row] + h, x(step.span_us || frame.to));
   });
-  for (const link of step.links || []) if (!narrow()) pen.text(c("ink"), frame.edge - 5, tops[link.row] + h + (BAND - gap) / 2, `link ${link.row}`, "right", 10);
+  for (const link of step.links || []) if (!narrow()) pen.text(c("ink"), frame.edge - 5, tops[link.row] + h + (BAND - gap) / 2, link.name || `link ${link.row}`, "right", 10);
   return bottom;
 }
 // A slow link between the rows of its stages: its messages from sent to arrived.
@@ -208,7 +210,7 @@ function listEntries(steps, c, names = NAMES) {
   for (const step of steps) for (const row of step.rows) { for (const kind of row.kinds) kinds.add(kind); for (const [cause] of row.idle || []) causes.add(cause); }
   return Object.keys(names.kinds).filter(kind => kinds.has(kind)).map(kind => [c(kind), names.kinds[kind], SHAPES[kind]])
     .concat(Object.keys(names.causes).filter(cause => causes.has(cause)).map(cause => [c(cause), "idle, " + names.causes[cause]]))
-    .concat(steps.some(each => (each.links || []).length) ? [[c("delayed"), "messages on a slow link, from sent to arrived"]] : []);
+    .concat(steps.some(each => (each.links || []).length + (each.crossing || []).length) ? [[c("delayed"), "messages on a slow link, from sent to arrived"]] : []);
 }
 
 // --- a history: seconds per iteration of one or several runs, and a lane per link below, over the same iterations

@@ -6,6 +6,7 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from itertools import accumulate
 from pathlib import Path
@@ -221,6 +222,38 @@ def test_chunks_and_other_ops_are_drawn() -> None:
     assert "G" in rows[1]["kinds"] and rows[0]["kinds"].startswith("D")
     late = rows[1]["kinds"].index("T")
     assert rows[1]["durations"][late] == 4000, "a transfer without the waiting before it"
+
+
+def slow_ring(slow: set[int], step: int, replica: int, source: int, target: int) -> float:
+    return 0.03 if {source, target} == slow and replica == 0 else 0.002
+
+
+def test_a_slow_link_has_a_band_in_each_timeline() -> None:
+    _, page, _ = read_page(PlayedJob(replicas=2, delay=partial(slow_ring, {1, 2})))
+    drawn = {each["name"]: (each["links"], each["crossing"]) for each in page["timelines"]}
+    assert {len(links) for links, _ in drawn.values()} == {1} and not any(
+        c for _, c in drawn.values()
+    )
+    (band,) = drawn["as-it-ran"][0]
+    assert (band["row"], band["name"], band["text"]) == (1, "link 1", "30 ms per message")
+    assert sum(forward for forward, *_ in band["messages"]) == 8 == len(band["messages"]) / 2
+    # The first forward of stage 1 ends after 2 × 10 ms and a message of 2 ms.
+    assert next(each for each in band["messages"] if each[0]) == [True, 22_000, 52_000]
+    assert drawn["without-stragglers"][0][0]["text"] == "2 ms per message"
+    (adapted,) = [n for n in page["timelines"] if "adapt to the slow link" in n["title"]]
+    assert adapted["links"][0]["text"] == "30 ms per message"
+
+
+def test_a_link_between_the_ends_of_a_pipeline_crosses_the_rows() -> None:
+    job = PlayedJob(
+        stages=8, ranks=4, policy=Policy.ONE_F_ONE_B_INTERLEAVED,
+        delay=partial(slow_ring, {0, 3}),
+    )  # fmt: skip
+    for timeline in read_page(job)[1]["timelines"]:
+        assert timeline["links"] == []
+        assert {tuple(each[:2]) for each in timeline["crossing"]} == {(0, 3), (3, 0)}
+    _, page, _ = read_page(PlayedJob(delay=lambda *_: 0.002))
+    assert not any(each["links"] or each["crossing"] for each in page["timelines"])
 
 
 def test_text_of_a_trace_is_escaped(slow: Drawn) -> None:
