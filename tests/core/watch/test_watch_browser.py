@@ -179,7 +179,7 @@ def test_the_page_of_a_run_that_is_over_opens_where_there_is_most_to_see(
     # A saved page opens where it was saved, and says nothing of that.
     browser.press("Home")
     first = min(iterations)
-    assert browser.until(f"shot.measured.iteration === {first}") and not browser.eval(OPENED)
+    assert browser.until(f"shot.measured.iteration === {first} && $('opened').hidden")
     saved = tmp_path / "saved.html"
     saved.write_text(browser.eval("pageText()"))
     browser.look(saved.as_uri())
