@@ -34,8 +34,6 @@ class LinkPhase:
             return "fallen"
         if self.link.health is Health.UNKNOWN:
             return "unknown"
-        if self.route is Route.DELEGATED:
-            return "delegated"
         if self.link.health is Health.SLOW:
             return "narrow" if self.link.transfer > 0 else "slow"
         return "healthy"
@@ -155,7 +153,13 @@ class LinkHistory:
         for name, moments in zip(names, self._lanes or [], strict=False):
             ends = [*(moment.begin for moment in moments[1:]), None]
             spans = [
-                LinkSpan(begin=moment.begin, end=end, kind=moment.kind, text=moment.text)
+                LinkSpan(
+                    begin=moment.begin,
+                    end=end,
+                    kind=moment.kind,
+                    delegated=moment.route is Route.DELEGATED,
+                    text=moment.text,
+                )
                 for moment, end in zip(moments, ends, strict=True)
             ]
             made.append(LinkTimeline(name=name, spans=spans))

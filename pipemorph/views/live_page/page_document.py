@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipemorph.protocol import AdaptationRecord
 from pipemorph.spec.job_status import JobStatus
 
-LinkSpanKind = Literal["healthy", "slow", "narrow", "delegated", "fallen", "unknown"]
+LinkSpanKind = Literal["healthy", "slow", "narrow", "fallen", "unknown"]
 
 
 class _PageModel(BaseModel):
@@ -79,6 +79,7 @@ class LinkSpan(_PageModel):
     begin: int
     end: int | None
     kind: LinkSpanKind
+    delegated: bool = False
     text: str
 
 

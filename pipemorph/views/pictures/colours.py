@@ -1,8 +1,8 @@
 """Palette of all pages and pictures, on light and on dark ground.
 
 Ops are strong and have the same colour on both grounds, idle times are pale. Readers with
-protanopia or deuteranopia can tell apart what a picture shows side by side: ops, causes of idle
-time, states of links; ``tests/core/views/test_colours.py`` simulates both.
+protanopia or deuteranopia can tell apart what a picture shows side by side: ops and causes of idle
+time, states of links and ops; ``tests/core/views/test_colours.py`` simulates both.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ PALETTE = {
     "line": Shade("#64748b", "#808c9c"),
     "accent": Shade("#1f66b8", "#6db3ff"),
     "mark": Shade("#8a2be2", "#c79bff"),
-    # States of links.
-    "healthy": Shade("#cdebd7", "#173b21"),
-    "delayed": Shade("#e9b149", "#f2a612"),
-    "narrow": Shade("#539cc6", "#55a3de"),
     "good": Shade("#2f9e6e", "#51e0bd"),
+    # States of links: none is the colour of an op.
+    "healthy": Shade("#dbe4f3", "#1e2d48"),
+    "delayed": Shade("#ff4d6a", "#f0427c"),
+    "narrow": Shade("#6699cc", "#7db2e8"),
     "down": Shade("#a3211f", "#ec6a58"),
-    "unknown": Shade("#99a2aa", "#6b727f"),
+    "unknown": Shade("#a6abb2", "#a9b2bc"),
     "on": BLACK,
     "on-down": Shade("#ffffff", "#101215"),
     # Ops, and the text on them.

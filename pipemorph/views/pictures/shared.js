@@ -14,9 +14,9 @@ function make(tag, attributes, text, parent) {
 function step(span, room) { const raw = span / Math.max(1, room), base = 10 ** Math.floor(Math.log10(raw)); return base * [1, 2, 5, 10].find(k => k * base >= raw * (1 - 1e-9)); }
 // Colour of the palette by name, as the page shows it now.
 function colours() { const s = getComputedStyle(document.documentElement), cache = {}; return name => cache[name] || (cache[name] = s.getPropertyValue("--" + name).trim()); }
-// Legend of `[colour, name, class of its box]`; a colour is any CSS colour.
+// Legend of `[colour, name, class of its box]`; a colour is any CSS colour, empty for that of the class.
 function showLegend(parent, entries) {
-  parent.replaceChildren(...entries.map(([colour, name, shape]) => { const span = make("span", {}); make("i", { class: shape || "", style: shape ? "" : `background:${colour}` }, undefined, span).after(name); return span; }));
+  parent.replaceChildren(...entries.map(([colour, name, shape]) => { const span = make("span", {}); make("i", { class: shape || "", style: colour ? `background:${colour}` : "" }, undefined, span).after(name); return span; }));
 }
 // Figures at the head of a page: [value, its name, "gain" or "loss"].
 function showCards(parent, cards) { parent.replaceChildren(...cards.map(([value, name, kind]) => { const card = make("div", kind ? { class: kind } : {}); make("b", {}, value, card); make("span", {}, name, card); return card; })); }
@@ -137,7 +137,7 @@ function drawBand(pen, c, link, frame, top, end) {
   const near = link.messages.filter(([, sent, arrived]) => arrived >= frame.from && sent <= frame.to), dense = near.length > frame.plot / 4;
   for (const [forward, sent, arrived] of near) pen.line(c("delayed"), [[frame.x(sent), forward ? top : low], [frame.x(arrived), forward ? low : top]], dense ? 0.6 : 1.2);
   const wide = 6.2 * link.text.length + 8, limit = frame.edge + frame.plot - wide - 4, left = Math.min(end + 4, limit);
-  if (left === limit) pen.rects(c("back"), [[left, top + 2, wide, BAND - 6]]);
+  pen.rects(c("back"), [[left, top + 2, wide, BAND - 6]]);
   pen.text(c("ink"), left + wide / 2, top + (BAND - 2) / 2, link.text, "center", 10);
 }
 // What is at a place of a drawn step: {row, index} with {op, start, end} or {cause, start, end}; null outside.
@@ -210,14 +210,15 @@ function listEntries(steps, c, names = NAMES) {
   for (const step of steps) for (const row of step.rows) { for (const kind of row.kinds) kinds.add(kind); for (const [cause] of row.idle || []) causes.add(cause); }
   return Object.keys(names.kinds).filter(kind => kinds.has(kind)).map(kind => [c(kind), names.kinds[kind], SHAPES[kind]])
     .concat(Object.keys(names.causes).filter(cause => causes.has(cause)).map(cause => [c(cause), "idle, " + names.causes[cause]]))
-    .concat(steps.some(each => (each.links || []).length + (each.crossing || []).length) ? [[c("delayed"), "messages on a slow link, from sent to arrived"]] : []);
+    .concat(steps.some(each => (each.links || []).length + (each.crossing || []).length) ? [[c("delayed"), "messages on a slow link, from sent to arrived", "line"]] : []);
 }
 
 // --- a history: seconds per iteration of one or several runs, and a lane per link below, over the same iterations
-// `begin`, `end`: iterations; `series`: {name, colour, index, seconds}; `lanes`: {name, spans: {begin, end, kind, text}};
+// `begin`, `end`: iterations; `series`: {name, colour, index, seconds}; `lanes`: {name, spans: {begin, end, kind, delegated, text}};
 // `marks`: {at, text, colour, dash}; `reference`: {value, text}; `cursor`: an iteration.
 const CHART = 132, TOP = HEAD + 13, LANE = 20, LANE_HEAD = 15;
-const LANE_COLOURS = { healthy: "healthy", slow: "delayed", delayed: "delayed", narrow: "narrow", delegated: "good", fallen: "down", down: "down", unknown: "unknown" };
+const LANE_COLOURS = { healthy: "healthy", slow: "delayed", delayed: "delayed", narrow: "narrow", fallen: "down", down: "down", unknown: "unknown" };
+const STRIP = 5, isHealthy = span => span.kind === "healthy" && !span.delegated;
 const seconds = x => x < 1 ? ms(1e3 * x) : x.toFixed(2) + " s";
 const historyHeight = history => TOP + CHART + 10 + history.lanes.length * (LANE + LANE_HEAD + 3) + AXIS + 14;
 const historyFrame = (width, history) => new Frame(width, history.begin, history.end, narrow() ? 50 : 74);
@@ -246,7 +247,7 @@ function drawHistory(pen, c, history) {
   pen.text(c("dim"), edge + plot, bottom + AXIS + 5, "iteration", "right");
   const every = step(most, CHART / 24);
   for (let k = 0; k * every <= most; k++) { pen.line(c("rule"), [[edge, y(k * every)], [edge + plot, y(k * every)]]); pen.text(c("dim"), edge - 5, y(k * every), k ? seconds(+(k * every).toPrecision(9)) : "0", "right"); }
-  if (history.reference) { const at = y(history.reference.value); pen.line(c("good"), [[edge, at], [edge + plot, at]], 1.2, [4, 3]); pen.text(c("good"), edge + 4, at + 9, history.reference.text, "start", 10); }
+  if (history.reference) { const at = y(history.reference.value); pen.line(c("dim"), [[edge, at], [edge + plot, at]], 1.2, [4, 3]); pen.text(c("dim"), edge + 4, at + 9, history.reference.text, "start", 10); }
   for (const mark of history.marks) if (mark.at >= history.begin && mark.at < history.end) {
     pen.line(c(mark.colour), [[x(mark.at), mark.dash ? TOP : HEAD], [x(mark.at), bottom]], 1.2, mark.dash || []);
     pen.text(c(mark.colour), x(mark.at) + 3, mark.dash ? TOP + CHART - 8 : HEAD + 5, mark.text, "start", 10, "600");
@@ -259,13 +260,14 @@ function drawHistory(pen, c, history) {
   }
   history.lanes.forEach((lane, i) => {
     const top = TOP + CHART + 10 + i * (LANE + LANE_HEAD + 3) + LANE_HEAD, last = lane.spans[lane.spans.length - 1];
-    let unseen = last && last.kind !== "healthy" ? last : null;
+    let unseen = last && !isHealthy(last) ? last : null;
     pen.rects(c("plot"), [[edge, top, plot, LANE]]);
     for (const span of lane.spans) {
       const a = x(span.begin), w = (span.end === null ? edge + plot : x(span.end)) - a;
       if (w <= 0) continue;
       pen.rects(c(LANE_COLOURS[span.kind]), [[a, top, w, LANE]]);
-      if (w > 6.2 * span.text.length + 8 && span.kind !== "healthy") { pen.text(c({ fallen: "on-down", down: "on-down" }[span.kind] || (span.kind === "unknown" ? "ink" : "on")), a + 5, top + LANE / 2 + 0.5, span.text); if (span === unseen) unseen = null; }
+      if (span.delegated) pen.rects(c("ink"), [[a, top + LANE - STRIP, w, STRIP]]);
+      if (w > 6.2 * span.text.length + 8) { pen.text(c({ fallen: "on-down", down: "on-down", healthy: "ink" }[span.kind] || "on"), a + 5, top + (LANE - (span.delegated ? STRIP : 0)) / 2 + 0.5, span.text); if (span === unseen) unseen = null; }
     }
     pen.text(c("ink"), edge, top - LANE_HEAD / 2, lane.name, "start", 11, "600");
     if (unseen) pen.text(c("dim"), edge + 7 * lane.name.length + 8, top - LANE_HEAD / 2, narrow() ? unseen.text : `${unseen.text} since iteration ${unseen.begin}`);

@@ -57,7 +57,8 @@ def test_the_page_says_what_explain_says(
 ) -> None:
     page = store(tmp_path)
     assert (page.live, page.status.state, page.done) == (False, "Complete", 60)
-    assert [span.kind for span in page.links[1].spans][-3:] == ["delegated", "delegated", "healthy"]
+    spans = [(span.kind, span.delegated) for span in page.links[1].spans]
+    assert spans[-3:] == [("slow", True), ("healthy", True), ("healthy", False)]
     assert main(["explain", str(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for label, line in page.explanation:

@@ -38,7 +38,7 @@ XYZ = numpy.array(
     [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
 ) / numpy.array([[0.95047], [1.0], [1.08883]])
 OPS, IDLE = list(LETTERS.values()), [cause.value for cause in IdleCause]
-LINKS = ["healthy", "delayed", "narrow", "good", "down", "unknown"]
+LINKS = ["healthy", "delayed", "narrow", "unknown", "down"]
 OTHERS = ["L", "D", "G", "K", "O"]
 
 
@@ -68,7 +68,15 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("vision", list(VISION))
 @pytest.mark.parametrize(
     ("names", "least"),
-    [(OPS, 45), (LINKS, 19), (IDLE, 11), (OPS + IDLE, 11), (OPS + OTHERS, 18), (LINES[:4], 24)],
+    [
+        (OPS, 45),
+        (LINKS, 19),
+        (OPS + LINKS[:4], 17),
+        (IDLE, 11),
+        (OPS + IDLE, 11),
+        (OPS + OTHERS, 18),
+        (LINES[:4], 24),
+    ],
 )
 def test_colours_shown_together_differ(
     names: Sequence[str], least: float, vision: str, ground: int
@@ -85,7 +93,8 @@ def test_texts_can_be_read(ground: int) -> None:
         return PALETTE[name][ground]
 
     pairs = [(f"on-{each}", each) for each in OPS + OTHERS]
-    pairs += [("on", each) for each in ("delayed", "narrow", "good")] + [("on-down", "down")]
+    pairs += [("on", each) for each in ("delayed", "narrow", "unknown")]
+    pairs += [("ink", "healthy"), ("on-down", "down")]
     pairs += [(text, back) for text in ("ink", "dim", "accent") for back in ("back", "plot")]
     for text, back in pairs:
         assert contrast(of(text), of(back)) >= 4.5, (text, back)

@@ -245,6 +245,22 @@ def test_the_slow_link_is_drawn_with_its_messages(browser: Browser, tmp_path: Pa
     assert browser.eval("slowLinks(shot.measured)") == []
 
 
+def test_a_slow_link_that_is_delegated_is_drawn_slow(browser: Browser, tmp_path: Path) -> None:
+    """Delegation is a strip below the state; plans and links have no colour of an op."""
+    browser.look(page_of(tmp_path, "recovered"))
+    drawn = """(name => { const pen = new SvgPen(1200, historyHeight(historyOf())), c = colours();
+      drawHistory(pen, c, historyOf());
+      return pen.parts.filter(part => part.startsWith(`<path fill="${c(name)}"`)); })"""
+    slow, strips = browser.eval(f"['delayed', 'ink'].map({drawn})")
+    assert (len(slow), len(strips)) == (2, 2), "before the change; slow, then healthy, delegated"
+    begins = [each.split(' d="M')[1].split()[0] for each in (slow[1], strips[0])]
+    assert begins[0] == begins[1]
+    legend = browser.eval("laneEntries(colours()).map(([colour, name]) => [colour, name])")
+    assert any("link delegated" in name for _, name in legend)
+    ops = browser.eval("kindEntries(colours()).slice(0, 3).map(each => each[0])")
+    assert not {colour for colour, _ in legend} & set(ops)
+
+
 @pytest.mark.parametrize("case", get_args(Case))
 def test_every_case_is_drawn(browser: Browser, tmp_path: Path, case: Case) -> None:
     browser.look(page_of(tmp_path, case, 8, 24))

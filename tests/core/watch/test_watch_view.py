@@ -304,13 +304,13 @@ def test_lanes_show_the_state_of_each_link() -> None:
     log.record_states(20, [slow], [Route.DELEGATED], {0: "tcp"})
     log.record_states(30, [replace(slow, transfer=0.05)], [direct], {})
     (lane,) = log.build_timelines(["link 0"])
-    assert [(span.begin, span.end, span.kind, span.text) for span in lane.spans] == [
-        (0, 2, "unknown", "unknown"),
-        (2, 5, "healthy", "healthy"),
-        (5, 9, "slow", "+60 ms"),
-        (9, 20, "delegated", "+60 ms, delegated"),
-        (20, 30, "fallen", "fell back to tcp, +60 ms, delegated"),
-        (30, None, "narrow", "+60 ms, narrow"),
+    assert [tuple(span.model_dump().values()) for span in lane.spans] == [
+        (0, 2, "unknown", False, "unknown"),
+        (2, 5, "healthy", False, "healthy"),
+        (5, 9, "slow", False, "+60 ms"),
+        (9, 20, "slow", True, "+60 ms, delegated"),
+        (20, 30, "fallen", True, "fell back to tcp, +60 ms, delegated"),
+        (30, None, "narrow", False, "+60 ms, narrow"),
     ]
     assert slow_times(log) == [(0, 5, None, 0.06, 0)]
     assert [each.health for each in log.get_states_at(4)] == [Health.HEALTHY]
@@ -356,7 +356,7 @@ def test_a_link_whose_direct_route_broke_is_delegated() -> None:
     log.record_states(5, [replace(well, failed_over=True)], [Route.DIRECT], {})
     (lane,) = log.build_timelines(["link 0"])
     (last,) = lane.spans[1:]
-    assert (last.kind, last.begin) == ("delegated", 5)
+    assert (last.kind, last.delegated, last.begin) == ("healthy", True, 5)
     assert last.text == "healthy, fell back to the engine"
 
 
