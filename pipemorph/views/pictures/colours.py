@@ -2,7 +2,7 @@
 
 Ops are strong and have the same colour on both grounds, idle times are pale. Readers with
 protanopia or deuteranopia can tell apart what a picture shows side by side: ops and causes of idle
-time, states of links and ops; ``tests/core/views/test_colours.py`` simulates both.
+time, states of links and ops; ``tests/core/planning/test_planning_colours.py`` simulates both.
 """
 
 from __future__ import annotations
