@@ -196,11 +196,16 @@ def delete_checkpoint(folder: Path) -> None:
     """Delete a checkpoint: first :data:`FINISHED`, last the manifest, which names its run."""
     (folder / FINISHED).unlink(missing_ok=True)
     for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        delete_path(path)
     folder.rmdir()
+
+
+def delete_path(path: Path, *, lenient: bool = False) -> None:
+    """Delete a file, a link or a folder. ``lenient``: it may be gone, and a folder may stay."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=lenient)
+    else:
+        path.unlink(missing_ok=lenient)
 
 
 def describe_skipped(skipped: Collection[tuple[Path, str]]) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
 
+from pipemorph.checkpoints import delete_path
 from pipemorph.errors import InputError, ObjectNotFoundError, one_line
 from pipemorph.local.processes.environment import read_grace_seconds
 from pipemorph.local.results.result_folder import LOCK, OUTPUTS, write_json
@@ -118,11 +118,7 @@ class LocalBackend:
                     raise InputError(f"{name}: process {process['id']} does not end; end it first")
                 time.sleep(POLL_SECONDS)
         for each in (*OUTPUTS, LOCK, OUTPUT, PROCESS, MANIFEST):
-            path = root / each
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            delete_path(root / each, lenient=True)
         with contextlib.suppress(OSError):  # It has other files.
             root.rmdir()
 

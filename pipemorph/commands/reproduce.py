@@ -9,11 +9,10 @@ from typing import Any
 
 from pipemorph.commands.output_file import print_progress, write_output
 from pipemorph.errors import InputError, one_line
-from pipemorph.reproduce.comparison import run_experiments
+from pipemorph.reproduce.compared_figure import RunForm
+from pipemorph.reproduce.comparison import render_reproduce_page, run_experiments
 from pipemorph.reproduce.experiments.experiment_list import EXPERIMENTS
 from pipemorph.reproduce.figure_text import format_comparison
-from pipemorph.reproduce.reproduce_page import render_reproduce_page
-from pipemorph.reproduce.run_form import RunForm
 from pipemorph.terminal import render_parts
 
 PAGE, FIGURES = "reproduce.html", "reproduce.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def add_parser(subparsers: Any) -> None:
         required=True,
         help="folder for report.json, timeline.json, timeline.png, logs and traces",
     )
+    add_run_arguments(parser, _parse_page_port)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, page_port: Callable[[str], int]) -> None:
+    """Add ``--force`` and ``--watch``. ``page_port``: type of the page's port."""
     parser.add_argument(
         "--force", action="store_true", help="replace the results of an earlier run in DIR"
     )
@@ -32,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         "--watch",
         metavar="PORT",
         nargs="?",
-        type=_parse_page_port,
+        type=page_port,
         const=0,
         help="serve a live page on this port of 127.0.0.1, by default any that is free; its "
         "address, which is printed, has a token",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.argument_types import port_type
+from pipemorph.commands.run import add_run_arguments
 from pipemorph.errors import InputError
 from pipemorph.log_level import read_log_level
 
@@ -56,18 +57,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM")
     parser.add_argument("--out", metavar="DIR", help="folder for report.json (default: no report)")
-    parser.add_argument(
-        "--force", action="store_true", help="replace the results of an earlier run in DIR"
-    )
-    parser.add_argument(
-        "--watch",
-        metavar="PORT",
-        nargs="?",
-        type=port_type,
-        const=0,
-        help="serve a live page on this port of 127.0.0.1, by default any that is "
-        "free; its address, which is printed, has a token",
-    )
+    add_run_arguments(parser, port_type)
     parser.add_argument(
         "--metrics",
         metavar="HOST:PORT",

@@ -26,6 +26,14 @@ class Reason(NamedTuple):
     check: str
 
 
+class RunForm(NamedTuple):
+    """Form in which experiments run. ``full``: with more iterations, traces, delays and problems;
+    ``note``: receives a line when a long part begins."""
+
+    full: bool = False
+    note: Callable[[str], None] = lambda _: None
+
+
 Explain = Callable[[], Reason | None]
 """Function that explains a difference; None if the figures do not support its reason."""
 

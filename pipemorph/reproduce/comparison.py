@@ -1,16 +1,18 @@
-"""Runs experiments, and collects their figures as JSON."""
+"""Runs experiments, and collects their figures as JSON and as one self-contained HTML file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from pipemorph import __version__
-from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure
+from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure, RunForm
 from pipemorph.reproduce.emulated_runs import FailedRunError
 from pipemorph.reproduce.experiments.experiment_list import Experiment
-from pipemorph.reproduce.run_form import RunForm
+from pipemorph.views.pictures.html import fill_template
 
 DEFAULT_FORM = RunForm()
 
@@ -67,3 +69,9 @@ def summarize_rows(rows: list[ComparedFigure]) -> str:
     if unknown := len(known) - agree - reasons:
         text += f", {unknown} differ{'s' * (unknown == 1)} for no reason found"
     return text
+
+
+def render_reproduce_page(found: dict[str, Any]) -> str:
+    """Page of the document of :func:`run_experiments`, from the template ``page.html``."""
+    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+    return fill_template(Path(__file__).with_name("page.html"), text)

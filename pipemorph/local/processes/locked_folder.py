@@ -30,6 +30,16 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """True if another process holds the lock of a file. Raises OSError if the file cannot be read,
+    or without locks."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class TemporaryFolder:
     """New folder of mode 0700. :meth:`remove` removes it, or :func:`remove_abandoned`, once this
     process has ended. ``kind``: its purpose, for its name. Raises OSError."""

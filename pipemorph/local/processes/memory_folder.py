@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipemorph.checkpoints import delete_path
 from pipemorph.errors import one_line
 from pipemorph.exits import drain_refusal_file_name, drain_request_file_name
 from pipemorph.local.processes.locked_folder import TemporaryFolder
@@ -77,10 +77,7 @@ class MemoryCheckpointFolder:
     def clear(self) -> None:
         """Remove the saved state. Call it when no rank is running. Raises OSError."""
         for path in self.root.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            delete_path(path, lenient=True)
 
     def remove(self) -> bool:
         """Remove the folder, if it was made here. Returns True if it is gone."""

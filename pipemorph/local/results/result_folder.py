@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipemorph.checkpoints import delete_path
 from pipemorph.errors import InputError, one_line
 from pipemorph.local.processes.locked_folder import try_lock
 
@@ -62,7 +62,7 @@ class ResultFolder:
                     f"folder, or replace that run with --force"
                 )
             for name in held:
-                _remove_path(root / name)
+                delete_path(root / name)
             folder.logs.mkdir()
             folder.trace.mkdir()
         except (OSError, InputError) as error:
@@ -162,10 +162,3 @@ def _acquire_lock(path: Path) -> int:
                 )
                 return descriptor
         os.close(descriptor)  # The run that held the lock has just removed its file.
-
-
-def _remove_path(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

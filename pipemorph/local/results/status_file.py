@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.errors import InputError, one_line
-from pipemorph.local.processes.locked_folder import try_lock
+from pipemorph.local.processes.locked_folder import is_locked
 from pipemorph.local.results.result_folder import LOCK, ResultFolder, write_json
 from pipemorph.views.explanation.job_explanation import EARLY_END
 from pipemorph.views.live_page.page_builder import WatchedJob, to_report
@@ -129,17 +128,11 @@ def record_early_end(content: Mapping[str, Any], why: str, newest: Path) -> dict
 
 
 def _is_abandoned(root: Path) -> bool:
-    """True if no process holds the folder's lock. False where that is unknown: another user's
+    """True if no process holds the folder's lock. False where that is unknown: an unreadable
     folder, or a file system without locks."""
     try:
-        descriptor = os.open(root / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        return not is_locked(root / LOCK)
     except FileNotFoundError:
         return True
     except OSError:
         return False
-    try:
-        return try_lock(descriptor)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)

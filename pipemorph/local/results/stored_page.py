@@ -6,8 +6,8 @@ distances.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipemorph.errors import InputError, one_line
-from pipemorph.local.processes.locked_folder import try_lock
+from pipemorph.local.processes.locked_folder import is_locked
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.results.page_source import (
     FolderTraceSource,
@@ -129,8 +129,9 @@ def _explain_missing_page(folder: ResultFolder) -> str:
         return "no such folder; name the folder of a run, that of --out"
     if not root.is_dir():
         return "is no folder; name the folder of a run, that of --out"
-    if _is_locked(root / LOCK):
-        return "the run is not over; --watch serves its live page"
+    with suppress(OSError):  # No lock was made, or the file system has none.
+        if is_locked(root / LOCK):
+            return "the run is not over; --watch serves its live page"
     if folder.report.exists():
         return (
             "has a report but no page.json: an earlier version of PipeMorph wrote it, or the page"
@@ -142,17 +143,3 @@ def _explain_missing_page(folder: ResultFolder) -> str:
             " its ranks, and pipemorph diagnose reads their ops"
         )
     return "is not the folder of a run: it has no report.json and no page.json"
-
-
-def _is_locked(path: Path) -> bool:
-    """True if a run holds the lock of its folder."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        return not try_lock(descriptor)
-    except OSError:
-        return False  # The file system has no locks.
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
-from pipemorph.reproduce.compared_figure import ComparedFigure, compare
+from pipemorph.reproduce.compared_figure import ComparedFigure, RunForm, compare
 from pipemorph.reproduce.emulated_runs import build_job, run_job
 from pipemorph.reproduce.experiments.iteration_experiments import format_delays
 from pipemorph.reproduce.explanations import list_explanations
@@ -21,7 +21,6 @@ from pipemorph.reproduce.published import (
     load_published,
     make_exact,
 )
-from pipemorph.reproduce.run_form import RunForm
 
 PHASE, SETTLING = 8, 4
 """Iterations under each delay, and how many of these at the start do not count: in the first one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pipemorph.reproduce.compared_figure import ComparedFigure
+from pipemorph.reproduce.compared_figure import ComparedFigure, RunForm
 from pipemorph.reproduce.experiments import (
     emulated_experiments,
     iteration_experiments,
@@ -14,7 +14,6 @@ from pipemorph.reproduce.experiments import (
     trace_experiments,
 )
 from pipemorph.reproduce.published import load_published
-from pipemorph.reproduce.run_form import RunForm
 
 
 class Experiment(NamedTuple):

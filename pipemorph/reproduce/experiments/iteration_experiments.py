@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate
-from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure, Reason, compare
+from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure, Reason, RunForm, compare
 from pipemorph.reproduce.explanations import NO_OVERLAP, list_explanations
 from pipemorph.reproduce.pipeline_simulation import Delays, simulate_way
 from pipemorph.reproduce.published import (
@@ -18,7 +18,6 @@ from pipemorph.reproduce.published import (
     load_model,
     load_published,
 )
-from pipemorph.reproduce.run_form import RunForm
 
 
 def format_delays(delays: Delays) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from pipemorph.planning import Problem, plan
-from pipemorph.reproduce.compared_figure import ComparedFigure, compare
+from pipemorph.reproduce.compared_figure import ComparedFigure, RunForm, compare
 from pipemorph.reproduce.pipeline_simulation import SIMULATED_WAYS, build_slow_problem
 from pipemorph.reproduce.published import Spread, load_model, load_published
-from pipemorph.reproduce.run_form import RunForm
 
 MOST_DELAY, MOST_LINKS = 60.0, 3
 """Largest delay in milliseconds, and most slow links."""

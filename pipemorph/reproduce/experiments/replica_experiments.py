@@ -8,7 +8,7 @@ from functools import partial
 from pipemorph.control.decide.layouts.layout_search import NetworkMeasurements, propose_places
 from pipemorph.planning import StageTimes
 from pipemorph.protocol import Health, LinkState, ReductionHealth, SlowestEdge
-from pipemorph.reproduce.compared_figure import ComparedFigure, Reason, compare
+from pipemorph.reproduce.compared_figure import ComparedFigure, Reason, RunForm, compare
 from pipemorph.reproduce.explanations import explain_blocked_stage, is_near
 from pipemorph.reproduce.pipeline_simulation import (
     build_healthy_problem,
@@ -24,7 +24,6 @@ from pipemorph.reproduce.published import (
     load_published,
     make_exact,
 )
-from pipemorph.reproduce.run_form import RunForm
 from pipemorph.spec.job_spec import JobSpec
 from pipemorph.spec.layout import Layout, Wire
 

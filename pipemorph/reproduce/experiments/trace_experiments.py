@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
-from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure, Reason, compare
+from pipemorph.reproduce.compared_figure import TOLERANCE, ComparedFigure, Reason, RunForm, compare
 from pipemorph.reproduce.experiments.iteration_experiments import compare_iterations
 from pipemorph.reproduce.explanations import NO_OVERLAP, is_near
 from pipemorph.reproduce.pipeline_simulation import simulate_way
@@ -23,7 +23,6 @@ from pipemorph.reproduce.published import (
     load_published,
     parse_times,
 )
-from pipemorph.reproduce.run_form import RunForm
 from pipemorph.reproduce.trace_training import (
     build_trace,
     merge_spreads,

@@ -13,7 +13,7 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.reproduce import explanations
-from pipemorph.reproduce.compared_figure import Reason, compare
+from pipemorph.reproduce.compared_figure import Reason, RunForm, compare
 from pipemorph.reproduce.comparison import summarize_rows
 from pipemorph.reproduce.emulated_runs import FailedRunError, build_job, run_job
 from pipemorph.reproduce.experiments import emulated_experiments, planner_experiments
@@ -23,7 +23,6 @@ from pipemorph.reproduce.experiments.trace_experiments import draw_delay, draw_d
 from pipemorph.reproduce.explanations import explain_blocked_stage, explain_copying
 from pipemorph.reproduce.pipeline_simulation import simulate_way
 from pipemorph.reproduce.published import WAYS, Spread, list_iterations, load_model
-from pipemorph.reproduce.run_form import RunForm
 from pipemorph.reproduce.trace_training import build_trace, summarize_times, train
 from pipemorph.spec.job_spec import PipeMorphJob
 from pipemorph.spec.layout import Layout

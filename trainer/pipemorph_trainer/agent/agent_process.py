@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from pipemorph.errors import InputError
 from pipemorph.spec.mesh import MeshShape
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.topology.addresses import is_loopback
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -187,7 +187,7 @@ def _open_listener(master_addr: str) -> tuple[socket.socket, str]:
     """Listening socket, and the host to connect to: the loopback device if ``master_addr`` is
     one."""
     loopback = "127.0.0.1" if master_addr == "localhost" else master_addr
-    if _is_loopback(loopback):
+    if is_loopback(loopback):
         family = socket.AF_INET6 if ":" in loopback else socket.AF_INET
         return socket.create_server((loopback, 0), family=family, backlog=BACKLOG), loopback
     if socket.has_dualstack_ipv6():
@@ -197,10 +197,3 @@ def _open_listener(master_addr: str) -> tuple[socket.socket, str]:
     else:
         listener = socket.create_server(("", 0), backlog=BACKLOG)
     return listener, master_addr
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

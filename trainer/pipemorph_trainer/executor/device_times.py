@@ -80,14 +80,8 @@ class DeviceTimes:
         """Return the copies with their times on the compute stream, and drop their marks. A copy to
         the host over a side stream takes 0 s. Waits like :meth:`resolve_ops`; call it later."""
         marks, self._copies = self._copies, []
-        now = self._record_event()
-        now.synchronize()
-        here = time()
-        seconds = self._accelerator.elapsed_seconds
-        return [
-            copy._replace(start=here - seconds(mark.start, now), end=here - seconds(mark.end, now))
-            for copy, mark in zip(copies, marks, strict=True)
-        ]
+        times = self._read_times(marks)
+        return [c._replace(start=at, end=end) for c, (at, end) in zip(copies, times, strict=True)]
 
     def drop_marks(self) -> None:
         """Drop the marks of a refused iteration."""
@@ -104,14 +98,16 @@ class DeviceTimes:
         Waits for the end of the last op. The host does this once per iteration.
         """
         marks, self._marks = self._marks, []
+        times = self._read_times(marks)
+        return [op._replace(start=at, end=end) for op, (at, end) in zip(ops, times, strict=True)]
+
+    def _read_times(self, marks: Sequence[_EventPair]) -> list[tuple[float, float]]:
+        """Wall-clock start and end of each pair of events. Waits for the device."""
         now = self._record_event()
         now.synchronize()
         here = time()
         seconds = self._accelerator.elapsed_seconds
-        return [
-            op._replace(start=here - seconds(mark.start, now), end=here - seconds(mark.end, now))
-            for op, mark in zip(ops, marks, strict=True)
-        ]
+        return [(here - seconds(mark.start, now), here - seconds(mark.end, now)) for mark in marks]
 
     def _record_event(self) -> DeviceEvent:
         return self._accelerator.record_event(self._accelerator.compute_stream(), timed=True)

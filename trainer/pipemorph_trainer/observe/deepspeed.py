@@ -72,18 +72,11 @@ class _EngineHooks:
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``train_batch``, which is a training step."""
-        observation = self._observation
-
-        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            if not observation.active:
-                return original(engine, *args, **kwargs)
-            has_setup = not self._has_begun
-            observation.guard(self._begin_step, engine)
-            if has_setup:
-                return observation.omit_call(original, engine, *args, **kwargs)
-            return original(engine, *args, **kwargs)
-
-        return step
+        return self._observation.make_step(
+            original,
+            lambda *_, **__: (True, not self._has_begun),
+            lambda args, _: self._begin_step(args[0]),
+        )
 
     def wrap_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``eval_batch``, of which nothing is recorded."""

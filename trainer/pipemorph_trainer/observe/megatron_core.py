@@ -7,7 +7,7 @@ tensor. A receive that is waited for later has its posting, and the wait, from i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def hook_megatron(observation: Observation, schedules: Any) -> None:
         if not observation.time_calls(schedules, name, add)
     ]
     communicator = getattr(communication, "P2PCommunicator", None)
-    if not observation.replace(communicator, "_communicate", hooks.wrap_communicate):
+    if not observation.time_calls(communicator, "_communicate", hooks.add_messages):
         lacks.append("_communicate")
     observation.warn_lacks("Megatron-Core", lacks)
 
@@ -112,22 +112,13 @@ class _MegatronHooks:
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Schedule of a step, whose arguments all have names."""
-        observation = self._observation
+        return self._observation.make_step(
+            original,
+            lambda *, forward_only=False, **_: (not forward_only, not self._has_begun),
+            lambda _, kwargs: self._begin_step(original.__name__, kwargs),
+        )
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if not observation.active:
-                return original(*args, **kwargs)
-            has_setup = not self._has_begun
-            trains = not kwargs.get("forward_only", False)
-            if trains:
-                observation.guard(self._begin_step, original.__name__, kwargs)
-            if has_setup or not trains:
-                return observation.omit_call(original, *args, **kwargs)
-            return original(*args, **kwargs)
-
-        return step
-
-    def _begin_step(self, schedule: str, arguments: dict[str, Any]) -> None:
+    def _begin_step(self, schedule: str, arguments: Mapping[str, Any]) -> None:
         parallel_state = import_module("megatron.core.parallel_state")
         models = arguments["model"]
         models = models if isinstance(models, list) else [models]
@@ -195,23 +186,10 @@ class _MegatronHooks:
                 )
             )
 
-    def wrap_communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``_communicate``, which sends and receives tensors whose arguments all have names. If it
-        does not wait, it returns handles by name."""
-        observation = self._observation
-
-        def communicate(*args: Any, **kwargs: Any) -> Any:
-            if not observation.active or observation.omits:
-                return original(*args, **kwargs)
-            start = observation.mark()
-            result = original(*args, **kwargs)
-            observation.guard(self._add_messages, kwargs, start, result)
-            return result
-
-        return communicate
-
-    def _add_messages(self, arguments: dict[str, Any], start: Any, result: Any) -> None:
-        end = self._observation.mark()
+    def add_messages(self, call: TimedCall) -> None:
+        """Add a call of ``_communicate``, which sends and receives tensors whose arguments all have
+        names. If it does not wait, it returns handles by name."""
+        start, end, result, arguments = call.start, call.end, call.result, call.kwargs
         for name, optype in _SENDS:
             tensor = arguments[name]
             op = self._made.get(_identify_tensor(tensor))

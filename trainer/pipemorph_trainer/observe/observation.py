@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, time
@@ -150,6 +150,28 @@ class Observation:
             return result
 
         return timed
+
+    def make_step(
+        self,
+        original: Callable[..., Any],
+        find_state: Callable[..., tuple[bool, bool]],
+        begin: Callable[[Sequence[Any], Mapping[str, Any]], object],
+    ) -> Callable[..., Any]:
+        """Return a function that calls ``original``, a schedule. ``find_state`` gets the arguments,
+        and returns whether the call trains, and whether it has set-up, as the first one; ``begin``
+        gets them before a call that trains. Set-up and calls that do not train are omitted."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return original(*args, **kwargs)
+            trains, has_setup = find_state(*args, **kwargs)
+            if trains:
+                self.guard(begin, args, kwargs)
+            if has_setup or not trains:
+                return self.omit_call(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        return step
 
     def warn_lacks(self, package: str, lacks: Sequence[str]) -> None:
         """Log what is not recorded, since the installed package has no such functions."""

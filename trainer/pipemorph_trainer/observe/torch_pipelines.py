@@ -90,21 +90,11 @@ class ScheduleHooks:
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` of a schedule, which ``eval`` calls as well."""
-        observation = self._observation
-
-        def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            if not observation.active:
-                return original(schedule, *args, **kwargs)
-            # The first step has set-up.
-            is_first = schedule not in self._begun
-            trains = schedule._has_backward
-            if trains:
-                observation.guard(self._begin_step, schedule)
-            if is_first or not trains:
-                return observation.omit_call(original, schedule, *args, **kwargs)
-            return original(schedule, *args, **kwargs)
-
-        return step
+        return self._observation.make_step(
+            original,
+            lambda schedule, *_, **__: (schedule._has_backward, schedule not in self._begun),
+            lambda args, _: self._begin_step(args[0]),
+        )
 
     def _begin_step(self, schedule: Any) -> None:
         stages = _list_stages(schedule)

@@ -17,31 +17,21 @@ from pipemorph_trainer.transport.message import Direction, MessageBatch, TensorM
 # --- checks whether a plan may run on this rank -------------------------------------------
 
 
-def check_offload(plan: RankPlan, no_offload: Mapping[int, str]) -> None:
-    """Raise :class:`InputError` if a plan offloads activations of a stage here that cannot.
-
-    ``no_offload``: by stage, why it cannot; empty if it can.
-    """
+def check_device_limits(
+    plan: RankPlan, no_offload: Mapping[int, str], no_recompute: Mapping[int, str]
+) -> None:
+    """Raise :class:`InputError` if a plan offloads activations, or recomputes them, on a stage here
+    that cannot. ``no_offload``, ``no_recompute``: by stage, why it cannot; empty if it can."""
     for mine in plan.stages:
-        why = no_offload.get(mine.stage)
-        if mine.device_limit is not None and not mine.recompute and why:
-            raise InputError(
-                f"plan {plan.version} moves activations of stage {mine.stage} to host memory"
-                f" (device_limit {mine.device_limit}), but: {why}"
+        why = (no_recompute if mine.recompute else no_offload).get(mine.stage)
+        if mine.device_limit is not None and why:
+            does = (
+                f"runs forwards of stage {mine.stage} again"
+                if mine.recompute
+                else f"moves activations of stage {mine.stage} to host memory"
             )
-
-
-def check_recompute(plan: RankPlan, no_recompute: Mapping[int, str]) -> None:
-    """Raise :class:`InputError` if a plan recomputes on a stage here that cannot.
-
-    ``no_recompute``: by stage, why it cannot; empty if it can.
-    """
-    for mine in plan.stages:
-        why = no_recompute.get(mine.stage)
-        if mine.device_limit is not None and mine.recompute and why:
             raise InputError(
-                f"plan {plan.version} runs forwards of stage {mine.stage} again"
-                f" (device_limit {mine.device_limit}), but: {why}"
+                f"plan {plan.version} {does} (device_limit {mine.device_limit}), but: {why}"
             )
 
 
@@ -132,8 +122,7 @@ class PlanStore:
             )
         check_shares(plan, rebalances=self.rebalances)
         check_routes(plan, self._ends)
-        check_offload(plan, self._no_offload)
-        check_recompute(plan, self._no_recompute)
+        check_device_limits(plan, self._no_offload, self._no_recompute)
         if not page_lock and any(
             end.staged and self._find_missing_slots(end, plan) for end in self._ends
         ):
@@ -151,7 +140,7 @@ class PlanStore:
         cannot. Raises :class:`InputError` if a prepared plan needs it."""
         self._no_offload[stage] = why
         for plan in self._plans.values():
-            check_offload(plan, self._no_offload)
+            check_device_limits(plan, self._no_offload, {})
 
     def find_plan(self, version: int) -> RankPlan | None:
         """Find a prepared plan, or the current one; None if this rank does not hold it."""

@@ -35,7 +35,7 @@ from pipemorph_trainer.executor.local_stage import (
 )
 from pipemorph_trainer.executor.op_runner import ExternalStage
 from pipemorph_trainer.schedule.microbatch_source import explain_no_rebalance
-from pipemorph_trainer.schedule.plan_store import check_offload, check_recompute, check_shares
+from pipemorph_trainer.schedule.plan_store import check_device_limits, check_shares
 from pipemorph_trainer.settings import Settings, choose_engine_options
 from pipemorph_trainer.startup import StartupInfo, hash_plan
 from pipemorph_trainer.sync.fingerprints import describe_tensors
@@ -230,8 +230,11 @@ def prepare_rank(
             )
             for number, stage in zip(coordinate.held_stages, stages, strict=True)
         }
-        check_offload(mine, {number: each.offload_refusal for number, each in memory.items()})
-        check_recompute(mine, {number: each.recompute_refusal for number, each in memory.items()})
+        check_device_limits(
+            mine,
+            {number: each.offload_refusal for number, each in memory.items()},
+            {number: each.recompute_refusal for number, each in memory.items()},
+        )
         engine = choose_engine_options(context, settings, plan, directed=directed)
         held = tuple(
             held

@@ -115,12 +115,30 @@ class FaultTrace:
 
 @dataclass
 class _FaultEffects:
-    """Effects of one fault in one direction of its link."""
+    """Effects of one fault on what it holds: messages of a link's direction, buckets, or ops."""
 
     messages: int = 0
     hold_seconds: float = 0.0
     first_iteration: int | None = None
     last_iteration: int | None = None
+
+    def add_hold(self, messages: int, seconds: float, iteration: int) -> None:
+        """Add messages that the fault held in an iteration, and the seconds."""
+        self.messages += messages
+        self.hold_seconds += seconds
+        self.last_iteration = iteration
+        if self.first_iteration is None:
+            self.first_iteration = iteration
+
+    def report(self, fault: Fault, held: str) -> dict[str, Any]:
+        """Fault with its effects. ``held``: field of the number of messages."""
+        return {
+            **fault.model_dump(exclude_none=True),
+            held: self.messages,
+            "hold_seconds": self.hold_seconds,
+            "first_iteration": self.first_iteration,
+            "last_iteration": self.last_iteration,
+        }
 
 
 class LinkFaults:
@@ -196,12 +214,7 @@ class LinkFaults:
         done = sent + delay
         self._queues[queue] = done
         for i in active:
-            count = self._counts[i]
-            count.messages += 1
-            count.hold_seconds += done - start
-            count.last_iteration = self._iteration
-            if count.first_iteration is None:
-                count.first_iteration = self._iteration
+            self._counts[i].add_hold(1, done - start, self._iteration)
         return HoldTimes(start, done, delay)
 
     def _compute_delay(self, index: int) -> None:
@@ -253,14 +266,7 @@ class LinkFaults:
     def report_effects(self) -> list[dict[str, Any]]:
         """Faults with their effects in this direction, one entry per fault."""
         held = [
-            {
-                **fault.model_dump(exclude_none=True),
-                "direction": self._direction.label,
-                "messages_held": count.messages,
-                "hold_seconds": count.hold_seconds,
-                "first_iteration": count.first_iteration,
-                "last_iteration": count.last_iteration,
-            }
+            {**count.report(fault, "messages_held"), "direction": self._direction.label}
             for fault, count in zip(self._faults, self._counts, strict=True)
         ]
         return [*held, *self._cut_record]
@@ -304,13 +310,8 @@ class ReductionFaults:
             )
             ends.append(free + delay)
         for fault, count in zip(self._faults, self._counts, strict=True):
-            if fault not in active:
-                continue
-            count.messages += len(sizes)
-            count.hold_seconds += ends[-1] - sent[0]
-            count.last_iteration = iteration
-            if count.first_iteration is None:
-                count.first_iteration = iteration
+            if fault in active:
+                count.add_hold(len(sizes), ends[-1] - sent[0], iteration)
         time.sleep(max(0.0, ends[-1] - now))
         return ends
 
@@ -333,16 +334,8 @@ class ReductionFaults:
 
     def report_effects(self) -> list[dict[str, Any]]:
         """Faults with their effects on this rank, one entry per fault."""
-        return [
-            {
-                **fault.model_dump(exclude_none=True),
-                "buckets_held": count.messages,
-                "hold_seconds": count.hold_seconds,
-                "first_iteration": count.first_iteration,
-                "last_iteration": count.last_iteration,
-            }
-            for fault, count in zip(self._faults, self._counts, strict=True)
-        ]
+        pairs = zip(self._faults, self._counts, strict=True)
+        return [count.report(fault, "buckets_held") for fault, count in pairs]
 
 
 class DeviceFaults:
@@ -367,26 +360,15 @@ class DeviceFaults:
             if slow and (fault.slowdown or paused):
                 factor *= fault.slowdown or 1.0
                 pause += paused
-                count.messages += 1
-                count.hold_seconds += ((fault.slowdown or 1.0) - 1) * (now - start) + paused
-                count.last_iteration = iteration
-                if count.first_iteration is None:
-                    count.first_iteration = iteration
+                held = ((fault.slowdown or 1.0) - 1) * (now - start) + paused
+                count.add_hold(1, held, iteration)
         if factor > 1.0 or pause:
             time.sleep((factor - 1.0) * max(0.0, now - start) + pause)
 
     def report_effects(self) -> list[dict[str, Any]]:
         """Faults with their effects on this rank, one entry per fault."""
-        return [
-            {
-                **fault.model_dump(exclude_none=True),
-                "ops_held": count.messages,
-                "hold_seconds": count.hold_seconds,
-                "first_iteration": count.first_iteration,
-                "last_iteration": count.last_iteration,
-            }
-            for fault, count in zip(self._faults, self._counts, strict=True)
-        ]
+        pairs = zip(self._faults, self._counts, strict=True)
+        return [count.report(fault, "ops_held") for fault, count in pairs]
 
 
 def _combine_effects(faults: Iterable[Fault], part: float = 0.5) -> tuple[float, float]:
