@@ -1,16 +1,13 @@
 """The chart's alerts on an observed job: ``serve --observe --metrics`` and a real Prometheus."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import yaml
 from launch import free_port
-from observed_ranks import STEPS, report_steps
+from observed_ranks import STEPS, serve_while_ranks_report
 from rendered_chart import rendered
 from testbed.prometheus import Server, Target
-
-from pipemorph.cli import main
 
 TESTBEDS = ("api", "prometheus")
 FIRING = 'ALERTS{alertname="PipeMorphLinkSlow",alertstate="firing"}'
@@ -20,9 +17,9 @@ def test_the_alert_of_a_slow_link_fires(tmp_path: Path) -> None:
     values: dict[str, Any] = {"enabled": True, "rules.PipeMorphLinkSlow.for": "1s"}
     made = rendered(**{f"metrics.alerts.{name}": value for name, value in values.items()})
     (rule,) = (each for each in made if each["kind"] == "PrometheusRule")
-    rules, token = tmp_path / "rules.yaml", tmp_path / "token"
+    rules = tmp_path / "rules.yaml"
     rules.write_text(yaml.safe_dump(rule["spec"]))
-    port, metrics = free_port(), free_port()
+    metrics = free_port()
     server = Server(tmp_path, [Target(metrics, {"job": "observed"})], [rules])
     found = list[Any]()
 
@@ -31,12 +28,7 @@ def test_the_alert_of_a_slow_link_fires(tmp_path: Path) -> None:
         return bool(found)
 
     try:
-        address = f"http://127.0.0.1:{port}"
-        ranks = threading.Thread(target=report_steps, args=(address, token, STEPS + 1, look))
-        ranks.start()
-        options = ["--listen", f"127.0.0.1:{port}", "--token-file", str(token)]
-        assert main(["serve", "--observe", *options, "--metrics", f"127.0.0.1:{metrics}"]) == 0
-        ranks.join()
+        serve_while_ranks_report(tmp_path, STEPS + 1, look, "--metrics", f"127.0.0.1:{metrics}")
     finally:
         server.close()
     (alert,) = found

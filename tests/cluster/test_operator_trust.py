@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from operator_support import FULL_NAME, SYSTEM, Jobs, Object, manifest, may
-from testbed import ApiError, NotYet, wait_for
+from testbed import ApiError, wait_for
 from testbed.api import ApiClient
+from viewers import may_list
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -24,15 +25,6 @@ def editor(jobs: Jobs) -> ApiClient:
     client = ApiClient(jobs.cluster.kubeconfig(name))
     wait_for("the editor's rights", lambda: may_list(client, jobs.namespace), DEADLINE)
     return client
-
-
-def may_list(client: ApiClient, namespace: str) -> bool:
-    """The authorizer sees a new binding, and an aggregated role, when its watch delivers it."""
-    try:
-        client.list("pipemorphjobs", namespace)
-    except ApiError as error:
-        raise NotYet(str(error)) from None
-    return True
 
 
 def test_people_of_a_namespace_may_not_do_more_than_they_need(jobs: Jobs) -> None:

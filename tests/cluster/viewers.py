@@ -28,16 +28,17 @@ def viewer(cluster: Cluster, namespace: str) -> Path:
         cluster.kubectl("create", "rolebinding", role, f"--role={role}", *who)
     kube = cluster.kubeconfig(name)
     client = ApiClient(kube)
-
-    def sees() -> bool:
-        try:
-            client.list("pipemorphjobs", namespace)
-        except ApiError as error:
-            raise NotYet(str(error)) from None
-        return True
-
-    wait_for("the viewer's rights", sees, DEADLINE)
+    wait_for("the viewer's rights", lambda: may_list(client, namespace), DEADLINE)
     return kube
+
+
+def may_list(client: ApiClient, namespace: str) -> bool:
+    """The authorizer sees a new binding, and an aggregated role, when its watch delivers it."""
+    try:
+        client.list("pipemorphjobs", namespace)
+    except ApiError as error:
+        raise NotYet(str(error)) from None
+    return True
 
 
 class Shell:

@@ -7,8 +7,9 @@ import random
 from pipemorph.planning import Dispatch, Link, Plan, Policy, Problem, Route, StageTimes, plan
 
 
-def random_problem(rng: random.Random, *, offloads: bool = False) -> Problem:
-    """Times are multiples of 1/128 s, which are exact: sums agree to the bit."""
+def random_problem(rng: random.Random, *, offloads: bool = False, limits: bool = True) -> Problem:
+    """Times are multiples of 1/128 s, which are exact: sums agree to the bit. ``limits``: of
+    microbatches in flight."""
 
     def time(most: int) -> float:
         return rng.randint(1, most) / 128
@@ -21,7 +22,7 @@ def random_problem(rng: random.Random, *, offloads: bool = False) -> Problem:
                 forward=time(12),
                 backward_input=time(12),
                 backward_weight=time(12),
-                in_flight_limit=rng.choice((None, rng.randint(1, 9))),
+                in_flight_limit=rng.choice((None, rng.randint(1, 9))) if limits else None,
                 device_limit=rng.choice((None, 1, 2, 3)) if offloads else None,
                 offload_copy=time(6) if offloads else None,
                 recompute=offloads and rng.random() < 0.5,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from launch import free_port
+
+from pipemorph.cli import main
 from pipemorph.diagnose.operation import (
     BACKWARD,
     BACKWARD_RECV,
@@ -181,3 +185,16 @@ def report_steps(url: str, token: Path, late_until: int, look: Callable[[], bool
                 break
     for stage in range(STAGES):
         post(client, make_report(stage, STAGES, finished=True))
+
+
+def serve_while_ranks_report(
+    folder: Path, late_until: int, look: Callable[[], bool], *options: str
+) -> None:
+    """Run ``pipemorph serve --observe`` until the ranks have ended, see :func:`report_steps`."""
+    listen, token = f"127.0.0.1:{free_port()}", folder / "token"
+    arguments = (f"http://{listen}", token, late_until, look)
+    ranks = threading.Thread(target=report_steps, args=arguments)
+    ranks.start()
+    command = ["serve", "--observe", "--listen", listen, "--token-file", str(token), *options]
+    assert main(command) == 0
+    ranks.join()

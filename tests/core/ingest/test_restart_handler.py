@@ -178,6 +178,7 @@ async def test_polls_of_a_job_that_is_another_hosts_now_are_answered() -> None:
     polling = asyncio.create_task(poll(desk))
     while not desk._waiting:
         await asyncio.sleep(0)
+    assert not await desk.request_layout("default", "gpt", NEW, of=(0, 1)), "others run"
     desk.drop_job(host.job)
     assert (await polling).status == 404, "so that it asks elsewhere"
 
@@ -285,8 +286,8 @@ async def test_launchers_hear_once_that_their_ranks_are_to_leave() -> None:
     assert (found["generation"], found["over"], found["excluded_replicas"]) == (2, False, [])
 
 
-async def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
-    host, written = OneJob(), asyncio.Event()
+async def test_launchers_hear_that_ranks_are_to_leave_for_other_layers() -> None:
+    host = OneJob()
     host.job = JobGenerations(2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True)
     desk = RestartHandler(host)
     listening = asyncio.create_task(poll(desk))
@@ -297,31 +298,13 @@ async def test_launchers_hear_of_other_layers_once_they_are_persisted() -> None:
     assert not await desk.request_layout("default", "gpt-2", NEW, of=(0, 0)), "there is no such job"
     await settled()
     assert not listening.done()
-    assert not await desk.request_layout("default", "gpt", NEW, of=(0, 1)), "others run"
     assert await desk.request_layout("default", "gpt", NEW, of=(0, 0))
     found = state(await listening)
     assert (found["leave"], found["leave_for"]["layers"]) == (True, [4, 2])
-
-    async def write() -> None:
-        await written.wait()
-
-    host.writing = write
-    departed = {"left_for": NEW.model_dump(), "reached": 5, "finished": 5}
-    first = asyncio.create_task(tell(desk, LONG, **departed))
-    second = asyncio.create_task(tell(desk, LONG, pod=1, **departed))
-    await settled()
-    assert host.job.layout == NEW and not first.done() and not second.done()
-    written.set()
-    for reply in (await first, await second):
-        found = state(reply)
-        assert (found["generation"], found["leave"]) == (1, False)
-        assert found["layout"]["layers"] == [4, 2] and found["layout_before"]["layers"] == []
-    dropped = host.job
-    desk.drop_job(dropped)
-    other = RankLayout(layers=(2, 4))
-    assert not await desk.request_layout("default", "gpt", other, of=(0, 1)), (
-        "another host has the job"
-    )
+    host.job = JobGenerations(2, most=3, cut=Parallelism(stages=2, layers=6), done=5, relayout=True)
+    assert not await desk.request_layout("default", "gpt", NEW, of=(0, 1)), "others run"
+    desk.drop_job(host.job)
+    assert not await desk.request_layout("default", "gpt", NEW, of=(0, 0)), "another host has it"
 
 
 @pytest.mark.parametrize("writes", ["hang", "fail"])
@@ -348,12 +331,14 @@ async def test_other_layers_are_sent_only_once_they_are_persisted_however_long_t
     for pod in (0, 1, 0, 1):
         found = state(await tell(desk, pod=pod, **departed))
         assert (found["generation"], found["over"]) == (0, True)
-    waiting = asyncio.create_task(tell(desk, LONG, **departed))
+    waiting = [asyncio.create_task(tell(desk, LONG, pod=pod, **departed)) for pod in (0, 1)]
     await settled()
-    assert host.job.layout == NEW and not waiting.done()
+    assert host.job.layout == NEW and not any(each.done() for each in waiting)
     written.set()
-    found = state(await waiting)
-    assert (found["generation"], found["layout"]["layers"]) == (1, [4, 2])
+    for reply in waiting:
+        found = state(await reply)
+        assert (found["generation"], found["leave"]) == (1, False)
+        assert found["layout"]["layers"] == [4, 2] and found["layout_before"]["layers"] == []
     resumed = {"iteration": 5, "rung": "kept"}
     known = {"generation": 1, "layout": NEW.model_dump(), "layout_before": {}}
     written.clear()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import free_port
-from observed_ranks import STAGES, STEPS, report_steps
+from observed_ranks import STAGES, STEPS, serve_while_ranks_report
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipemorph.cli import main
@@ -25,7 +24,7 @@ def test_an_observed_job_is_followed_and_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("secrets.token_urlsafe", lambda _: "not-a-secret")
-    port, watch, token, out = free_port(), free_port(), tmp_path / "token", tmp_path / "out"
+    watch, token, out = free_port(), tmp_path / "token", tmp_path / "out"
     seen, running = list[dict[str, Any]](), dict[str, Any]()
     page = f"http://127.0.0.1:{watch}/not-a-secret"
 
@@ -37,12 +36,7 @@ def test_an_observed_job_is_followed_and_explained(
         running.update(read_run_folder(out))
         return True
 
-    address = f"http://127.0.0.1:{port}"
-    ranks = threading.Thread(target=report_steps, args=(address, token, 30, look))
-    ranks.start()
-    options = ["--listen", f"127.0.0.1:{port}", "--token-file", str(token), "--out", str(out)]
-    assert main(["serve", "--observe", *options, "--watch", str(watch)]) == 0
-    ranks.join()
+    serve_while_ranks_report(tmp_path, 30, look, "--out", str(out), "--watch", str(watch))
     (document,) = seen
     assert (document["wanted"], document["status"]["state"]) == (0, "Running")
     assert [len(row["kinds"]) for row in document["measured"]["rows"]] == [8] * STAGES
@@ -85,8 +79,7 @@ def test_an_observed_job_is_followed_and_explained(
 def test_prometheus_finds_the_metrics_of_an_observed_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port, metrics, token = free_port(), free_port(), tmp_path / "token"
-    found = dict[str, float]()
+    metrics, found = free_port(), dict[str, float]()
 
     def look() -> bool:
         answer = HttpClient(f"http://127.0.0.1:{metrics}").request_blocking("/metrics", seconds=5.0)
@@ -97,12 +90,7 @@ def test_prometheus_finds_the_metrics_of_an_observed_job(
                     found[f"{name.removeprefix('pipemorph_job_')} {label}".strip()] = value
         return {"link_delay_seconds 2", "link_state 2", "slow_links"} <= found.keys()
 
-    address = f"http://127.0.0.1:{port}"
-    ranks = threading.Thread(target=report_steps, args=(address, token, STEPS + 1, look))
-    ranks.start()
-    options = ["--listen", f"127.0.0.1:{port}", "--token-file", str(token)]
-    assert main(["serve", "--observe", *options, "--metrics", f"127.0.0.1:{metrics}"]) == 0
-    ranks.join()
+    serve_while_ranks_report(tmp_path, STEPS + 1, look, "--metrics", f"127.0.0.1:{metrics}")
     assert f"metrics: http://127.0.0.1:{metrics}/metrics\n" in capsys.readouterr().out
     assert found["link_delay_seconds 2"] == pytest.approx(0.02, rel=0.1)
     assert "rails_healthy" not in found, "there are no ports"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+from drawn_plans import random_problem
 from gate import examples
 
 from pipemorph.errors import InputError
@@ -32,34 +33,11 @@ from pipemorph.planning.simulation.simulator import predict
 POLICIES = (Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH)
 
 
-def random_problem(rng: random.Random) -> Problem:
-    stages = rng.randint(1, 5)
-    return Problem(
-        microbatches=rng.randint(1, 8),
-        stages=tuple(
-            StageTimes(
-                forward=rng.choice([0.0, 1.0, 5 * rng.random()]),
-                backward_input=5 * rng.random(),
-                backward_weight=5 * rng.random(),
-            )
-            for _ in range(stages)
-        ),
-        links=tuple(
-            Link(
-                delay=rng.choice([0.0, 20 * rng.random()]),
-                queues=rng.choice([None, 1, 2, 3]),
-                outstanding=rng.choice([None, 1, 2]),
-            )
-            for _ in range(stages - 1)
-        ),
-    )
-
-
 def test_both_executions_agree_where_directions_are_independent() -> None:
     """Ops run in order of time, as for shared queues, and as far as arrivals are known."""
     rng = random.Random(1)
     for _ in range(examples(100)):
-        problem = random_problem(rng)
+        problem = random_problem(rng, limits=False)
         costs = Costs.from_problem(problem)
         for policy in POLICIES:
             schedule = make_plan(problem, policy).schedule
@@ -73,7 +51,7 @@ def test_a_shared_queue_is_never_faster() -> None:
     rng = random.Random(2)
     slower = 0
     for _ in range(300):
-        problem = random_problem(rng)
+        problem = random_problem(rng, limits=False)
         bounded = [link.model_copy(update={"queues": 1}) for link in problem.links]
         full = problem.model_copy(update={"links": tuple(bounded)})
         half = full.model_copy(
