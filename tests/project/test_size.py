@@ -22,12 +22,12 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_780,
+    "product lines": 114_680,
     "product code lines": 84_710,
     "test lines": 108_260,
     "benchmark lines": 7_300,
     "public classes": 773,
-    "modules": 464,
+    "modules": 462,
     "leaves of spec": 114,
     "share of comments and docstrings, percent": 14.6,
 }
