@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import accumulate
+from collections.abc import Collection
+from itertools import accumulate, pairwise
+from math import hypot
 from xml.etree import ElementTree
 
 import pytest
@@ -175,6 +177,70 @@ def test_a_chart_has_axes_spans_marks_and_lines() -> None:
     assert drawing.to_png().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no points"):
         draw_chart("Time", [], x_name="", y_name="")
+
+
+def measure_labels(svg: str, texts: Collection[str]) -> list[tuple[str, int, int]]:
+    """Count the points of lines, and the other such texts, in the box of each of some texts:
+    texts are 0.6 of their height wide per letter, and lines have a point per half pixel."""
+    root = ElementTree.fromstring(svg)
+    points = []
+    for node in root:
+        shape, path = str(node.get("class")).split(), str(node.get("d"))
+        if shape[0] == "l" and shape[1] not in ("rule",):
+            ends = [[float(each) for each in pair.split()] for pair in path[1:].split("L")]
+            for (x0, y0), (x1, y1) in pairwise(ends):
+                n = int(2 * hypot(x1 - x0, y1 - y0)) + 1
+                points += [(x0 + (x1 - x0) * k / n, y0 + (y1 - y0) * k / n) for k in range(n + 1)]
+    boxes = []
+    for node in root.iter("{http://www.w3.org/2000/svg}text"):
+        name = str(node.text)
+        if name in texts:
+            size, x = float(node.get("font-size", 0)), float(node.get("x", 0))
+            wide = 0.6 * size * len(name)
+            x -= {"start": 0.0, "middle": wide / 2, "end": wide}[node.get("text-anchor", "")]
+            y = float(node.get("y", 0))
+            boxes.append((name, x, y - 0.8 * size, x + wide, y + 0.1 * size))
+    return [
+        (
+            name,
+            sum(a < x < c and b < y < d for x, y in points),
+            sum(e[1] < c and e[3] > a and e[2] < d and e[4] > b for e in boxes) - 1,
+        )
+        for name, a, b, c, d in boxes
+    ]
+
+
+def noisy(base: float, late: float, begin: int, end: int) -> list[tuple[float, float]]:
+    return [(k, base + 0.05 * (k % 3) + late * (begin <= k < end)) for k in range(40)]
+
+
+@pytest.mark.parametrize("late", [0.1, 0.6, 3.0])
+@pytest.mark.parametrize("at", [1, 11, 12, 20, 35])
+def test_labels_of_a_chart_cross_no_line(late: float, at: int) -> None:
+    lines = [
+        ChartLine("ours", noisy(1.0, late, 10, at + 1)),
+        ChartLine("theirs", noisy(1.05, late, 10, 30), stepped=True),
+        ChartLine("published", [(at, 1.1), (at + 1, 1.0)], dots=True),
+    ]
+    drawing = draw_chart(
+        "Time", lines, x_name="iteration", y_name="seconds",
+        spans=[ChartSpan(10, 30, "link 0 late by 8 forwards")],
+        marks=[(at, "plan v1"), (at + 4, "plan v2")],
+    )  # fmt: skip
+    names = {"link 0 late by 8 forwards", "plan v1", "plan v2"}
+    found = measure_labels(drawing.to_svg(), names)
+    assert sorted(found) == [(name, 0, 0) for name in sorted(names)]
+
+
+def test_a_label_without_a_free_place_covers_the_line() -> None:
+    def count_grounds(*marks: float) -> int:
+        drawing = draw_chart(
+            "Time", [ChartLine("ours", noisy(1.0, 0.5, 10, 20))], x_name="iteration",
+            y_name="seconds", marks=[(at, f"plan v{at}") for at in marks],
+        )  # fmt: skip
+        return read_svg(drawing.to_svg())[1]["back"]
+
+    assert count_grounds(1, 5) + 1 == count_grounds(1, 2)
 
 
 @pytest.mark.parametrize(
