@@ -239,6 +239,19 @@ function stepPoints(each, x, y, plot) {
   }
   return points;
 }
+// Marks where a line is longer than its axis: a break of each of its sides, and the largest value, unless the text before is in the way.
+function drawSpikes(pen, c, each, most, x) {
+  let taken = 0;
+  for (let k = 0, end; k < each.index.length; k = end) {
+    for (end = k + 1; end < each.index.length && (each.seconds[end] > most) === (each.seconds[k] > most); end++);
+    if (each.seconds[k] <= most) continue;
+    const a = x(each.index[k]), b = x(each.index[end - 1] + 1), low = TOP + 22, text = `↑ ${seconds(Math.max(...each.seconds.slice(k, end)))}`, wide = 6 * text.length + 2;
+    for (const at of b - a < 14 ? [(a + b) / 2] : [a, b]) { pen.line(c("back"), [[at - 6, low + 3], [at + 6, low - 3]], 6); for (const y of [low - 4, low + 4]) pen.line(c(each.colour), [[at - 6, y + 3], [at + 6, y - 3]]); }
+    const left = Math.min(a + 3, pen.width - wide);
+    if (left < taken) continue;
+    pen.rects(c("back"), [[left, TOP + 2, wide, 12]]); pen.text(c("ink"), left + 1, TOP + 8, text, "start", 10); taken = left + wide;
+  }
+}
 function drawHistory(pen, c, history) {
   const frame = historyFrame(pen.width, history), { edge, plot } = frame, bottom = pen.height - AXIS - 14, most = findMost(history), x = k => frame.x(Math.max(history.begin, Math.min(history.end, k)));
   const y = value => TOP + CHART - Math.min(1, value / most) * CHART;
@@ -255,7 +268,7 @@ function drawHistory(pen, c, history) {
   for (const each of history.series) {
     const points = stepPoints(each, x, y, plot);
     if (points.length) pen.line(c(each.colour), points, each.width || 1.8, each.dash || []);
-    if (each.seconds.length && each.seconds[0] > most) pen.text(c("dim"), x(each.index[0]) + 4, TOP + 6, `↑ ${seconds(each.seconds[0])}`, "start", 10);
+    drawSpikes(pen, c, each, most, x);
     if (each.ended) { const at = x(each.ended.at); pen.line(c("down"), [[at, TOP], [at, TOP + CHART]], 2); pen.text(c("down"), at - 5, TOP + CHART - 8, each.ended.text, "right", 10); }
   }
   history.lanes.forEach((lane, i) => {

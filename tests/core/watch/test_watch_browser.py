@@ -198,6 +198,11 @@ def test_the_page_of_an_observed_job_names_no_plans(browser: Browser, tmp_path: 
     assert "the plan has no limit" not in room
 
 
+DRAWN = """((draw, height, ...more) => { const pen = new SvgPen(1200, height);
+  draw(pen, ...more); return pen.parts; })"""
+"""Function that draws as SVG, and returns the elements."""
+
+
 def cards(browser: Browser) -> list[str]:
     return list(browser.eval("[...document.querySelectorAll('#stats div')].map(e => e.innerText)"))
 
@@ -214,6 +219,21 @@ def test_figures_are_those_of_the_pictures(browser: Browser, tmp_path: Path) -> 
     assert browser.eval("picturesOf(shot).map(lengthOf)") == pytest.approx([1e6 * ran, 1e6 * other])
 
 
+def test_both_pictures_have_the_time_outside_ops(browser: Browser, tmp_path: Path) -> None:
+    known, traces = watched(8, 24)
+    samples = list(known.samples)
+    samples[-1] = samples[-1].model_copy(update={"seconds": samples[-1].seconds + 0.05})
+    path = tmp_path / "page.html"
+    known = replace(known, samples=samples)
+    path.write_text(render_live_page(build_page_document(known, traces, column=0, live=False)))
+    browser.look(path.as_uri())
+    texts = browser.eval(f"{DRAWN}(drawPictures, picturesHeight(shot), shot, colours())")
+    assert len([each for each in texts if ", 50 ms of it outside ops, " in each]) == 2
+    assert "outside ops: from the last op" in browser.eval("$('kinds').textContent")
+    browser.look(page_of(tmp_path, "adapted"))
+    assert "outside ops" not in browser.eval("$('kinds').textContent")
+
+
 def test_nothing_is_saved_under_the_initial_plan(browser: Browser, tmp_path: Path) -> None:
     browser.look(page_of(tmp_path, "recovered", 8, 24))
     assert not any("saved in iteration" in card for card in cards(browser))
@@ -221,18 +241,23 @@ def test_nothing_is_saved_under_the_initial_plan(browser: Browser, tmp_path: Pat
     assert cards(browser)[0].startswith("1.74 s"), "of the newest, not of the time before"
 
 
-def test_the_axis_ignores_the_first_iteration(browser: Browser, tmp_path: Path) -> None:
+def test_the_axis_ignores_outliers_and_marks_them(browser: Browser, tmp_path: Path) -> None:
     known, traces = watched(8, 24, "slow")
-    first = known.samples[0].model_copy(update={"seconds": 50.0})
-    known = replace(known, samples=[first, *known.samples[1:]])
+    samples = list(known.samples)
+    for at, seconds in ((0, 50.0), (7, 9.0)):
+        samples[at] = samples[at].model_copy(update={"seconds": seconds})
+    known = replace(known, samples=samples)
     path = tmp_path / "page.html"
     path.write_text(render_live_page(build_page_document(known, traces, column=0, live=False)))
     browser.look(path.as_uri())
-    longest = max(sample.seconds for sample in known.samples[1:])
-    assert longest < browser.eval("findMost(historyOf())") < 1.2 * longest
+    longest = known.samples[-1].seconds
+    assert longest < browser.eval("findMost(historyOf())") < 1.5 * longest
     assert browser.eval("historyOf().reference.value") == pytest.approx(
         known.samples[5].seconds, rel=0.05
     )
+    texts = browser.eval(f"{DRAWN}(drawHistory, 500, colours(), historyOf())")
+    spikes = [each.split("↑ ")[1].split("<")[0] for each in texts if "↑" in each]
+    assert spikes == ["50.00 s", "9.00 s"]
 
 
 def test_the_slow_link_is_drawn_with_its_messages(browser: Browser, tmp_path: Path) -> None:
@@ -248,10 +273,9 @@ def test_the_slow_link_is_drawn_with_its_messages(browser: Browser, tmp_path: Pa
 def test_a_slow_link_that_is_delegated_is_drawn_slow(browser: Browser, tmp_path: Path) -> None:
     """Delegation is a strip below the state; plans and links have no colour of an op."""
     browser.look(page_of(tmp_path, "recovered"))
-    drawn = """(name => { const pen = new SvgPen(1200, historyHeight(historyOf())), c = colours();
-      drawHistory(pen, c, historyOf());
-      return pen.parts.filter(part => part.startsWith(`<path fill="${c(name)}"`)); })"""
-    slow, strips = browser.eval(f"['delayed', 'ink'].map({drawn})")
+    drawn = f"{DRAWN}(drawHistory, 500, colours(), historyOf())"
+    mine = 'part.startsWith(`<path fill="${colours()(name)}`)'
+    slow, strips = browser.eval(f"['delayed', 'ink'].map(name => {drawn}.filter(part => {mine}))")
     assert (len(slow), len(strips)) == (2, 2), "before the change; slow, then healthy, delegated"
     begins = [each.split(' d="M')[1].split()[0] for each in (slow[1], strips[0])]
     assert begins[0] == begins[1]
@@ -450,7 +474,7 @@ def test_the_button_saves_a_png(browser: Browser, tmp_path: Path, dark: bool) ->
     assert tuple(pixels[-1, -1, :3]) == back
     # The PNG equals the SVG, which the tests above read: ops of each kind, in its colour.
     drawn = {tuple(colour) for colour in numpy.unique(pixels[..., :3].reshape(-1, 3), axis=0)}
-    for fill in browser.eval("kindEntries(colours()).map(each => each[0])"):
+    for fill in browser.eval("kindEntries(colours()).map(each => each[0]).filter(Boolean)"):
         assert tuple(int(fill[i : i + 2], 16) for i in (1, 3, 5)) in drawn, fill
 
 
