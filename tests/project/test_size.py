@@ -22,7 +22,7 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_770,
+    "product lines": 114_790,
     "product code lines": 84_710,
     "test lines": 108_300,
     "benchmark lines": 7_300,

@@ -33,7 +33,9 @@ def try_lock(descriptor: int) -> bool:
 def is_locked(path: Path) -> bool:
     """True if another process holds the lock of a file. Raises OSError if the file cannot be read,
     or without locks."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    # NFS locks only files that are open for writing.
+    mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+    descriptor = os.open(path, mode | os.O_NOFOLLOW)
     try:
         return not try_lock(descriptor)
     finally:

@@ -24,7 +24,7 @@ CLEARANCE = 2.0
 
 class ChartLine(NamedTuple):
     """Line of a chart. ``points``: ascending x; ``stepped``: y holds until the next x; ``dots``:
-    only marks, as for figures of others."""
+    only marks, as for figures of others; they have the colours of the lines, in their order."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -71,7 +71,14 @@ def draw_chart(
     drawing = Drawing(width, f"{title}; {y_name} over {x_name}")
     drawing.height = height
     drawing.add_text("ink", 12, 18, title, size=15, bold=True)
-    drawing.add_legend(12, 30, [(LINES[k % len(LINES)], each.name) for k, each in enumerate(lines)])
+    colours = [
+        LINES[sum(each.dots == line.dots for each in lines[:k]) % len(LINES)]
+        for k, line in enumerate(lines)
+    ]
+    sizes = [7.0 if line.dots else 11.0 for line in lines]
+    drawing.add_legend(
+        12, 30, list(zip(colours, [each.name for each in lines], strict=True)), sizes
+    )
     for span in spans:
         begin, end = place_x(span.begin), place_x(span.end)
         drawing.add_rects("plot", [(begin, TOP, end - begin, bottom - TOP)])
@@ -88,8 +95,7 @@ def draw_chart(
         upright = [(place_x(value), TOP), (place_x(value), bottom)]
         drawing.add_line("mark", upright, dashed=True)
         labels.paths.append(upright)
-    for k, line in enumerate(lines):
-        colour = LINES[k % len(LINES)]
+    for colour, line in zip(colours, lines, strict=True):
         path = [(place_x(x), place_y(y)) for x, y in line.points]
         if line.dots:
             drawing.add_rects(colour, [(x - 3.5, y - 3.5, 7, 7) for x, y in path])

@@ -73,14 +73,21 @@ class Drawing:
         """Add a text. ``y``: its middle."""
         self._shapes.append(_Text(colour, x, y, text, anchor, size, bold))
 
-    def add_legend(self, left: float, top: float, entries: Sequence[tuple[str, str]]) -> float:
-        """Add boxes of colours with their names, in rows; returns the end of the last row."""
+    def add_legend(
+        self,
+        left: float,
+        top: float,
+        entries: Sequence[tuple[str, str]],
+        sizes: Sequence[float] = (),
+    ) -> float:
+        """Add boxes of colours with their names, in rows; returns the end of the last row.
+        ``sizes``: of the boxes, 11 by default."""
         x, y = left, top
-        for colour, name in entries:
+        for (colour, name), size in zip(entries, sizes or [11.0] * len(entries), strict=True):
             wide = 16 + estimate_width(name, 11) + 14
             if x > left and x + wide > self.width:
                 x, y = left, y + 17
-            self.add_rects(colour, [(x, y + 3, 11, 11)])
+            self.add_rects(colour, [(x + (11 - size) / 2, y + 8.5 - size / 2, size, size)])
             self.add_text("dim", x + 16, y + 9, name)
             x += wide
         return y + 17 if entries else y

@@ -166,14 +166,16 @@ def test_an_svg_follows_the_reader_and_a_label_cannot_end_it() -> None:
 
 def test_a_chart_has_axes_spans_marks_and_lines() -> None:
     line = ChartLine("ours", [(0, 1.0), (1, 2.0)], stepped=True)
-    other = ChartLine("theirs", [(0, 2.0)], dots=True)
+    second = ChartLine("base", [(0, 2.0), (1, 2.0)])
+    others = [ChartLine(name, [(0, 2.0)], dots=True) for name in ("theirs", "their base")]
     drawing = draw_chart(
-        "Time", [line, other], x_name="iteration", y_name="seconds",
+        "Time", [line, second, *others], x_name="iteration", y_name="seconds",
         spans=[ChartSpan(0, 1, "slow")], marks=[(1, "v1")],
     )  # fmt: skip
     texts, shapes = read_svg(drawing.to_svg())
-    assert {"Time", "ours", "theirs", "slow", "v1", "iteration", "seconds", "2"} <= set(texts)
-    assert shapes["accent"] == shapes["down"] == 2
+    assert {"Time", "ours", "their base", "slow", "v1", "iteration", "seconds", "2"} <= set(texts)
+    # Each line, its dots, and a box of the legend for both.
+    assert shapes["accent"] == shapes["down"] == 4
     assert drawing.to_png().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no points"):
         draw_chart("Time", [], x_name="", y_name="")

@@ -114,7 +114,7 @@ class _MegatronHooks:
         """Schedule of a step, whose arguments all have names."""
         return self._observation.make_step(
             original,
-            lambda *, forward_only=False, **_: (not forward_only, not self._has_begun),
+            lambda *_, forward_only=False, **__: (not forward_only, not self._has_begun),
             lambda _, kwargs: self._begin_step(original.__name__, kwargs),
         )
 
