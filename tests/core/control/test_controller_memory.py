@@ -406,43 +406,43 @@ class Stages:
         return self.table.get_stage_times()
 
 
-def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> None:
+SPLIT: dict[str, Any] = {"forward": 1.0, "split": "deferred", "peak_memory": 1}
+
+
+def split_stages() -> Stages:
     book = Stages()
-    split = {"forward": 1.0, "split": "deferred", "peak_memory": 1}
     for stage in range(STAGES):
-        book.observe(
-            StageProfile(stage=stage, backward_input=2.0, backward_weight=1.5, **split)  # type: ignore[arg-type]
-        )
+        book.observe(StageProfile(stage=stage, backward_input=2.0, backward_weight=1.5, **SPLIT))
+    return book
+
+
+def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> None:
+    book = split_stages()
     for _ in range(20):
-        book.observe(StageProfile(stage=1, backward_input=3.1, backward_weight=0.0, **split))  # type: ignore[arg-type]
+        book.observe(StageProfile(stage=1, backward_input=3.1, backward_weight=0.0, **SPLIT))
     times = book.times()
     assert (times[1].backward_input, times[1].backward_weight) == (2.0, 1.5)
     assert times[1].fused_backward == 3.1
     assert times[0].fused_backward is None
     # A plan that is shorter by less than the noise is no gain.
     for _ in range(20):
-        book.observe(StageProfile(stage=1, backward_input=3.45, backward_weight=0.0, **split))  # type: ignore[arg-type]
+        book.observe(StageProfile(stage=1, backward_input=3.45, backward_weight=0.0, **SPLIT))
     times = book.times()
     assert times[1].fused_backward is None
     # A stage that cannot split has no parts to remember.
-    whole = split | {"split": "fused"}
+    whole = SPLIT | {"split": "fused"}
     for _ in range(20):
-        book.observe(StageProfile(stage=2, backward_input=3.3, backward_weight=0.0, **whole))  # type: ignore[arg-type]
+        book.observe(StageProfile(stage=2, backward_input=3.3, backward_weight=0.0, **whole))
     times = book.times()
     assert (times[2].backward_input, times[2].backward_weight) == (3.3, 0.0)
     assert times[2].fused_backward is None
 
 
 def test_one_quick_or_slow_iteration_does_not_fuse_a_backward() -> None:
-    book = Stages()
-    split = {"forward": 1.0, "split": "deferred", "peak_memory": 1}
-    for stage in range(STAGES):
-        book.observe(
-            StageProfile(stage=stage, backward_input=2.0, backward_weight=1.5, **split)  # type: ignore[arg-type]
-        )
+    book = split_stages()
     # B + W take 3.5; so does this stage's whole backward, but for the machine's moods.
     for whole in (3.5, 3.5, 2.0, 3.5, 3.6, 2.1, 3.5):
-        book.observe(StageProfile(stage=1, backward_input=whole, backward_weight=0.0, **split))  # type: ignore[arg-type]
+        book.observe(StageProfile(stage=1, backward_input=whole, backward_weight=0.0, **SPLIT))
         times = book.times()
         assert times[1].fused_backward is None, whole
 

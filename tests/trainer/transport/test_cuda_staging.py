@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 import torch
+from busy_device import busy, cycles_per_second
 from staging_rig import Rig, rigged
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -32,22 +32,6 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         torch.cuda.synchronize()
 
 
-@cache
-def cycles_per_second() -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10**6)
-    start.record()
-    torch.cuda._sleep(10**8)
-    end.record()
-    end.synchronize()
-    return 1e8 / (start.elapsed_time(end) / 1e3)
-
-
-def busy(seconds: float) -> None:
-    """Keep the compute stream busy."""
-    torch.cuda._sleep(int(seconds * cycles_per_second()))
-
-
 def exchange_one(rig: Rig, meta: TensorMeta) -> None:
     """Memory for one message is there afterwards: to allocate it may wait for the device."""
     rig.begin(rig.batch(meta))
@@ -64,6 +48,15 @@ def test_a_send_waits_neither_for_its_op_nor_for_its_copy(rig: Rig) -> None:
     exchange_one(rig, meta)
     sent = rig.sent
     rig.begin(rig.batch(meta, iteration=1))
+    send_behind_a_long_op(rig, meta)
+    assert rig.sent == sent
+    (came,) = rig.arrived(0)
+    assert came is not None
+    assert bool((came == 3.0).all())
+
+
+def send_behind_a_long_op(rig: Rig, meta: TensorMeta) -> None:
+    """Send threes while the device is busy; the host must not wait for it."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         began = time.monotonic()
@@ -77,10 +70,6 @@ def test_a_send_waits_neither_for_its_op_nor_for_its_copy(rig: Rig) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert took < 0.4, f"the executor was held up for {took:.2f} s"
-    assert rig.sent == sent
-    (came,) = rig.arrived(0)
-    assert came is not None
-    assert bool((came == 3.0).all())
 
 
 def test_a_message_is_on_the_device_before_the_op_that_runs_is_over(rig: Rig) -> None:
@@ -152,18 +141,7 @@ def test_a_lease_waits_neither_for_its_op_nor_for_its_copy(leasing: Rig) -> None
     rig.lease(rig.batch(meta))
     rig.begin(rig.batch(meta, iteration=1), slots=0)
     sent, copied = rig.sent, rig.copied()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        began = time.monotonic()
-        busy(0.5)
-        tensor = torch.full(meta.shape, 3.0, device=DEVICE)
-        rig.outgoing.send(0, [tensor])
-        del tensor
-        torch.full(meta.shape, 4.0, device=DEVICE)
-        took = time.monotonic() - began
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert took < 0.4, f"the executor was held up for {took:.2f} s"
+    send_behind_a_long_op(rig, meta)
     assert rig.sent == sent and rig.free_slots() == 8
     (came,) = rig.arrived(0)
     assert came is not None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from busy_device import busy, cycles_per_second
 from device_wire import DirectLink, direct_link
 from torch import Tensor
 from waiting import until
@@ -27,22 +27,6 @@ META = TensorMeta((1 << 20,), torch.float32)
 MESSAGES = 12
 OP, DELAY = 0.03, 0.012
 """Seconds."""
-
-
-@cache
-def cycles_per_second() -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10**6)
-    start.record()
-    torch.cuda._sleep(10**8)
-    end.record()
-    end.synchronize()
-    return 1e8 / (start.elapsed_time(end) / 1e3)
-
-
-def busy(seconds: float) -> None:
-    """Keep the current stream busy."""
-    torch.cuda._sleep(int(seconds * cycles_per_second()))
 
 
 def test_the_host_knows_when_the_device_reached_an_event() -> None:
