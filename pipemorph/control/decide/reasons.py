@@ -204,7 +204,7 @@ def _describe_finding(finding: plan_choice.Finding) -> str:
                 else f"over the {max(0, iterations)} remaining iterations"
             )
             return (
-                f"{'it' if finding.pays_off else 'the plan stays: the best other one'} saves"
+                f"{'it' if finding.pays_off else 'the plan stays: the best other one'} would save"
                 f" {format_seconds(max(0.0, seconds))} {over},"
                 f" a change {'has cost' if cost_seen else 'is assumed to cost'}"
                 f" {format_seconds(cost)}"

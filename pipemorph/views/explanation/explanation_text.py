@@ -65,7 +65,8 @@ class Explanation:
 def _limit_texts(texts: Sequence[str], most: int) -> list[str]:
     if len(texts) <= most:
         return list(texts)
-    return [*texts[: most - 1], f"{texts[most - 1]} (and {len(texts) - most} more)"]
+    more = f" (and {len(texts) - most} more)"
+    return [*texts[: most - 1], one_line(texts[most - 1], MOST_LINE_CHARACTERS - len(more)) + more]
 
 
 def format_link(link: int, column: str = "") -> str:

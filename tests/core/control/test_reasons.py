@@ -60,8 +60,8 @@ DEMO = proposal(plan((16, 9, 4, 1)), GAIN)
 def test_a_change_in_full_and_in_short() -> None:
     assert reasons.explain_decision("slow", [slow()], DEMO) == (
         "link 0 is slow by 6.5 ms one way (forward, 96% sure); predicted per iteration 1.198 s with"
-        " the current plan, 1.069 s with warm-up 16-9-4-1 and all links direct; it saves 4.644 s"
-        " over the 36 remaining iterations, a change is assumed to cost 299.5 ms"
+        " the current plan, 1.069 s with warm-up 16-9-4-1 and all links direct; it would save"
+        " 4.644 s over the 36 remaining iterations, a change is assumed to cost 299.5 ms"
     )
     line = reasons.summarize_change(1, "slow", [slow()], DEMO)
     assert line == (
@@ -180,17 +180,18 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
         ),
         (
             NetSaving(0.1, -2, 0.2, True),
-            "the plan stays: the best other one saves 100.0 ms over the 0 remaining iterations, a"
+            "the plan stays: the best other one would save 100.0 ms over the 0 remaining"
+            " iterations, a"
             " change has cost 200.0 ms",
         ),
         (
             NetSaving(0.1, None, 0.2, True),
-            "it saves 100.0 ms per iteration, a change has cost 200.0 ms",
+            "it would save 100.0 ms per iteration, a change has cost 200.0 ms",
         ),
         (
             NetSaving(-0.1, None, 0.2, False),
-            "the plan stays: the best other one saves 0.0 ms per iteration, a change is assumed to"
-            " cost 200.0 ms",
+            "the plan stays: the best other one would save 0.0 ms per iteration, a change is"
+            " assumed to cost 200.0 ms",
         ),
         (
             OffloadGain((0, 1), 0.002, None),

@@ -347,6 +347,12 @@ def test_a_change_that_did_not_bring_its_promise() -> None:
     assert "promise" not in "".join(explain(report(adaptations=[change(1, measured=0.5)]))[-1:])
 
 
+def test_a_long_line_still_says_how_many_more_there_are() -> None:
+    rows = Explanation("gpt is Running", decisions=["a", "b " * 200, "c"]).label_rows()
+    (line,) = [text for _, text in rows if text.startswith("b b")]
+    assert line.endswith(" (and 1 more)") and len(line) <= MOST_LINE_CHARACTERS
+
+
 def test_everything_at_once_is_ten_lines_of_which_none_is_long() -> None:
     slow = [slow_time(link=i, delay=0.01 * (i + 1)) for i in range(3)]
     content = report(

@@ -48,7 +48,7 @@ def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     assert "link 1 is slow" in first.reason
     assert 13 <= first.iteration <= 15
     # The end of the job is not known.
-    assert re.search(r"it saves [\d.]+ ms per iteration, a change is assumed to cost", first.reason)
+    assert re.search(r"it would save [\d.]+ ms per iteration, a change is assumed", first.reason)
     assert not any("remaining iterations" in change.reason for change in found.changes)
     assert "recovered" in last.reason
     assert last.iteration >= 53

@@ -214,7 +214,9 @@ def test_figures_are_those_of_the_pictures(browser: Browser, tmp_path: Path) -> 
     now, saved, total, done = cards(browser)
     assert now.endswith(f"; {normal:.2f} s before any fault")
     assert saved.startswith(f"{other - ran:.2f} s") and f"against {other:.2f} s" in saved
-    assert "saved so far, of 57.0 s with the initial plan" in total and done.startswith("40 of")
+    took = browser.eval("view.steps.seconds.reduce((a, b) => a + b)")
+    assert f"saved so far: all iterations took {took:.1f} s (without the run" in total
+    assert "and with the initial plan 57.0 s; " in total and done.startswith("40 of")
     # Each picture ends where its title says.
     assert browser.eval("picturesOf(shot).map(lengthOf)") == pytest.approx([1e6 * ran, 1e6 * other])
 
@@ -239,6 +241,34 @@ def test_nothing_is_saved_under_the_initial_plan(browser: Browser, tmp_path: Pat
     assert not any("saved in iteration" in card for card in cards(browser))
     browser.look(page_of(tmp_path, "slow", 8, 24))
     assert cards(browser)[0].startswith("1.74 s"), "of the newest, not of the time before"
+
+
+def test_changes_say_what_they_saved_and_cost_and_what_came_of_them(
+    browser: Browser, tmp_path: Path
+) -> None:
+    known, traces = watched(4, 12, "recovered")
+    change = known.changes[0]
+    cost = change.model_copy(
+        update={"change_seconds": 0.4, "saved": 8.6, "saved_until": 42, "measured": None}
+    )
+    known = replace(known, changes=[cost, known.changes[1]])
+    path = tmp_path / "page.html"
+    path.write_text(render_live_page(build_page_document(known, traces, column=0, live=False)))
+    browser.look(path.as_uri())
+    back, first = browser.eval(
+        "[...document.querySelectorAll('#changes li')].map(e => e.innerText)"
+    )
+    assert f"decided in iteration {RETURNED_AT - 1}: a link recovered, none is slow" in back
+    assert f"The link was healthy from iteration {RETURNED_AT - 2} on." in back
+    assert f"here in iteration {RETURNED_AT - 1}." in back
+    assert "cost of the change not measured" in back
+    for text in ("not measured", "saved 8.6 s up to iteration 42", "the change itself cost 0.40 s"):
+        assert text in first
+    assert "yet" not in first
+    terms = browser.eval("$('terms').textContent")
+    assert terms.startswith("Warm-up: forwards that") and " Delegated: the engine" in terms
+    browser.look(page_of(tmp_path, "healthy"))
+    assert browser.eval("$('terms').textContent") == ""
 
 
 def test_the_axis_ignores_outliers_and_marks_them(browser: Browser, tmp_path: Path) -> None:
