@@ -255,12 +255,12 @@ function drawSpikes(pen, c, each, most, x) {
 function drawHistory(pen, c, history) {
   const frame = historyFrame(pen.width, history), { edge, plot } = frame, bottom = pen.height - AXIS - 14, most = findMost(history), x = k => frame.x(Math.max(history.begin, Math.min(history.end, k)));
   const y = value => TOP + CHART - Math.min(1, value / most) * CHART;
-  pen.text(c("ink"), 4, HEAD / 2 - 2, "seconds per iteration", "start", 12, "600");
+  pen.text(c("ink"), 4, HEAD / 2 - 2, (narrow() ? "s" : "seconds") + " per iteration" + (history.reference ? `; dashed: ${history.reference.text}` : ""), "start", 12, "600");
   drawAxis(pen, c, frame, TOP, bottom, k => k, Math.max(80, plot / (history.end - history.begin)));
   pen.text(c("dim"), edge + plot, bottom + AXIS + 5, "iteration", "right");
   const every = step(most, CHART / 24);
   for (let k = 0; k * every <= most; k++) { pen.line(c("rule"), [[edge, y(k * every)], [edge + plot, y(k * every)]]); pen.text(c("dim"), edge - 5, y(k * every), k ? seconds(+(k * every).toPrecision(9)) : "0", "right"); }
-  if (history.reference) { const at = y(history.reference.value); pen.line(c("dim"), [[edge, at], [edge + plot, at]], 1.2, [4, 3]); pen.text(c("dim"), edge + 4, at + 9, history.reference.text, "start", 10); }
+  if (history.reference) { const at = y(history.reference.value); pen.line(c("dim"), [[edge, at], [edge + plot, at]], 1.2, [4, 3]); }
   for (const mark of history.marks) if (mark.at >= history.begin && mark.at < history.end) {
     pen.line(c(mark.colour), [[x(mark.at), mark.dash ? TOP : HEAD], [x(mark.at), bottom]], 1.2, mark.dash || []);
     pen.text(c(mark.colour), x(mark.at) + 3, mark.dash ? TOP + CHART - 8 : HEAD + 5, mark.text, "start", 10, "600");

@@ -264,9 +264,12 @@ def test_changes_say_what_they_saved_and_cost_and_what_came_of_them(
     assert "cost of the change not measured" in back
     for text in ("not measured", "saved 8.6 s up to iteration 42", "the change itself cost 0.40 s"):
         assert text in first
-    assert "yet" not in first
+    assert "yet" not in first and f"v1 in iterations {CHANGED_AT} to {RETURNED_AT - 1}" in first
+    assert f"v2 since iteration {RETURNED_AT}" in back
     terms = browser.eval("$('terms').textContent")
     assert terms.startswith("Warm-up: forwards that") and " Delegated: the engine" in terms
+    browser.look(page_of(tmp_path, "adapted"))
+    assert "null" not in browser.eval("$('changes').innerText")
     browser.look(page_of(tmp_path, "healthy"))
     assert browser.eval("$('terms').textContent") == ""
 
@@ -286,6 +289,7 @@ def test_the_axis_ignores_outliers_and_marks_them(browser: Browser, tmp_path: Pa
         known.samples[5].seconds, rel=0.05
     )
     texts = browser.eval(f"{DRAWN}(drawHistory, 500, colours(), historyOf())")
+    assert any("; dashed: " in each and "before any fault" in each for each in texts)
     spikes = [each.split("↑ ")[1].split("<")[0] for each in texts if "↑" in each]
     assert spikes == ["50.00 s", "9.00 s"]
 
