@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_800,
-    "product code lines": 84_710,
-    "test lines": 108_330,
+    "product lines": 114_810,
+    "product code lines": 84_720,
+    "test lines": 108_360,
     "benchmark lines": 7_300,
     "public classes": 773,
     "modules": 462,

@@ -95,12 +95,12 @@ def test_the_slow_link_is_drawn_with_its_replica(browser: Browser, tmp_path: Pat
         "dp1-stage1 link 1 30 ms per message", "dp1-stage1 link 1 2 ms per message",
     ]  # fmt: skip
     # Messages have the colour of no op; the row of the next stage is below the band.
-    yellow = """(() => { const [t, canvas] = canvases[0], g = canvas.getContext('2d');
+    drawn = """(() => { const [t, canvas] = canvases[0], g = canvas.getContext('2d');
       const { h, tops } = placeRows(shownStep(t), BEGIN, MOST);
       const all = g.getImageData(frame().edge, tops[5] + h, 600, BAND).data;
       let n = 0; for (let i = 0; i < all.length; i += 4) n += all[i] > 220 && all[i + 2] < 120;
       return [n, tops[6] - tops[5] - h]; })()"""
-    messages, room = browser.eval(yellow)
+    messages, room = browser.eval(drawn)
     assert messages > 50 and room == browser.eval("BAND")
     for replica, rows in (("1", [1]), ("0", [])):
         browser.eval(f"(replica = {replica}, draw())")

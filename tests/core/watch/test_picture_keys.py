@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
+from watched_jobs import watched
 
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan
+from pipemorph.views.live_page.document_cache import render_live_page
+from pipemorph.views.live_page.page_builder import build_page_document
 from pipemorph.views.pictures import Timeline, render_html
 
 pytestmark = pytest.mark.full
@@ -98,6 +101,29 @@ def test_the_range_follows_the_op(browser: Browser, tmp_path: Path) -> None:
     press(browser, "End")
     assert browser.eval("zoom.to >= cursor.find().end - 1 && zoom.from > 0.5 * WHOLE")
     assert browser.eval("zoom.to - zoom.from") == pytest.approx(shown)
+
+
+def test_ops_of_the_live_page_are_reached(browser: Browser, tmp_path: Path) -> None:
+    known, traces = watched(4, 12, "adapted")
+    path = tmp_path / "page.html"
+    path.write_text(render_live_page(build_page_document(known, traces, column=0, live=False)))
+    browser.look(path.as_uri())
+    status = browser.eval(SAID)
+    browser.eval("$('ops').focus()")
+    first = press(browser, "ArrowRight")
+    assert first.startswith("stage 0: F forward of microbatch 0, ")
+    assert press(browser, "ArrowDown").startswith("stage 1: F forward of microbatch ")
+    pixels = browser.eval("$('ops').toDataURL()")
+    browser.eval("refresh()")
+    assert press(browser).startswith("stage 1: F forward"), "a new document keeps the op"
+    assert browser.eval("$('now').getAttribute('aria-live')") == "off"
+    assert browser.eval("$('ops').toDataURL()") == pixels
+    # Outside of the picture the same keys go through the iterations.
+    assert press(browser, "Escape") == status
+    assert browser.eval("$('ops').toDataURL()") != pixels
+    iteration = browser.eval("shown()")
+    press(browser, "ArrowLeft")
+    assert browser.until(f"shown() === {iteration - 1}")
 
 
 def test_keys_are_quick_on_64_stages(browser: Browser, tmp_path: Path) -> None:
