@@ -23,8 +23,8 @@ MOST_LINES = 800
 
 LIMITS: Mapping[str, float] = {
     "product lines": 114_810,
-    "product code lines": 84_720,
-    "test lines": 108_360,
+    "product code lines": 84_730,
+    "test lines": 108_410,
     "benchmark lines": 7_300,
     "public classes": 773,
     "modules": 462,

@@ -261,9 +261,15 @@ function drawHistory(pen, c, history) {
   const every = step(most, CHART / 24);
   for (let k = 0; k * every <= most; k++) { pen.line(c("rule"), [[edge, y(k * every)], [edge + plot, y(k * every)]]); pen.text(c("dim"), edge - 5, y(k * every), k ? seconds(+(k * every).toPrecision(9)) : "0", "right"); }
   if (history.reference) { const at = y(history.reference.value); pen.line(c("dim"), [[edge, at], [edge + plot, at]], 1.2, [4, 3]); }
-  for (const mark of history.marks) if (mark.at >= history.begin && mark.at < history.end) {
-    pen.line(c(mark.colour), [[x(mark.at), mark.dash ? TOP : HEAD], [x(mark.at), bottom]], 1.2, mark.dash || []);
-    pen.text(c(mark.colour), x(mark.at) + 3, mark.dash ? TOP + CHART - 8 : HEAD + 5, mark.text, "start", 10, "600");
+  for (const dashed of [false, true]) {
+    const marks = history.marks.filter(mark => !!mark.dash === dashed && mark.at >= history.begin && mark.at < history.end).sort((a, b) => a.at - b.at);
+    let free = 0;  // End of the last text or mark.
+    marks.forEach((mark, i) => {
+      const at = x(mark.at), wide = 6.4 * mark.text.length + 4, next = i + 1 < marks.length ? x(marks[i + 1].at) : edge + plot, right = at + wide <= next;
+      pen.line(c(mark.colour), [[at, dashed ? TOP : HEAD], [at, bottom]], 1.2, mark.dash || []);
+      if (right || at - wide >= free) pen.text(c(mark.colour), at + (right ? 3 : -3), dashed ? TOP + CHART - 8 : HEAD + 5, mark.text, right ? "start" : "right", 10, "600");
+      free = right ? at + wide : at;
+    });
   }
   for (const each of history.series) {
     const points = stepPoints(each, x, y, plot);
@@ -283,7 +289,7 @@ function drawHistory(pen, c, history) {
       if (w > 6.2 * span.text.length + 8) { pen.text(c({ fallen: "on-down", down: "on-down", healthy: "ink" }[span.kind] || "on"), a + 5, top + (LANE - (span.delegated ? STRIP : 0)) / 2 + 0.5, span.text); if (span === unseen) unseen = null; }
     }
     pen.text(c("ink"), edge, top - LANE_HEAD / 2, lane.name, "start", 11, "600");
-    if (unseen) pen.text(c("dim"), edge + 7 * lane.name.length + 8, top - LANE_HEAD / 2, narrow() ? unseen.text : `${unseen.text} since iteration ${unseen.begin}`);
+    if (unseen) pen.text(c("dim"), edge + 7 * lane.name.length + 8, top - LANE_HEAD / 2, narrow() ? unseen.text : unseen.text + (unseen.end === null || unseen.end >= history.end ? ` since iteration ${unseen.begin}` : ` up to iteration ${unseen.end}`));
   });
   if (history.cursor !== null) pen.line(c("ink"), [[x(history.cursor + 0.5), TOP], [x(history.cursor + 0.5), bottom]], 1, [3, 3]);
 }
