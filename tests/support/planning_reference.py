@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cache
 from itertools import product
 
-from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate, validate
+from pipemorph.planning import Op, OpKind, Problem, Schedule, simulate, validate
 from pipemorph.planning.simulation import execution
 from pipemorph.planning.simulation.execution import Costs
 from pipemorph.planning.simulation.simulator import TimedOp
@@ -88,100 +88,6 @@ def most_resident(ran: Sequence[TimedOp], limit: int | None) -> int:
         peak = max(peak, now)
     assert now == 0
     return peak
-
-
-def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
-    """End of every op as the least fixpoint of its constraints (Bellman-Ford, all edges).
-
-    Each constraint reads "this is not before that plus so much": ops after the op before
-    them on the stage and after their message; a message after its send, all others of its
-    direction while they are being sent, the message before
-    it in its queue, and the bound on sends; compute after the bound on sends.
-    """
-    end: dict[Key, float] = {}
-    arrival: dict[Key, float] = {}
-    sent: dict[Key, float] = {}
-    for i, ops in enumerate(schedule.stages):
-        for kind, m, _ in ops:
-            end[i, kind, m] = 0.0
-            arrival[i, kind, m] = 0.0
-    last = schedule.stage_count - 1
-    kinds_up = (OpKind.B, OpKind.BW)
-    changed = True
-    rounds = 0
-    while changed:
-        changed = False
-        rounds += 1
-        assert rounds < 10_000, "no fixpoint: the schedule deadlocks"
-        for i, ops in enumerate(schedule.stages):
-            times = problem.stages[i]
-            took = {
-                OpKind.F: times.forward,
-                OpKind.B: times.backward_input,
-                OpKind.W: times.backward_weight,
-                OpKind.BW: times.backward_input + times.backward_weight
-                if times.fused_backward is None
-                else times.fused_backward,
-            }
-            free = 0.0
-            copies = derive_copies(ops, times.device_limit)
-            for (kind, m, _), copied in zip(ops, copies, strict=True):
-                start = free
-                if kind is OpKind.F and i > 0:
-                    start = max(start, arrival[i - 1, kind, m])
-                elif kind is not OpKind.F and kind is not OpKind.W:
-                    source = (i, OpKind.F, m)
-                    if i < last:
-                        below = OpKind.BW if (i + 1, OpKind.BW, m) in end else OpKind.B
-                        start = max(start, arrival[i + 1, below, m])
-                    else:
-                        start = max(start, end[source])
-                finish = start + took[kind]
-                if copied and not times.recompute:
-                    finish += times.offload_copy or 0.0
-                elif copied and kind is not OpKind.F:
-                    finish += times.forward
-                free = finish
-                if finish > end[i, kind, m]:
-                    end[i, kind, m] = finish
-                    changed = True
-                link = i if kind is OpKind.F else i - 1
-                if kind is OpKind.W or not 0 <= link < last:
-                    continue
-                way = problem.links[link]
-
-                direction = kinds_up if kind is not OpKind.F else (OpKind.F,)
-                history = {
-                    other: arrival[i, same, other]
-                    for other in range(m)
-                    for same in direction
-                    if (i, same, other) in arrival
-                }
-                if way.outstanding is not None and m >= way.outstanding:
-                    free = max(free, history[m - way.outstanding])
-                leaves = free
-                if way.queues is not None and m >= way.queues:
-                    leaves = max(leaves, history[m - way.queues])
-                if way.transfer:
-                    before = [
-                        sent[i, same, m - 1] for same in direction if (i, same, m - 1) in sent
-                    ]
-                    leaves = max([leaves, *before]) + way.transfer
-                    sent[i, kind, m] = leaves
-                if leaves + way.delay > arrival[i, kind, m]:
-                    arrival[i, kind, m] = leaves + way.delay
-                    changed = True
-    return end
-
-
-def assert_runs_as_the_fixpoint(schedule: Schedule, problem: Problem) -> None:
-    """Assert that ops end when :func:`fixpoint_ends` says, in the simulation and the prediction."""
-    ends = fixpoint_ends(schedule, problem)
-    simulation = simulate(schedule, problem)
-    for i, ops in enumerate(simulation.stages):
-        for op in ops:
-            assert op.end == ends[i, op.kind, op.microbatch]
-    assert simulation.makespan == predict(schedule, problem) == max(ends.values())
 
 
 def optimum(problem: Problem) -> float:
