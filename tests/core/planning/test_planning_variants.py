@@ -10,7 +10,7 @@ from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_reference import most_resident
-from planning_strategies import offloading
+from planning_strategies import offloading, random_order
 from schedule_text import schedule_of
 
 from pipemorph.errors import InputError
@@ -22,6 +22,7 @@ from pipemorph.planning import (
     Policy,
     Problem,
     Route,
+    Schedule,
     ScheduleError,
     StageTimes,
     compute_lower_bound,
@@ -31,7 +32,9 @@ from pipemorph.planning import (
     validate,
 )
 from pipemorph.planning.offload import compute_device_room, compute_host_limit, count_host_peak
-from pipemorph.planning.search.plan_variants import has_variants, keep_on_device
+from pipemorph.planning.search.plan_variants import fit_on_device, has_variants, keep_on_device
+from pipemorph.planning.simulation import execution
+from pipemorph.planning.simulation.execution import INF, Costs
 from pipemorph.planning.simulation.simulator import Simulation
 
 TIGHT = Problem(
@@ -58,6 +61,29 @@ def stays_within(simulation: Simulation, problem: Problem) -> None:
         limit = problem.stages[i].device_limit
         assert limit is None or most_resident(ops, limit) <= limit
     validate(simulation.schedule, problem.list_in_flight_limits(), problem.list_device_limits())
+
+
+@given(problem=offloading(limits=False), seed=st.integers(0, 2**32))
+@settings(max_examples=examples(100), deadline=None)
+def test_any_order_fits_on_the_device_or_waits_for_ever(problem: Problem, seed: int) -> None:
+    rng = random.Random(seed)
+    n = min(4, problem.microbatches)
+    problem = problem.model_copy(update={"microbatches": n})
+    for _ in range(10):
+        runs = []
+        for stage in problem.stages:
+            ops = random_order(rng, n, fused=rng.random() < 0.3)
+            runs.append(
+                ops if stage.device_limit is None else fit_on_device(ops, [stage.device_limit])
+            )
+        schedule = Schedule(n, tuple(runs))
+        try:
+            validate(schedule, None, problem.list_device_limits())
+        except ScheduleError as error:
+            assert "device" not in str(error)
+            assert execution.compute_makespan(Costs.from_problem(problem), schedule.op_codes) == INF
+            continue
+        stays_within(simulate(schedule, problem), problem)
 
 
 @given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
