@@ -73,8 +73,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported late: other subcommands do not need the server.
-    from pipemorph.local.serve import serve_job
-    from pipemorph.local.served_run import ServeOptions
+    from pipemorph.local.served.serve import serve_job
+    from pipemorph.local.served.served_run import ServeOptions
 
     if args.observe == (args.job is not None):
         raise InputError(
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.observe:
         from pipemorph.diagnose.analysis.idle_time import attribute_idle_time
-        from pipemorph.local.observe import serve_observed
+        from pipemorph.local.served.observe import serve_observed
 
         return serve_observed(options, attribute_idle_time)
     return serve_job(args.job, options)

@@ -21,7 +21,7 @@ from pipemorph.control.decide.forecast import Outlook
 from pipemorph.control.decide.layouts.layout_search import NetworkMeasurements
 from pipemorph.ingest import BearerAuthenticator, IngestServer, InMemoryJobStore, Join
 from pipemorph.local.clock import now
-from pipemorph.local.followed_job import AttributeIdle, FollowedJob
+from pipemorph.local.observed.followed_job import AttributeIdle, FollowedJob
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.protocol import AdaptationRecord, LinkHealthReport, LinkState
 from pipemorph.spec.job_spec import PipeMorphJob

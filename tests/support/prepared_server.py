@@ -45,7 +45,7 @@ MODULES = (
     "pipemorph.commands.run",
     "pipemorph.commands.serve",
     "pipemorph.local",
-    "pipemorph.local.serve",
+    "pipemorph.local.served.serve",
     "pipemorph.views.pictures",
     "torch.distributed.run",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",

@@ -11,7 +11,7 @@ from observed_ranks import USUAL, make_report, order_1f1b, run_step, shift_clock
 
 from pipemorph.control import JobController
 from pipemorph.diagnose.analysis.idle_time import attribute_idle_time
-from pipemorph.local.followed_job import FollowedJob
+from pipemorph.local.observed.followed_job import FollowedJob
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.protocol import Health
 from pipemorph.protocol.observed_steps import ObservedPlace, StepsReply

@@ -15,7 +15,7 @@ from launch import ended
 from served import DEADLINE, manifest
 
 from pipemorph.cli import main
-from pipemorph.local.serve import JoinTracker
+from pipemorph.local.served.serve import JoinTracker
 from pipemorph_trainer.context import request_job
 
 READY = "trap 'echo got it; exit 7' TERM; touch ready; while :; do sleep 0.05; done"

@@ -18,10 +18,10 @@ from waiting import until
 
 from pipemorph.cli import main
 from pipemorph.http_client import HttpClient
-from pipemorph.local import serve
 from pipemorph.local.results.journal import RunJournal, RunView
-from pipemorph.local.serve import JoinTracker
-from pipemorph.local.served_run import ServeOptions, parse_listen
+from pipemorph.local.served import serve
+from pipemorph.local.served.serve import JoinTracker
+from pipemorph.local.served.served_run import ServeOptions, parse_listen
 from pipemorph.local.service import ControlService
 from pipemorph.views.status.job_metrics import remove_job_series, update_job_metrics
 

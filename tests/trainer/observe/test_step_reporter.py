@@ -13,7 +13,7 @@ import pytest
 from launch import free_port
 
 from pipemorph.diagnose.operation import BACKWARD, FORWARD, GC, LOSS, OPTIMIZER
-from pipemorph.local.observed_steps import align_step, has_all_stages
+from pipemorph.local.observed.observed_steps import align_step, has_all_stages
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.service import ControlService
 from pipemorph.protocol.observed_steps import MOST_STEPS, ObservedPlace

@@ -15,8 +15,8 @@ from served import Served, certificate, job, manifest, torchrun
 
 from pipemorph.errors import InputError
 from pipemorph.local.results.journal import RunJournal
-from pipemorph.local.serve import JoinTracker
-from pipemorph.local.served_run import ServeOptions, make_tls_context
+from pipemorph.local.served.serve import JoinTracker
+from pipemorph.local.served.served_run import ServeOptions, make_tls_context
 from pipemorph.local.service import ControlService
 from pipemorph_trainer.context import TrainerContext, request_job
 

@@ -1,7 +1,8 @@
 """``pipemorph serve --observe``: follows a job whose ranks are observed, and decides nothing.
 
-The ranks post their steps (:mod:`pipemorph.local.followed_job`). Shape and schedule of the job come
-from them, so there is no manifest. They train on if this host ends, unless it has started them.
+The ranks post their steps (:mod:`pipemorph.local.observed.followed_job`). Shape and schedule of the
+job come from them, so there is no manifest. They train on if this host ends, unless it has started
+them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any, TextIO
 from pipemorph.diagnose.adapting import predict_adapting
 from pipemorph.errors import InputError
 from pipemorph.local.clock import now
-from pipemorph.local.followed_job import AttributeIdle, FollowedJob
+from pipemorph.local.observed.followed_job import AttributeIdle, FollowedJob
 from pipemorph.local.processes.supervision import AttemptOutcome, AttemptResult
 from pipemorph.local.progress import format_job_headline
 from pipemorph.local.results.report import RunAttempt, RunRecord
-from pipemorph.local.served_run import COMMAND, ServedRun, ServeOptions
+from pipemorph.local.served.served_run import COMMAND, ServedRun, ServeOptions
 from pipemorph.local.service import ControlService
 from pipemorph.protocol import OpsTrace
 from pipemorph.spec.job_spec import PipeMorphJob

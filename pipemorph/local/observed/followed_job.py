@@ -21,7 +21,7 @@ from pipemorph.detection.job_observer import JobObserver
 from pipemorph.detection.rank_monitor import RankMonitor
 from pipemorph.errors import InputError, one_line
 from pipemorph.ingest import Reply
-from pipemorph.local.observed_steps import (
+from pipemorph.local.observed.observed_steps import (
     AlignedStep,
     MessageSizes,
     align_step,

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 from pipemorph.errors import one_line
 from pipemorph.ingest import Reply
 from pipemorph.local.clock import now
-from pipemorph.local.launched_command import LaunchedCommand
 from pipemorph.local.processes.supervision import AGENT_SECONDS, AttemptOutcome, AttemptResult
 from pipemorph.local.results.journal import RunJournal
 from pipemorph.local.results.page_source import FolderTraceSource
 from pipemorph.local.results.report import RunAttempt, RunRecord
-from pipemorph.local.served_run import (
+from pipemorph.local.served.launched_command import LaunchedCommand
+from pipemorph.local.served.served_run import (
     COMMAND,
     ServedRun,
     ServeOptions,

@@ -27,12 +27,6 @@ from queue import Empty
 from typing import Any, TextIO
 
 from pipemorph.errors import InputError, one_line
-from pipemorph.local.launched_command import (
-    LaunchedCommand,
-    check_slurm_step,
-    format_environment,
-    make_certificate,
-)
 from pipemorph.local.live_page import LivePageServer, open_page_listener
 from pipemorph.local.log_collector import collect_logs
 from pipemorph.local.processes.interrupts import InterruptHandler
@@ -57,6 +51,12 @@ from pipemorph.local.run import (
     conclude_run,
     record_host_failure,
     write_results,
+)
+from pipemorph.local.served.launched_command import (
+    LaunchedCommand,
+    check_slurm_step,
+    format_environment,
+    make_certificate,
 )
 from pipemorph.local.service import ControlService
 from pipemorph.manifest import check_program

@@ -1,0 +1,1 @@
+"""Jobs that are only observed: their shape, steps and states, from the ops that ranks report."""

@@ -1,0 +1,1 @@
+"""``pipemorph serve``: hosts the control loop of ranks that another launcher starts."""
