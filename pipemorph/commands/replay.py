@@ -132,14 +132,5 @@ def format_replay(found: ReplayResult) -> list[RenderableType]:
     ]
     count = len(found.changes)
     lines += ["", f"{count} change{'' if count == 1 else 's'} of plan"]
-    for change in found.changes:
-        at = "never in force" if change.iteration is None else f"iteration {change.iteration}"
-        lines.append(
-            f"  {at}: promised {_format_percent(change.promised)}, measured"
-            f" {_format_percent(change.measured)}: {change.reason}"
-        )
+    lines += [f"  {change.sentence}" for change in found.changes]
     return lines
-
-
-def _format_percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f}%"

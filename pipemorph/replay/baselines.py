@@ -26,16 +26,19 @@ from pipemorph.replay.simulated_links import (
     lengthen_reductions,
     slow_down_stages,
 )
+from pipemorph.views.explanation.job_explanation import describe_plan_change
 
 
 class ReplayedChange(NamedTuple):
     """Change of plan. ``iteration``: the first under the new plan, None if never in effect.
-    ``promised`` and ``measured``: saving as a fraction of an iteration."""
+    ``promised`` and ``measured``: saving as a fraction of an iteration. ``sentence``: the change
+    as ``explain`` prints it, with its cause."""
 
     iteration: int | None
     reason: str
     promised: float | None
     measured: float | None
+    sentence: str
 
     @staticmethod
     def from_record(record: AdaptationRecord) -> ReplayedChange:
@@ -45,7 +48,14 @@ class ReplayedChange(NamedTuple):
             record.reason,
             record.promised,
             record.measured,
+            # The cause is the first part of a reason; the others are the controller's arithmetic.
+            f"{describe_plan_change(record, record.routes, coming=0)}; why:"
+            f" {record.reason.partition('; ')[0]}",
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON fields, with the full reason in place of the sentence."""
+        return {name: value for name, value in self._asdict().items() if name != "sentence"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class ReplayResult:
                 | ({} if trained.end_reason is None else {"reason": trained.end_reason})
                 for name, trained in self.runs.items()
             },
-            "changes": [change._asdict() for change in self.changes],
+            "changes": [change.to_json() for change in self.changes],
         }
 
 

@@ -265,7 +265,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["replay", str(trace), str(problem)]) == 0
     said = capsys.readouterr().out
     assert "50 iterations, simulated" in said
-    assert "link 1 is slow" in said
+    change = (
+        r"^  plan 1 from iteration \d+: warm-up [\d-]+ became [\d-]+, link 1 delegated to the"
+        r" engine; [\d.]+ s became [\d.]+ s per iteration \(\d+% promised, \d+% measured\);"
+        r" why: link 1 is slow by [\d.]+ ms one way \(forward, [\w ]+% sure\)$"
+    )
+    assert re.search(change, said, re.MULTILINE), said
+    assert "predicted per iteration" not in said
+    assert "predicted per iteration" in fields["changes"][0]["reason"]
     trace.write_text('{"at_iteration": 8, "links": {"7": {"delay_ms": 40}}}')
     assert main(["replay", str(trace), str(problem)]) == 2
     assert "there is no link 7; the problem has 3" in capsys.readouterr().err

@@ -571,8 +571,8 @@ def replay_page(folder: Path) -> str:
     trained = {name: TrainingRun((0.4,) * 40) for name in ("static", "adaptive", "oracle")}
     trained["1f1b"] = TrainingRun((0.5,) * 20, "link 2 is down")
     changes = [
-        ReplayedChange(3, "link 1 is slow by 20 ms " * 5, 0.3, 0.29),
-        ReplayedChange(21, "a link recovered", -0.0004, None),
+        ReplayedChange(3, "", 0.3, 0.29, "why: link 1 is slow by 20 ms " * 5),
+        ReplayedChange(21, "", -0.0004, None, "plan 2 from iteration 21; why: a link recovered"),
     ]
     lines = (
         '{"at_iteration": 2, "links": {"0": {"delay_ms": 20}, "1": {"gbps": 2.5}}}',
