@@ -22,9 +22,9 @@ MOST_LINES = 800
 """Limit of a file."""
 
 LIMITS: Mapping[str, float] = {
-    "product lines": 114_810,
+    "product lines": 114_820,
     "product code lines": 84_730,
-    "test lines": 108_410,
+    "test lines": 108_310,
     "benchmark lines": 7_300,
     "public classes": 773,
     "modules": 462,
