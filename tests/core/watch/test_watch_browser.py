@@ -259,7 +259,7 @@ def test_changes_say_what_they_saved_and_cost_and_what_came_of_them(
         "[...document.querySelectorAll('#changes li')].map(e => e.innerText)"
     )
     assert f"decided in iteration {RETURNED_AT - 1}: a link recovered, none is slow" in back
-    assert f"The link was healthy from iteration {RETURNED_AT - 2} on." in back
+    assert f"What had slowed the job was gone from iteration {RETURNED_AT - 2} on." in back
     assert f"here in iteration {RETURNED_AT - 1}." in back
     assert "cost of the change not measured" in back
     for text in ("not measured", "saved 8.6 s up to iteration 42", "the change itself cost 0.40 s"):
