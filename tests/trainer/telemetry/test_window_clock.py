@@ -117,11 +117,14 @@ class OpsRecorder(NullControlClient):
             self.requested_ops_iteration = found.iteration + 1
 
 
-LOADING, PAUSING = 0.05, 0.03
+LOADING, PAUSING, SAVING = 0.05, 0.1, 0.2
+"""Seconds; so long that no rank of a busy machine is late by a half of them."""
 
 
 def train(context: TrainerContext, folder: str, norm: bool) -> list[OpsTrace]:
-    """Train two stages. Rank 0 loads data, and garbage is collected in its third iteration."""
+    """Train two stages. Rank 0 loads data, and garbage is collected in its third iteration only. A
+    checkpoint is saved after the fifth."""
+    gc.disable()
     recorder, stage = OpsRecorder(), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
 
@@ -140,6 +143,7 @@ def train(context: TrainerContext, folder: str, norm: bool) -> list[OpsTrace]:
         sleep(PAUSING / 4 if phase == "stop" else 0.0)
 
     stage.register_forward_hook(pause)
+    optimizer.register_state_dict_pre_hook(lambda _: sleep(SAVING))
     source = draw()
     with Pipeline(
         stage, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
@@ -166,7 +170,7 @@ def test_a_rank_measures_its_time_outside_ops(tmp_path: Path, norm: bool) -> Non
             parts = times.optimizer + times.data + times.drawn + times.checkpoint + times.gc
             parts += (times.norm or 0.0) + sum(trace.durations) / 1e6
             assert parts <= times.window + 1e-3 and times.optimizer > 0
-            assert (times.checkpoint > 1e-3) is (trace.iteration == 5)
+            assert (times.checkpoint >= SAVING) is (trace.iteration == 5)
             assert all(wait <= gap for wait, gap in zip(trace.waits, trace.gaps, strict=False))
     first = [each.rank_times for each in ranks[0]]
     assert all(each is not None and each.data >= LOADING <= each.drawn + 1e-3 for each in first), (
@@ -179,6 +183,6 @@ def test_a_rank_measures_its_time_outside_ops(tmp_path: Path, norm: bool) -> Non
         found = attribute_idle_time(pair)
         assert found is not None
         # Ranks wait for each other in a checkpoint, too.
-        assert found["data"] >= 1.6 * LOADING or pair[0].iteration == 5
-        assert (found["gc"] > 0.8 * PAUSING / 2) is (pair[0].iteration == 3)
-        assert (found["checkpoint"] > 1e-3) is (pair[0].iteration == 5)
+        assert found["data"] >= LOADING or pair[0].iteration == 5
+        assert (found["gc"] > PAUSING / 4) is (pair[0].iteration == 3)
+        assert (found["checkpoint"] > SAVING / 4) is (pair[0].iteration == 5)
