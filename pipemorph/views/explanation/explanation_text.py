@@ -75,11 +75,14 @@ def format_link(link: int, column: str = "") -> str:
 
 
 def format_idle_time(idle: Mapping[str, float], seconds: float) -> str:
-    """Format as ``31% of the ranks' time: bubble 18%, link 9%, data 3%``, with causes from
-    :data:`LEAST_SHOWN_SHARE` on. ``idle``: seconds by cause, of ``seconds``."""
+    """Format as ``31% of the ranks' time: bubble 18%, link 9%, data 3%, smaller ones 1%``,
+    with causes from :data:`LEAST_SHOWN_SHARE` on. ``idle``: seconds by cause, of ``seconds``."""
     shares = {cause: each / seconds for cause, each in idle.items()}
     named = sorted(shares, key=lambda cause: -shares[cause])
     causes = [f"{each} {shares[each]:.0%}" for each in named if shares[each] >= LEAST_SHOWN_SHARE]
+    rest = sum(each for each in shares.values() if each < LEAST_SHOWN_SHARE)
+    if causes and rest >= 0.005:
+        causes.append(f"smaller ones {rest:.0%}")
     text = f"{max(0.0, sum(shares.values())):.0%} of the ranks' time"
     return f"{text}: {', '.join(causes)}" if causes else text
 

@@ -371,7 +371,7 @@ def _describe_slow_period(slow: SlowPeriod, job: ExplainedJob) -> str:
     if slow.end is None and not job.is_over:
         return f"{name} is {late} since iteration {slow.begin}"
     end = "the end" if slow.end is None else slow.end
-    return f"{name} was {late}, from iteration {slow.begin} to {end}"
+    return f"{name} was {late}, from iteration {slow.begin} until {end}"
 
 
 def _describe_decisions(job: ExplainedJob, status: JobStatus) -> Iterator[str]:

@@ -110,7 +110,7 @@ def test_a_run_with_a_slow_link() -> None:
     assert explain(report()) == [
         "outcome  team/gpt is Complete; 4 stages × 2 replicas; 120 of 120 iterations in 1 min 15 s,"
         " the newest 0.4 s each",
-        "seen     link 2 (stage 2 to 3, replica 0) was late by up to 60 ms, from iteration 10 to"
+        "seen     link 2 (stage 2 to 3, replica 0) was late by up to 60 ms, from iteration 10 until"
         " 110",
         "done     plan 1 from iteration 11: warm-up 7-5-3-1 became 12-11-9-1, link 2 delegated to"
         " the engine; 1.06 s became 0.47 s per iteration (56% promised, 55% measured)",
@@ -200,6 +200,9 @@ def test_idle_time_is_named_by_cause() -> None:
     shares = "bubble 8%, data 6%"
     assert f"\nidle     46% of the ranks' time: checkpoint 20%, link 12%, {shares}\n" in text
     assert "load data ahead" in text and "save less often" in text
+    small = {"gc": 0.003, "work": 0.003, "stage": -0.001}
+    content["iterations"][90]["idle"] = content["iterations"][50]["idle"] = small | {"link": 0.05}
+    assert ": link 12%, smaller ones 1%\n" in "\n".join(explain(content))
     # Of a job of a cluster, its status has them.
     training = {"idleSeconds": IDLE, "iterationSeconds": 0.4}
     job = report(status={"state": "Running", "training": training})
@@ -330,14 +333,14 @@ def late() -> Content:
 
 def test_a_slow_link_is_reported_whether_or_not_the_plan_was_changed() -> None:
     lines = explain(report(late(), adaptations=[], links={"slow": [slow_time()]}))
-    assert "was late by up to 60 ms, from iteration 10 to the end" in lines[1]
+    assert "was late by up to 60 ms, from iteration 10 until the end" in lines[1]
     assert "forward" not in "".join(lines), "it is reported once"
     assert "pipemorph bench link" in "".join(lines)
 
 
 def test_a_link_that_is_slow_at_the_end_is_advised_on() -> None:
     lines = explain(report(late(), adaptations=[change(1)], links={"slow": [slow_time()]}))
-    assert "from iteration 10 to the end" in lines[1]
+    assert "from iteration 10 until the end" in lines[1]
     assert "pipemorph bench link" in lines[-1]
 
 

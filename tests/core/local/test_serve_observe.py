@@ -61,7 +61,7 @@ def test_an_observed_job_is_followed_and_explained(
     assert main(["explain", str(out)]) == 0
     explained = capsys.readouterr().out
     assert "default/observed is Complete; 4 stages; 41 steps" in explained
-    assert "link 2 (stage 2 to 3) was late by up to 20 ms, from iteration 15 to 3" in explained
+    assert "link 2 (stage 2 to 3) was late by up to 20 ms, from iteration 15 until 3" in explained
     assert "PipeMorph observed the job, and changed nothing" in explained
     assert main(["diagnose", str(out)]) == 0
     diagnosed = capsys.readouterr().out

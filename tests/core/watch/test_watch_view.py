@@ -402,13 +402,13 @@ def story_of(case: Case, **more: Any) -> str:
             "recovered",
             [
                 "seen: link 3 (stage 3 to 4) was late by up to 60 ms, from iteration"
-                f" {SLOW_AT} to {WELL_AT + 1}\n",
+                f" {SLOW_AT} until {WELL_AT + 1}\n",
                 f": plan 2 from iteration {RETURNED_AT}: back to the plan for healthy links",
             ],
         ),
         ("slow", ["done: nothing was changed"]),
         ("recovering", ["is Restarting (RanksEnded: rank 2 raised"]),
-        ("failed", ["is Failed (RanksEnded: rank 2 raised", " to the end\n"]),
+        ("failed", ["is Failed (RanksEnded: rank 2 raised", " until the end\n"]),
     ],
 )
 def test_the_story_is_the_explanation_of_the_job(case: Any, lines: list[str]) -> None:
